@@ -1,0 +1,1 @@
+"""The recipe: schema, checks and loading. Imports nothing heavy."""

@@ -1,0 +1,296 @@
+"""The recipe: what the user wants, every setting validated once, frozen afterwards.
+
+Each section is one small class; the docstring under a field is its documentation
+(`docs/recipe.md` is generated from it). Types and ranges live here, rules that join
+two settings in `checks.py`, file reading and error texts in `load.py`.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Auto: TypeAlias = Literal["auto"]
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
+Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+def _whole_float(value: object) -> object:
+    """Let a count be written as `2.0e12`: a float that is a whole number is one."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+TokenCount: TypeAlias = Annotated[int, BeforeValidator(_whole_float), Field(ge=1, le=10**18)]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+
+class ModelSection(Section):
+    """Which model, and where its weights come from."""
+
+    hub: NonEmpty | None = None
+    """Hugging Face hub id or local folder. Needed for `init: pretrained`."""
+    revision: NonEmpty | None = None
+    """Hub revision (branch, tag or commit) of `hub`."""
+    init: Literal["random", "pretrained"] = "random"
+    """`random`: weights drawn from the seed, the same under every layout.
+    `pretrained`: safetensors weights read from `hub`."""
+    config: dict[str, Any] | None = None
+    """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
+    plannable offline; compared with the hub's config when weights are loaded."""
+
+
+class TextSource(Section):
+    """Plain text files: one document per file."""
+
+    kind: Literal["text"]
+    files: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
+    """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}`
+    stands for the running Python's own library folder."""
+    exclude: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
+    """Globs to leave out, in the same form as `files`."""
+
+
+class HfSource(Section):
+    """A Hugging Face dataset: a hub id, or local json, jsonl, parquet or text files."""
+
+    kind: Literal["hf"]
+    path: NonEmpty
+    """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl,
+    .parquet or .txt, relative to the recipe's file."""
+    name: NonEmpty | None = None
+    """Dataset configuration name, e.g. `en`."""
+    revision: NonEmpty | None = None
+    """Hub revision of the dataset."""
+    split: NonEmpty = "train"
+    """Split to read; slices such as `train[:1%]` are allowed."""
+    text_field: NonEmpty = "text"
+    """Column that holds a document's text."""
+
+
+class MegatronSource(Section):
+    """Tokenised data in Megatron's indexed format (`PREFIX.bin` and `PREFIX.idx`)."""
+
+    kind: Literal["megatron"]
+    prefix: NonEmpty
+    """Path of the pair of files, without `.bin`/`.idx`, relative to the recipe's file."""
+
+
+Source: TypeAlias = Annotated[
+    TextSource | HfSource | MegatronSource, Field(discriminator="kind")
+]
+
+
+class DataSection(Section):
+    """What to train on."""
+
+    train: Source
+    """Training documents."""
+    validation: Source | None = None
+    """Validation documents; without it, `validation_fraction` of `train` is held out."""
+    validation_fraction: Fraction = 0.0
+    """Share of the training documents held out for validation, chosen by the seed."""
+    tokenizer: NonEmpty = "bytes"
+    """Hub id, local folder (relative to the recipe's file), or `bytes`: the shipped
+    byte-level tokenizer (256 bytes and one end-of-text token)."""
+    tokenizer_revision: NonEmpty | None = None
+    """Hub revision of the tokenizer."""
+    cache: NonEmpty | None = None
+    """Folder for tokenised data; default `$DMT_CACHE`, else `~/.cache/dmt`."""
+
+
+class TrainingSection(Section):
+    """How long, how large, how precise. Exactly one of steps, tokens and epochs."""
+
+    steps: Positive | None = None
+    """Optimizer steps."""
+    tokens: TokenCount | None = None
+    """Training tokens; rounded up to whole steps."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data; rounded up to whole steps."""
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)]
+    """Tokens per sequence."""
+    global_batch_size: Positive
+    """Sequences per optimizer step over all ranks; never changed by a layout."""
+    micro_batch_size: Positive | Auto = "auto"
+    """Sequences per rank and forward pass; gradient accumulation is derived from it."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+    """Compute type; master weights and optimizer states are fp32 everywhere."""
+    seed: Count = 1234
+    """Fixes initial weights and data order, whatever the layout."""
+
+
+class OptimizerSection(Section):
+    """AdamW. Weight decay skips norms and biases on every engine alike."""
+
+    name: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1.0e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; null for no clipping."""
+
+
+class ScheduleSection(Section):
+    """Learning rate over the run: linear warm-up, then the named shape."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """`wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
+    warmup_steps: Count = 0
+    """Steps from 0 to the peak learning rate."""
+    decay_steps: Positive | None = None
+    """`wsd` only: steps of the final decay. Others decay until the last step."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Learning rate at the last step."""
+
+
+class EvaluationSection(Section):
+    """Validation loss during training and at the end."""
+
+    every_steps: Positive | None = None
+    """Steps between evaluations; null for none before the end."""
+    batches: Positive = 20
+    """Global batches per evaluation (fewer when the validation data is smaller)."""
+
+
+class ZeroSection(Section):
+    """DeepSpeed's ZeRO. Only the deepspeed engine reads it."""
+
+    stage: Literal[0, 1, 2, 3] | Auto = "auto"
+    """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where optimizer states live outside the step."""
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters live outside their use (stage 3)."""
+    nvme_path: NonEmpty | None = None
+    """Folder on a fast local disk, for `nvme`."""
+    config: NonEmpty | None = None
+    """A preset of `ds_configs/` by name, or a DeepSpeed JSON file of your own,
+    relative to the recipe's file. Default: the preset that fits stage and offload."""
+
+
+class ParallelSection(Section):
+    """How to spread the model: intent, free of any backend's spelling."""
+
+    engine: Literal["auto", "deepspeed", "megatron", "fsdp", "ddp"] = "auto"
+    """What owns gradients, optimizer and sharding."""
+    model: Literal["auto", "hf", "megatron"] = "auto"
+    """Model implementation: transformers or megatron-core."""
+    tensor: Degree | Auto = "auto"
+    """Tensor-parallel degree."""
+    pipeline: Degree | Auto = "auto"
+    """Pipeline-parallel degree."""
+    virtual_pipeline: Degree | Auto = "auto"
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    context: Degree = 1
+    """Context-parallel degree: the sequence split over ranks."""
+    expert: Degree = 1
+    """Expert-parallel degree of mixture-of-experts layers."""
+    sequence: bool | Auto = "auto"
+    """Sequence parallel: norms and dropouts sharded inside the tensor group."""
+    zero: ZeroSection = ZeroSection()
+    """ZeRO and offload."""
+    recompute: Literal["none", "selective", "full"] | Auto = "auto"
+    """Activation recompute: nothing, attention only, or whole layers."""
+
+
+class ClusterSection(Section):
+    """Where the run is planned for."""
+
+    nodes: Degree = 1
+    """Machines."""
+    gpus_per_node: Degree = 1
+    """Processes per machine, one per GPU (or per CPU process with `gpu: cpu`)."""
+    gpu: NonEmpty = "cpu"
+    """Accelerator name of the hardware catalogue, e.g. `h100-80gb`, or `cpu`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+
+class CheckpointSection(Section):
+    """Saving and resuming."""
+
+    every_steps: Positive | None = None
+    """Steps between checkpoints; null for only the last step and on a signal."""
+    keep: Positive = 3
+    """How many of the newest checkpoints stay on disk."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto`: continue from the newest complete checkpoint of the run directory."""
+    export: bool = True
+    """Write a Hugging Face folder to `export/` at the end."""
+
+
+class WandbSection(Section):
+    """Weights & Biases. The API key comes from the environment, never from a recipe."""
+
+    project: NonEmpty = "dmt"
+    """Project name."""
+    entity: NonEmpty | None = None
+    """User or team."""
+    mode: Literal["offline", "online", "disabled"] = "offline"
+    """`offline` writes `wandb/` in the run directory, for `wandb sync` later."""
+    tags: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
+    """Tags of the run."""
+
+
+class LoggingSection(Section):
+    """What is written while training."""
+
+    every_steps: Positive = 10
+    """Steps between lines of `metrics.jsonl`."""
+    wandb: WandbSection | None = None
+    """Weights & Biases; null for none."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to `tensorboard/` in the run directory."""
+
+
+class LaunchSection(Section):
+    """How `dmt launch` starts the workers."""
+
+    launcher: Literal["local", "torchrun", "deepspeed"] = "local"
+    """`local`: DMT starts one process per rank on this machine."""
+
+
+class Recipe(Section):
+    """One training run, from model to logging."""
+
+    name: Name
+    """Names the run directory (`runs/<name>`) and the W&B run."""
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection = ScheduleSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    parallel: ParallelSection = ParallelSection()
+    cluster: ClusterSection = ClusterSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+    launch: LaunchSection = LaunchSection()
