@@ -1,0 +1,139 @@
+"""Engine `ddp`: the plain baseline, torch's DistributedDataParallel and AdamW.
+
+Parameters, gradients and moments are fp32; bf16 and fp16 compute runs under autocast.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.engines.base import EvalResult, MicroBatch, StepResult
+from toolkit.engines.distributed import global_tokens, to_device
+from toolkit.engines.setup import EngineSetup
+from toolkit.errors import CheckpointError
+from toolkit.models import huggingface as hf
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DdpEngine:
+    """A whole copy of a transformers model on every rank."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self.device = setup.ranks.device
+        self.world = setup.ranks.world
+        self.clip = setup.optimizer.clip_grad_norm
+        self.model = hf.empty_model(setup.model_config, self.device)
+        hf.fill(self.model, setup.weights)
+        if setup.layout.recompute == "full":
+            hf.enable_recompute(self.model)
+        self.model.train()
+        self.replica: nn.Module = self.model
+        if self.world > 1:
+            device_ids = [self.device] if self.device.type == "cuda" else None
+            self.replica = DistributedDataParallel(self.model, device_ids=device_ids)
+        self.optimizer = torch.optim.AdamW(
+            hf.parameter_groups(self.model, setup.optimizer.weight_decay),
+            lr=setup.optimizer.learning_rate,
+            betas=setup.optimizer.betas,
+            eps=setup.optimizer.eps,
+        )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=setup.precision == "fp16"
+        )
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+    ) -> StepResult:
+        """See `Engine.train_step`."""
+        tokens = global_tokens(micro_batches, self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with self._reduce_gradients(last):
+                batch_loss = self._loss(batch) / tokens
+                # DDP averages gradients over ranks; the loss is a sum over them.
+                self.scaler.scale(batch_loss * self.world).backward()
+            loss += batch_loss.detach()
+        dist.all_reduce(loss)
+        grad_norm, skipped = self._update(learning_rate)
+        values = torch.stack([loss, grad_norm.double(), tokens]).tolist()
+        return StepResult(values[0], values[1], int(values[2]), skipped)
+
+    def _reduce_gradients(self, last: bool) -> "nullcontext[None]":
+        """Gradients are all-reduced once a step, in the last micro batch's backward."""
+        if last or self.world == 1:
+            return nullcontext()
+        replica = cast(DistributedDataParallel, self.replica)
+        return cast("nullcontext[None]", replica.no_sync())
+
+    def _update(self, learning_rate: float) -> tuple[Tensor, bool]:
+        """Clip, step and clear; returns the gradient norm and whether it was skipped."""
+        self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.clip is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm, self.scaler.get_scale() < scale
+
+    def _loss(self, batch: MicroBatch) -> Tensor:
+        dtype = AUTOCAST.get(self.setup.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return hf.summed_loss(self.replica, to_device(batch, self.device))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """See `Engine.evaluate`."""
+        tokens = global_tokens(micro_batches, self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with hf.evaluating(self.replica):
+            for batch in micro_batches:
+                loss += self._loss(batch)
+        dist.all_reduce(loss)
+        return EvalResult((loss / tokens).item(), int(tokens.item()))
+
+    def save_state(self, folder: Path) -> None:
+        """See `Engine.save_state`. Every rank holds the same state; rank 0 writes it."""
+        if self.setup.ranks.rank == 0:
+            save_model(self.model, str(folder / "model.safetensors"))
+            state = {
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+            }
+            torch.save(state, folder / "optimizer.pt")
+
+    def load_state(self, folder: Path) -> None:
+        """See `Engine.load_state`."""
+        try:
+            load_model(self.model, folder / "model.safetensors")
+            state = torch.load(
+                folder / "optimizer.pt", map_location=self.device, weights_only=True
+            )
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} is not a ddp checkpoint: {error}") from error
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def export_hf(self, folder: Path) -> None:
+        """See `Engine.export_hf`."""
+        if self.setup.ranks.rank == 0:
+            state = {name: value.cpu() for name, value in self.model.state_dict().items()}
+            hf.save_folder(self.setup.model_config, state, folder)
+        dist.barrier()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        del self.replica, self.optimizer

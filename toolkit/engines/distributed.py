@@ -1,0 +1,80 @@
+"""Joining the process group, and the few sums that every data-parallel engine needs."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.errors import BackendUnavailable
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among all ranks."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+
+def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
+    """Join the process group that the launcher's environment describes.
+
+    Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK; without them the
+    run has one process. Uses NCCL on GPUs and gloo on CPUs.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise BackendUnavailable(
+                f"rank {rank} has no GPU: {local_world} processes on this machine, "
+                f"{torch.cuda.device_count()} GPUs",
+                fix="set cluster.gpus_per_node to the number of GPUs",
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        # Spares DeepSpeed a search and a warning.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # DeepSpeed reads these even in a run of one process.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return Ranks(rank, world, local_rank, local_world, device)
+
+
+def leave() -> None:
+    """Leave the process group, if joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def global_tokens(micro_batches: Sequence[MicroBatch], device: torch.device) -> Tensor:
+    """Unmasked tokens of all ranks' micro batches: float64 scalar on `device`, at least 1.
+
+    Never zero, so that a fully masked global batch gives loss 0 and not NaN.
+    """
+    count = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in micro_batches)
+    total = torch.tensor(float(count), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.clamp(min=1.0)
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The batch on `device`."""
+    return MicroBatch(
+        batch.input_ids.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+    )

@@ -1,0 +1,192 @@
+"""The `hf` model implementation: transformers models, built, filled and measured."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import initialization as hf_initialization
+
+from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.errors import DataError, PlanError
+from toolkit.models.weights import RandomWeights, SafetensorsWeights, WeightSource
+from toolkit.recipe.schema import ModelSection
+
+DROPOUT_KEYS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+)
+"""Dropout probabilities of the supported families; 0 unless the recipe sets them."""
+
+
+def snapshot_folder(hub: str, revision: str | None) -> Path:
+    """The local folder of a hub id, downloading config and safetensors when needed."""
+    if Path(hub).is_dir():
+        return Path(hub)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise DataError(
+            f"model.hub: {hub!r} is neither a local folder nor reachable on the hub "
+            f"({type(error).__name__})",
+            fix="check the name, log in with `hf auth login`, or point at a local folder",
+        ) from error
+
+
+def build_config(model: ModelSection) -> PretrainedConfig:
+    """The transformers config: the recipe's keys, checked against the hub's when loaded.
+
+    Raises PlanError when the recipe and the checkpoint state different values.
+    """
+    stated = dict(model.config or {})
+    if model.init == "pretrained" or not stated:
+        assert model.hub is not None, "checked at load"
+        config = AutoConfig.from_pretrained(snapshot_folder(model.hub, model.revision))
+        _compare(stated, config, model.hub)
+    else:
+        config = AutoConfig.for_model(**stated)
+    for key in DROPOUT_KEYS:
+        if hasattr(config, key) and key not in stated:
+            setattr(config, key, 0.0)
+    if getattr(config, "output_router_logits", False):
+        raise PlanError(
+            "model.config.output_router_logits: the router's auxiliary loss is not trained",
+            fix="remove output_router_logits from model.config",
+        )
+    config.use_cache = False
+    return config
+
+
+def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> None:
+    """Refuse a recipe whose config keys disagree with the checkpoint's."""
+    for key, value in stated.items():
+        found = getattr(config, key, None)
+        if key in DROPOUT_KEYS or key == "use_cache":
+            setattr(config, key, value)
+        elif found != value and not (isinstance(value, dict) and isinstance(found, dict)):
+            raise PlanError(
+                f"model.config.{key}: the recipe says {value!r}, {hub} says {found!r}",
+                fix=f"set model.config.{key} to {found!r} or remove it",
+            )
+
+
+def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that `config` describes, on the current default device."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
+
+
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model without storage: shapes and names only."""
+    with torch.device("meta"):
+        return new_model(config, torch.float32)
+
+
+def empty_model(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+    """The fp32 model on `device`, its buffers computed, its parameters not yet filled."""
+    with hf_initialization.no_init_weights(), torch.device(device):
+        model = new_model(config, torch.float32)
+    model.tie_weights()
+    return model
+
+
+def restore_buffers(model: nn.Module, config: PretrainedConfig) -> None:
+    """Give every buffer (rotary frequencies) its fp32 value again.
+
+    DeepSpeed casts buffers to bf16 together with the parameters, which shifts the
+    positions that the model sees.
+    """
+    with init_empty_weights(include_buffers=False):
+        reference = dict(new_model(config, torch.float32).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.data = reference[name].to(buffer.device)
+
+
+def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> WeightSource:
+    """Random or pretrained initial weights, as the recipe says."""
+    meta = meta_model(config)
+    if model.init == "random":
+        return RandomWeights(meta, seed)
+    assert model.hub is not None, "checked at load"
+    shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
+    folder = snapshot_folder(model.hub, model.revision)
+    return SafetensorsWeights(folder, shapes, meta.base_model_prefix)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: WeightSource) -> None:
+    """Give every parameter its initial value in place."""
+    for name, parameter in model.named_parameters():
+        values = weights.read(name, 0, parameter.numel())
+        parameter.copy_(values.view_as(parameter))
+
+
+def summed_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Sum (not mean) of the cross entropies of the unmasked positions, in fp32: scalar."""
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    return cross_entropy(
+        logits.float().flatten(0, 1),
+        batch.labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: weight decay for matrices, none for norms and biases.
+
+    Norm weights and biases are exactly the parameters with one dimension. Under ZeRO-3
+    a parameter's own shape is empty and `ds_shape` holds the real one.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        (decayed if len(shape) > 1 else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def enable_recompute(model: PreTrainedModel) -> None:
+    """Recompute each decoder layer's activations in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; training mode afterwards."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def save_folder(config: PretrainedConfig, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write config and sharded safetensors that `from_pretrained` loads.
+
+    `state` maps parameter and buffer names to full CPU tensors; tied weights may appear
+    once. Raises RuntimeError when a parameter is missing, rather than write a partial
+    model.
+    """
+    model = meta_model(config)
+    missing = [name for name, _ in model.named_parameters() if name not in state]
+    if missing:
+        raise RuntimeError(f"export lacks {len(missing)} parameters, first {missing[0]}")
+    model.config.dtype = next(iter(state.values())).dtype
+    model.save_pretrained(folder, state_dict=dict(state))

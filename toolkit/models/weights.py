@@ -1,0 +1,299 @@
+"""Initial weights, one parameter range at a time, the same under every layout.
+
+A weight source answers one question: what are elements `[start, stop)` of the
+flattened parameter `name`? A rank asks only for the elements that it holds, so no
+rank ever needs the whole model, and the answer never depends on who asks.
+
+`RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` reads them
+from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
+keeps the experts of a layer in one stacked parameter while checkpoints hold one tensor
+per expert; `checkpoint_names` maps one to the other.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.errors import DataError, PlanError
+
+BLOCK = 1 << 18
+"""Elements drawn from one random stream. Fixed for ever: it is part of the weights."""
+
+
+class WeightSource(Protocol):
+    """Where initial weights come from."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened parameter `name`: 1-D, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor that makes up part of a flattened parameter."""
+
+    name: str
+    numel: int
+
+
+def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
+    """The checkpoint tensors that, flattened one after the other, are parameter `name`.
+
+    Nearly always one tensor of the same name. For stacked experts, `gate_up_proj`
+    [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, …;
+    `down_proj` [experts, hidden, intermediate] is one tensor per expert.
+    """
+    match = re.fullmatch(r"(.*\.mlp)\.experts\.(gate_up_proj|down_proj)", name)
+    if not match or len(shape) != 3:
+        return [Piece(name, prod(shape))]
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+    numel = prod(shape[1:]) // len(parts)
+    return [
+        Piece(f"{match[1]}.experts.{expert}.{part}.weight", numel)
+        for expert in range(shape[0])
+        for part in parts
+    ]
+
+
+def _overlaps(
+    pieces: Sequence[Piece], start: int, stop: int
+) -> Iterator[tuple[Piece, int, int]]:
+    """The part of each piece that lies inside [start, stop) of their concatenation."""
+    offset = 0
+    for piece in pieces:
+        low, high = max(start - offset, 0), min(stop - offset, piece.numel)
+        if low < high:
+            yield piece, low, high
+        offset += piece.numel
+
+
+# --- random ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """One initialisation of a run of elements: normal(mean, std), constant if std is 0."""
+
+    start: int
+    stop: int
+    mean: float
+    std: float
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what transformers does to each (meta) parameter when it initialises it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.fills: dict[str, list[_Fill]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket.__name__
+        if operation.endswith("_") and isinstance(args[0], Tensor):
+            target = args[0]
+            base = target if target._base is None else target._base
+            name = self.names.get(id(base))
+            if name is not None:
+                self._record(name, operation, target, base.numel(), args[1:])
+        return result
+
+    def _record(
+        self, name: str, operation: str, target: Tensor, numel: int, values: tuple[Any, ...]
+    ) -> None:
+        if operation == "normal_":
+            mean, std = values  # transformers always states both
+        elif operation in ("fill_", "zero_"):
+            mean, std = (values[0] if values else 0.0), 0.0
+        else:
+            raise PlanError(
+                f"the model initialises {name} by {operation}, which DMT cannot draw "
+                "independently of the layout",
+                fix="use `model.init: pretrained`",
+            )
+        start = int(target.storage_offset())
+        fill = _Fill(start, start + int(target.numel()), float(mean), float(std))
+        whole = fill.stop - fill.start == numel
+        self.fills[name] = [fill] if whole else [*self.fills.get(name, []), fill]
+
+
+class RandomWeights:
+    """Weights with the distribution that transformers gives each parameter.
+
+    `meta_model` is the transformers model on the meta device. Its own initialisation
+    runs there without numbers, and only the distributions are kept, so every model
+    class that draws from normal distributions and constants is supported.
+
+    Raises PlanError for a model that initialises a parameter in another way.
+    """
+
+    def __init__(self, meta_model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self.shapes = {name: tuple(p.shape) for name, p in meta_model.named_parameters()}
+        for module in meta_model.modules():
+            if hasattr(module, "_is_hf_initialized"):
+                del module._is_hf_initialized
+        recorder = _Recorder(meta_model)
+        with recorder:
+            meta_model.initialize_weights()  # type: ignore[operator]
+        self.fills = recorder.fills
+        missing = [name for name in self.shapes if name not in self.fills]
+        if missing:
+            raise PlanError(
+                f"the model does not initialise {', '.join(missing[:3])}",
+                fix="use `model.init: pretrained`",
+            )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened parameter: float32 [stop - start]."""
+        out = np.empty(stop - start, dtype=np.float32)
+        pieces = checkpoint_names(name, self.shapes[name])
+        for fill in self.fills[name]:
+            low, high = max(start, fill.start), min(stop, fill.stop)
+            if low >= high:
+                continue
+            view = out[low - start : high - start]
+            if fill.std == 0.0:
+                view[:] = fill.mean
+                continue
+            position = 0
+            for piece, first, last in _overlaps(pieces, low, high):
+                part = view[position : position + last - first]
+                _standard_normal(self.seed, piece, first, part)
+                position += last - first
+            view *= np.float32(fill.std)
+            view += np.float32(fill.mean)
+        return torch.from_numpy(out)
+
+
+def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, Any]") -> None:
+    """Fill `out` with elements [start, start + len(out)) of the piece's random stream.
+
+    Each block of BLOCK elements has its own counter-based generator, keyed by the seed,
+    the tensor's name and the block's index, so any range can be drawn on its own.
+    """
+    stop = start + len(out)
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        first = block * BLOCK
+        last = min(first + BLOCK, piece.numel)
+        digest = blake2b(f"{seed}\0{piece.name}\0{block}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        values = generator.standard_normal(last - first, dtype=np.float32)
+        low, high = max(start, first), min(stop, last)
+        out[low - start : high - start] = values[low - first : high - first]
+
+
+# --- pretrained -----------------------------------------------------------------------
+
+
+STORED_NAMES = (
+    (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
+    (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
+    (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
+    (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
+    (r"^lm_head\.", "embed_out."),
+)
+"""Names under which published checkpoints (mixtral, gpt_neox) store what transformers 5
+names otherwise: pattern of the model's name → stored name."""
+
+
+class SafetensorsWeights:
+    """Weights read from the safetensors of a Hugging Face folder, never by pickle.
+
+    `shapes` are the parameters of the model to fill; `base_prefix` is the name under
+    which it holds its decoder (some checkpoints leave it out). Every parameter is looked
+    up at once, so a checkpoint that does not fit is refused before anything is loaded.
+
+    Raises DataError for missing files, missing tensors and wrong shapes.
+    """
+
+    def __init__(
+        self, folder: Path, shapes: dict[str, tuple[int, ...]], base_prefix: str = ""
+    ) -> None:
+        self.folder = folder
+        self.shapes = shapes
+        self.base_prefix = base_prefix
+        self._handles: dict[str, Any] = {}
+        self._check()
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Tensor name → file name."""
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return weight_map
+        single = self.folder / "model.safetensors"
+        if not single.is_file():
+            raise DataError(
+                f"{self.folder} holds no model.safetensors",
+                fix="point `model.hub` at a model with safetensors weights; pickled "
+                "weights (pytorch_model.bin) can run code and are not read",
+            )
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single.name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
+        pieces = checkpoint_names(name, self.shapes[name])
+        parts = [
+            self._read_piece(piece.name, low, high)
+            for piece, low, high in _overlaps(pieces, start, stop)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _read_piece(self, name: str, start: int, stop: int) -> Tensor:
+        """Read only the rows that hold [start, stop)."""
+        tensor_slice = self._slice(name)
+        shape = tensor_slice.get_shape()
+        row = prod(shape[1:])
+        first, last = start // row, -(-stop // row)
+        rows: Tensor = tensor_slice[first:last]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def _slice(self, name: str) -> Any:
+        stored = self._stored_name(name)
+        file = self.files[stored]
+        if file not in self._handles:
+            self._handles[file] = safe_open(self.folder / file, framework="pt")
+        return self._handles[file].get_slice(stored)
+
+    def _stored_name(self, name: str) -> str:
+        """The checkpoint's own name of a tensor, or DataError."""
+        candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
+        candidates += [re.sub(pattern, stored, name) for pattern, stored in STORED_NAMES]
+        for candidate in candidates:
+            if candidate in self.files:
+                return candidate
+        raise DataError(
+            f"{self.folder} has no tensor {name}",
+            fix="check that `model.config` describes this checkpoint",
+        )
+
+    def _check(self) -> None:
+        for name, shape in self.shapes.items():
+            pieces = checkpoint_names(name, shape)
+            for piece in pieces:
+                found = tuple(self._slice(piece.name).get_shape())
+                wrong = found != shape if len(pieces) == 1 else prod(found) != piece.numel
+                if wrong:
+                    raise DataError(
+                        f"{self.folder}: {piece.name} has shape {found}, the model needs "
+                        f"{shape if len(pieces) == 1 else piece.numel}",
+                        fix="check that `model.config` describes this checkpoint",
+                    )
