@@ -46,9 +46,7 @@ class DdpEngine:
             betas=setup.optimizer.betas,
             eps=setup.optimizer.eps,
         )
-        self.scaler = torch.amp.GradScaler(
-            self.device.type, enabled=setup.precision == "fp16"
-        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float
@@ -61,7 +59,7 @@ class DdpEngine:
             with self._reduce_gradients(last):
                 batch_loss = self._loss(batch) / tokens
                 # DDP averages gradients over ranks; the loss is a sum over them.
-                self.scaler.scale(batch_loss * self.world).backward()
+                torch.autograd.backward(self.scaler.scale(batch_loss * self.world))
             loss += batch_loss.detach()
         dist.all_reduce(loss)
         grad_norm, skipped = self._update(learning_rate)

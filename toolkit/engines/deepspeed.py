@@ -70,9 +70,9 @@ class DeepSpeedEngine:
             model = hf.empty_model(config, torch.device("cpu"))
             hf.fill(model, weights)
             return model
-        with hf_initialization.no_init_weights():
-            with deepspeed.zero.Init(config_dict_or_path=self.setup.engine_config):
-                model = hf.new_model(config, DTYPES[self.setup.precision])
+        sharded = deepspeed.zero.Init(config_dict_or_path=self.setup.engine_config)
+        with hf_initialization.no_init_weights(), sharded:
+            model = hf.new_model(config, DTYPES[self.setup.precision])
         model.tie_weights()
         for name, parameter in model.named_parameters():
             _fill_shard(deepspeed, name, parameter, weights)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import BackendUnavailable
@@ -52,7 +53,7 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     else:
         # DeepSpeed reads these even in a run of one process.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(rank, world, local_rank, local_world, device)
 
 
@@ -76,5 +77,6 @@ def global_tokens(micro_batches: Sequence[MicroBatch], device: torch.device) -> 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The batch on `device`."""
     return MicroBatch(
-        batch.input_ids.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+        batch.input_ids.to(device, non_blocking=True),
+        batch.labels.to(device, non_blocking=True),
     )

@@ -1,0 +1,159 @@
+"""Initial weights: layout-independent, with transformers' distributions, read exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from toolkit.errors import DataError, PlanError
+from toolkit.models import huggingface as hf
+from toolkit.models.weights import BLOCK, RandomWeights
+from toolkit.recipe.schema import ModelSection
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"tie_word_embeddings": True},
+    "mistral": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "gpt2": {
+        "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt_neox": SMALL,
+    "gemma2": SMALL | {"head_dim": 16},
+    "mixtral": SMALL | {"num_local_experts": 4},
+    "qwen3_moe": SMALL | {"num_experts": 4, "moe_intermediate_size": 32},
+}  # fmt: skip
+
+
+def section(family: str, **extra: Any) -> ModelSection:
+    return ModelSection(config={"model_type": family, **FAMILIES[family], **extra})
+
+
+def filled(model: ModelSection, seed: int = 1) -> Any:
+    config = hf.build_config(model)
+    built = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(built, hf.weight_source(model, config, seed))
+    return built
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distribution_is_that_of_transformers(family: str) -> None:
+    model = filled(section(family))
+    reference = AutoModelForCausalLM.from_config(model.config)
+    ours = dict(model.named_parameters())
+    for name, theirs in reference.named_parameters():
+        sigma = theirs.std().item() if theirs.numel() > 1 else 0.0
+        tolerance = 5 * sigma / theirs.numel() ** 0.5 + 1e-7
+        assert abs(ours[name].mean() - theirs.mean()) < 2 * tolerance, name
+        assert ours[name].std().item() == pytest.approx(sigma, abs=2 * tolerance), name
+    for (name, ours_), (_, theirs) in zip(
+        model.named_buffers(), reference.named_buffers(), strict=True
+    ):
+        assert torch.equal(ours_, theirs), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_reloads_and_reads_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    model = filled(section(family))
+    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    ours = dict(model.named_parameters())
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    pretrained = filled(ModelSection(hub=str(tmp_path), init="pretrained"), seed=99)
+    for name, parameter in reloaded.named_parameters():
+        assert torch.equal(parameter, ours[name]), name
+    for name, parameter in pretrained.named_parameters():
+        assert torch.equal(parameter, ours[name]), name
+
+
+def test_any_range_equals_the_same_part_of_the_whole() -> None:
+    config = hf.build_config(section("mixtral", vocab_size=5000))
+    weights = RandomWeights(hf.meta_model(config), seed=3)
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.experts.gate_up_proj"):
+        numel = torch.Size(weights.shapes[name]).numel()
+        whole = weights.read(name, 0, numel)
+        for start, stop in [
+            (0, 1),
+            (17, numel - 5),
+            (numel // 3, numel // 2),
+            (numel - 1, numel),
+        ]:
+            assert torch.equal(weights.read(name, start, stop), whole[start:stop])
+    assert 5000 * 64 > BLOCK, "the test must cross a block's edge"
+
+
+def test_seed_and_name_change_the_weights() -> None:
+    first, second = filled(section("llama"), seed=1), filled(section("llama"), seed=2)
+    layers = first.model.layers
+    assert not torch.equal(layers[0].self_attn.q_proj.weight, layers[1].self_attn.q_proj.weight)
+    assert not torch.equal(first.model.embed_tokens.weight, second.model.embed_tokens.weight)
+
+
+def test_golden_values() -> None:
+    """The stream is part of every published result: it must never change."""
+    config = hf.build_config(section("llama"))
+    values = RandomWeights(hf.meta_model(config), 1234).read("model.embed_tokens.weight", 0, 3)
+    assert values.tolist() == pytest.approx(GOLDEN, abs=1e-9)
+
+
+GOLDEN = [-0.027387375, 0.0144555205, -0.0178156868]
+
+
+def test_padding_row_is_zero() -> None:
+    model = filled(section("llama", pad_token_id=0, tie_word_embeddings=False))
+    assert not model.model.embed_tokens.weight[0].any()
+    assert model.model.embed_tokens.weight[1].any()
+
+
+def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    model = filled(section("llama"))
+    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    config = hf.build_config(section_)
+    config.num_hidden_layers = 3
+    with pytest.raises(DataError, match=r"no tensor model\.layers\.2"):
+        hf.weight_source(section_, config, 1)
+
+
+def test_pickled_checkpoint_is_not_read(tmp_path: Path) -> None:
+    model = filled(section("llama"))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    with pytest.raises(DataError, match="no model.safetensors"):
+        hf.weight_source(section_, hf.build_config(section_), 1)
+
+
+def test_recipe_that_disagrees_with_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    model = filled(section("llama"))
+    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    stated = {"model_type": "llama", "num_hidden_layers": 5}
+    with pytest.raises(PlanError, match=r"num_hidden_layers: the recipe says 5.*says 2"):
+        hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
+
+
+def test_export_never_leaves_out_a_parameter(tmp_path: Path) -> None:
+    """PAINS 4: ZeRO-3 saves incomplete weights."""
+    model = filled(section("llama"))
+    state = model.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(RuntimeError, match=r"lacks 1 parameters.*up_proj"):
+        hf.save_folder(model.config, state, tmp_path)
+
+
+def test_dropout_is_off_unless_the_recipe_sets_it() -> None:
+    assert hf.build_config(section("gpt2")).resid_pdrop == 0.0
+    assert hf.build_config(section("gpt2", resid_pdrop=0.2)).resid_pdrop == 0.2

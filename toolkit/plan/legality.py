@@ -1,0 +1,277 @@
+"""What is legal: which engine can train which model implementation, and how.
+
+One table answers for everyone: `dmt check` (through `problems`) and the planner
+(through `pairs`). A layout outside the table is refused with the nearest legal one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from toolkit.errors import Problem
+from toolkit.plan.layout import Placement
+from toolkit.recipe.schema import ClusterSection, ParallelSection
+
+EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]
+ModelName = Literal["hf", "megatron"]
+
+ANY = 65536
+"""Largest degree of the schema: no limit of the pair's own."""
+
+_EVERYWHERE: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
+_ON_DEVICE: frozenset[Placement] = frozenset(("none",))
+_ON_DEVICE_OR_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
+
+
+class Pair(NamedTuple):
+    """An engine and the model implementation that it trains."""
+
+    engine: EngineName
+    model: ModelName
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} with model {self.model}"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What one pair can do; the defaults are a plain data-parallel engine."""
+
+    tensor: int = 1
+    """Largest tensor-parallel degree; likewise below."""
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Sequence parallel inside the tensor group."""
+    zero_stages: tuple[int, ...] = (0,)
+    """ZeRO stages; (0,) where the engine does not read `parallel.zero`."""
+    offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+
+    @property
+    def reads_zero(self) -> bool:
+        """Does the engine use the `parallel.zero` section?"""
+        return self.zero_stages != (0,)
+
+
+TABLE: dict[Pair, Support] = {
+    Pair("deepspeed", "hf"): Support(
+        zero_stages=(0, 1, 2, 3), offload_optimizer=_EVERYWHERE, offload_parameters=_EVERYWHERE
+    ),
+    Pair("ddp", "hf"): Support(),
+    Pair("fsdp", "hf"): Support(),
+    Pair("deepspeed", "megatron"): Support(
+        tensor=ANY,
+        sequence=True,
+        zero_stages=(0, 1, 2, 3),
+        offload_optimizer=_ON_DEVICE_OR_CPU,
+        offload_parameters=_ON_DEVICE_OR_CPU,
+    ),
+    Pair("megatron", "megatron"): Support(
+        tensor=ANY, pipeline=ANY, virtual_pipeline=ANY, context=ANY, expert=ANY, sequence=True
+    ),
+}
+"""Every legal pair, the preferred one first."""
+
+AVAILABLE: frozenset[Pair] = frozenset((Pair("deepspeed", "hf"), Pair("ddp", "hf")))
+"""Pairs that this release implements; the others are refused when asked for."""
+
+_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+_PIPELINE_AND_ZERO = (
+    "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
+    "still accumulates"
+)
+
+
+def pairs(parallel: ParallelSection) -> list[Pair]:
+    """The available pairs that can carry out what `parallel` asks for, preferred first."""
+    return [
+        pair
+        for pair in TABLE
+        if pair in AVAILABLE and _matches(parallel, pair) and not _violations(parallel, pair)
+    ]
+
+
+def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem]:
+    """Everything illegal about the intent, each with the nearest legal alternative.
+
+    Keys are full dotted paths; file and line are left to the caller.
+    """
+    found = [*_needs(parallel)]
+    wrong = {problem.key for problem in found}
+    found += [p for p in _table_problems(parallel) if p.key not in wrong]
+    return found or list(_world_problems(parallel, cluster))
+
+
+def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
+    """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline·context).
+
+    An `auto` that only 1 can satisfy counts as 1. None while the planner still has a
+    choice, or when the degrees do not divide the world.
+    """
+    product = 1
+    for name in ("tensor", "pipeline", "context"):
+        degree = _known_degree(parallel, name)
+        if degree is None:
+            return None
+        product *= degree
+    dp, rest = divmod(cluster.world_size, product)
+    return None if rest else dp
+
+
+def _known_degree(parallel: ParallelSection, name: str) -> int | None:
+    value = getattr(parallel, name)
+    if isinstance(value, int):
+        return value
+    limits = [getattr(TABLE[pair], name) for pair in pairs(parallel)]
+    return 1 if limits and max(limits) == 1 else None
+
+
+def _needs(parallel: ParallelSection) -> Iterator[Problem]:
+    """Settings that make sense only together with another one."""
+    zero = parallel.zero
+    if _above_one(parallel.virtual_pipeline) and parallel.pipeline == 1:
+        yield Problem(
+            "parallel.virtual_pipeline",
+            f"{parallel.virtual_pipeline} with parallel.pipeline: 1",
+            "1 without pipeline stages",
+            "set parallel.virtual_pipeline to auto, or parallel.pipeline to 2 or more",
+        )
+    if parallel.sequence is True and parallel.tensor == 1:
+        yield Problem(
+            "parallel.sequence",
+            "true with parallel.tensor: 1",
+            "true only inside a tensor-parallel group",
+            "set parallel.sequence to auto, or parallel.tensor to 2 or more",
+        )
+    if zero.offload_optimizer != "none" and zero.stage == 0:
+        yield Problem(
+            "parallel.zero.offload_optimizer",
+            f"{zero.offload_optimizer} with stage: 0",
+            "none in stage 0, which shards no optimizer states",
+            "set parallel.zero.stage to 2 (or auto)",
+        )
+    if zero.offload_parameters != "none" and zero.stage not in (3, "auto"):
+        yield Problem(
+            "parallel.zero.offload_parameters",
+            f"{zero.offload_parameters} with stage: {zero.stage}",
+            "none below stage 3, which alone shards parameters",
+            "set parallel.zero.stage to 3 (or auto)",
+        )
+
+
+def _table_problems(parallel: ParallelSection) -> list[Problem]:
+    """What no legal pair can do; else what no pair of this release can do."""
+    legal = [pair for pair in TABLE if _matches(parallel, pair)]
+    if not legal:
+        return [_illegal_pair(parallel)]
+    nearest = min(legal, key=lambda pair: len(_violations(parallel, pair)))
+    if broken := _violations(parallel, nearest):
+        return broken
+    if pairs(parallel):
+        return []
+    return _not_in_this_release(parallel, legal)
+
+
+def _illegal_pair(parallel: ParallelSection) -> Problem:
+    """Both engine and model are named, and do not go together."""
+    asked = (parallel.engine, parallel.model)
+    near = [pair for pair in TABLE if (pair[0] == asked[0]) != (pair[1] == asked[1])]
+    best = min(near, key=lambda pair: pair not in AVAILABLE)
+    kept = 0 if best[0] == asked[0] else 1
+    name, other = Pair._fields[1 - kept], Pair._fields[kept]
+    fits = ", ".join(pair[1 - kept] for pair in near if pair[kept] == asked[kept])
+    return Problem(
+        f"parallel.{name}",
+        f"{asked[1 - kept]} with {other}: {asked[kept]}",
+        f"{fits} with {other}: {asked[kept]}",
+        f"set parallel.{name} to {best[1 - kept]}",
+    )
+
+
+def _not_in_this_release(parallel: ParallelSection, legal: list[Pair]) -> list[Problem]:
+    """Legal by design, but only in pairs that are still to come."""
+    here = [pair for pair in TABLE if pair in AVAILABLE]
+    named = "; ".join(map(str, here))
+    for name in ("engine", "model"):
+        asked = getattr(parallel, name)
+        if asked != "auto" and all(getattr(pair, name) != asked for pair in here):
+            return [
+                Problem(
+                    f"parallel.{name}",
+                    f"{asked}, which is not in this release",
+                    f"in this release: {named}",
+                    f"set parallel.{name} to {getattr(here[0], name)} (or auto)",
+                )
+            ]
+    matching = [pair for pair in here if _matches(parallel, pair)] or here
+    nearest = min(matching, key=lambda pair: len(_violations(parallel, pair)))
+    later = next(pair for pair in legal if not _violations(parallel, pair))
+    return [
+        Problem(p.key, p.found, f"{p.allowed}; {later} is not in this release", p.fix)
+        for p in _violations(parallel, nearest)
+    ]
+
+
+def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
+    """tensor · pipeline · context must divide the number of ranks."""
+    degrees = {name: _known_degree(parallel, name) or 1 for name in (*_DEGREES[:2], "context")}
+    product, world = 1, cluster.world_size
+    for degree in degrees.values():
+        product *= degree
+    if world % product == 0:
+        return
+    largest = max(degrees, key=lambda name: degrees[name])
+    others = product // degrees[largest]
+    shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
+    fit = [d for d in range(1, world + 1) if world % (d * others) == 0]
+    near = min(fit, key=lambda d: abs(d - degrees[largest]), default=None)
+    yield Problem(
+        f"parallel.{largest}",
+        f"{shown} = {product} on {world} ranks",
+        f"a product that divides nodes · gpus_per_node = {world}",
+        f"set parallel.{largest} to {near}" if near else "use smaller degrees or more ranks",
+    )
+
+
+def _matches(parallel: ParallelSection, pair: Pair) -> bool:
+    return parallel.engine in ("auto", pair.engine) and parallel.model in ("auto", pair.model)
+
+
+def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
+    """The settings that this pair cannot carry out; `auto` suits every pair."""
+    support, zero = TABLE[pair], parallel.zero
+    found: list[Problem] = []
+
+    def refuse(key: str, value: object, allowed: str, instead: str, why: str = "") -> None:
+        found.append(
+            Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
+        )
+
+    for name in _DEGREES:
+        degree, most = getattr(parallel, name), getattr(support, name)
+        if degree != "auto" and degree > most:
+            exclusive = name == "pipeline" and zero.stage in (2, 3)
+            why = _PIPELINE_AND_ZERO if exclusive else ""
+            refuse(name, degree, str(most), f"set parallel.{name} to {most}", why)
+    if parallel.sequence is True and not support.sequence:
+        refuse("sequence", "true", "false", "set parallel.sequence to auto")
+    or_engine = "" if support.reads_zero else ", or set parallel.engine to deepspeed"
+    if zero.stage != "auto" and zero.stage not in support.zero_stages:
+        stages = ", ".join(map(str, support.zero_stages))
+        refuse("zero.stage", zero.stage, stages, f"set parallel.zero.stage to auto{or_engine}")
+    for name in ("offload_optimizer", "offload_parameters"):
+        place, places = getattr(zero, name), getattr(support, name)
+        if place not in places:
+            nearest = "cpu" if "cpu" in places else "none"
+            fix = f"set parallel.zero.{name} to {nearest}{or_engine}"
+            refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
+    if zero.config is not None and not support.reads_zero:
+        refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
+    return found
+
+
+def _above_one(degree: object) -> bool:
+    return isinstance(degree, int) and degree > 1

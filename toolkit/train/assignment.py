@@ -1,0 +1,96 @@
+"""What the ranks of a run are told: recipe, plan and backend configuration, made once."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.engines.setup import render_engine_config
+from toolkit.errors import PlanError
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.train.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One run, decided."""
+
+    recipe: Recipe
+    plan: Plan
+    engine_config: dict[str, Any]
+    """The backend's rendered configuration (DeepSpeed's JSON); empty for ddp."""
+    run_dir: Path
+
+
+def decide(recipe: Recipe, run_dir: Path | None) -> Assignment:
+    """Plan a recipe and render its backend's configuration; writes nothing."""
+    plan = plan_recipe(recipe)
+    return Assignment(
+        recipe,
+        plan,
+        render_engine_config(recipe, plan),
+        (run_dir or Path("runs") / recipe.name).absolute(),
+    )
+
+
+def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
+    """Write the run directory, or continue the one that is there."""
+    return RunDirectory.create(
+        assignment.run_dir,
+        assignment.recipe,
+        assignment.plan.to_dict(),
+        command,
+        assignment.engine_config or None,
+    )
+
+
+def read_assignment(path: Path, world: int) -> Assignment:
+    """Read what `write` wrote, for `world` ranks.
+
+    Raises PlanError when `path` is not a run directory or was planned for other ranks.
+    """
+    run = RunDirectory(path.absolute())
+    try:
+        plan = Plan.from_dict(json.loads(run.plan.read_text(encoding="utf-8")))
+        config = {}
+        if plan.engine == "deepspeed":
+            config = json.loads(run.deepspeed.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PlanError(
+            f"{path} is not a run directory: {error}",
+            fix="`dmt launch RECIPE` writes one and starts it",
+        ) from error
+    recipe = load_recipe(run.recipe)
+    _check_world(recipe, world)
+    return Assignment(recipe, plan, config, run.path)
+
+
+def assign(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    command: Sequence[str],
+    world: int,
+) -> Assignment:
+    """Plan and write the run directory of `world` ranks that a foreign launcher started.
+
+    Raises PlanError when the recipe's cluster has another number.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    _check_world(recipe, world)
+    assignment = decide(recipe, run_dir)
+    write(assignment, command)
+    return assignment
+
+
+def _check_world(recipe: Recipe, world: int) -> None:
+    cluster = recipe.cluster
+    if cluster.world_size != world:
+        raise PlanError(
+            f"the recipe's cluster has {cluster.nodes} node(s) with {cluster.gpus_per_node} "
+            f"process(es) each, the launcher started {world}",
+            fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M",
+        )

@@ -1,0 +1,90 @@
+"""The training loop: what happens in a run, in order, on one screen."""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolkit.data.batches import GlobalBatches
+from toolkit.engines.base import Engine, StepResult
+from toolkit.errors import Stopped
+from toolkit.plan.layout import Layout
+from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.train.schedule import learning_rate
+from toolkit.train.signals import StopRequest
+
+
+@dataclass
+class Progress:
+    """Where a run is: all that must be known to continue it."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    consumed_samples: int = 0
+    """Sequences consumed since step 0."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did and how long it took."""
+
+    result: StepResult
+    learning_rate: float
+    seconds: float
+
+
+class Hooks(Protocol):
+    """What is done besides training; each decides itself whether a step is due."""
+
+    def after_step(self, progress: Progress, report: StepReport) -> None:
+        """Log."""
+        ...
+
+    def evaluate(self, progress: Progress) -> None:
+        """Validate, when due."""
+        ...
+
+    def save(self, progress: Progress, *, stopping: bool) -> None:
+        """Write a checkpoint, when due or when stopping."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the loop trains, and how long."""
+
+    engine: Engine
+    batches: GlobalBatches
+    layout: Layout
+    dp_rank: int
+    total_steps: int
+    optimizer: OptimizerSection
+    schedule: ScheduleSection
+
+
+def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
+    """Train from `progress` to the last step.
+
+    Raises Stopped after a signal to any rank: everything is saved then.
+    """
+    layout = job.layout
+    while progress.step < job.total_steps:
+        started = time.perf_counter()
+        rate = learning_rate(
+            progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
+        )
+        micro_batches = job.batches.micro_batches(
+            progress.consumed_samples, job.dp_rank, layout.dp, layout.micro_batch
+        )
+        result = job.engine.train_step(micro_batches, rate)
+        progress.step += 1
+        progress.consumed_samples += layout.global_batch
+
+        hooks.after_step(progress, StepReport(result, rate, time.perf_counter() - started))
+        hooks.evaluate(progress)
+        stopping = stop.agreed() and progress.step < job.total_steps
+        hooks.save(progress, stopping=stopping)
+        if stopping:
+            raise Stopped(
+                f"stopped by a signal at step {progress.step} of {job.total_steps}, after saving",
+                fix="start the same command again to resume",
+            )

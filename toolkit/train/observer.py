@@ -1,0 +1,206 @@
+"""What surrounds the steps of a run: logging, validation, checkpoints. Implements Hooks."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from toolkit.checkpoint.store import CheckpointStore, Manifest
+from toolkit.engines.base import Engine, EvalResult, MicroBatch
+from toolkit.engines.distributed import Ranks
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import Recipe
+from toolkit.train.events import EventLog
+from toolkit.train.loop import Progress, StepReport
+from toolkit.train.metrics import Metrics, MetricsLog, mfu
+from toolkit.train.progress import ProgressReport
+from toolkit.train.run_dir import RunDirectory
+from toolkit.train.tensorboard import TensorBoardLog
+from toolkit.train.wandb_service import WandbFollower
+
+GIB = 2**30
+WANDB_GRACE_S = 30.0
+"""How long the end of a run waits for W&B."""
+
+
+class Reporter:
+    """Rank 0's outputs: metrics.jsonl, events, progress bar, W&B, TensorBoard."""
+
+    def __init__(
+        self, run: RunDirectory, recipe: Recipe, events: EventLog, start: int, total: int
+    ) -> None:
+        self.events = events
+        self.metrics = MetricsLog.resume(run.metrics, start, events)
+        self.progress = ProgressReport(total, start)
+        self.wandb = None
+        if recipe.logging.wandb is not None:
+            self.wandb = WandbFollower.start(run, recipe.logging.wandb, recipe.name, events)
+        self.tensorboard = None
+        if recipe.logging.tensorboard:
+            self.tensorboard = TensorBoardLog(run.tensorboard, start)
+
+    def log(self, metrics: Metrics) -> None:
+        """Write one logged step everywhere."""
+        self.metrics.write(metrics)
+        self.progress.logged(metrics)
+        if self.tensorboard is not None:
+            self.tensorboard.write(metrics)
+        if self.wandb is not None and (problem := self.wandb.problem()):
+            self.progress.message(problem)
+
+    def validated(self, step: int, result: EvalResult) -> None:
+        """Write a validation loss everywhere."""
+        self.events.write("evaluation", step=step, loss=result.loss, tokens=result.tokens)
+        self.progress.message(f"step {step}  validation loss {result.loss:.4f}")
+        if self.tensorboard is not None:
+            self.tensorboard.write_validation(step, result.loss)
+
+    def finish(self) -> None:
+        """Let W&B and TensorBoard write what they hold."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None and (problem := self.wandb.finish(WANDB_GRACE_S)):
+            print(problem, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The parts of a run that the observer looks at."""
+
+    recipe: Recipe
+    plan: Plan
+    engine: Engine
+    ranks: Ranks
+    validation: Callable[[], Sequence[MicroBatch]] | None
+    """This rank's validation batches; None without validation data."""
+    data_fingerprint: str
+
+
+class Observer:
+    """The hooks of the loop. `reporter` is None on every rank but 0."""
+
+    def __init__(
+        self, run: Observed, store: CheckpointStore, reporter: Reporter | None
+    ) -> None:
+        self.run = run
+        self.store = store
+        self.reporter = reporter
+        self._window = _Window()
+        self._validated_at = -1
+        self._saved_at = -1
+        self._exit = ExitStack()
+
+    def __enter__(self) -> "Observer":
+        if self.reporter is not None:
+            self._exit.enter_context(self.reporter.progress)
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit.__exit__(error_type, error, traceback)
+
+    def after_step(self, progress: Progress, report: StepReport) -> None:
+        """Advance the bar; log when due (always after the first step)."""
+        self._window.add(report)
+        if self.reporter is not None:
+            self.reporter.progress.advance(progress.step)
+            if report.result.skipped:
+                self.reporter.events.write("skip", step=progress.step)
+        every = self.run.recipe.logging.every_steps
+        if progress.step % every == 0 or progress.step == 1:
+            metrics = self._metrics(progress, report)
+            self._window = _Window()
+            if self.reporter is not None:
+                self.reporter.log(metrics)
+
+    def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
+        plan, result = self.run.plan, report.result
+        sequence_length = self.run.recipe.training.sequence_length
+        step_time_s = self._window.seconds / self._window.steps
+        tokens_per_s = plan.layout.global_batch * sequence_length / step_time_s
+        return Metrics(
+            step=progress.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=report.learning_rate,
+            tokens=result.tokens,
+            tokens_per_s=tokens_per_s,
+            step_time_s=step_time_s,
+            mfu=mfu(
+                plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
+            ),
+            consumed_samples=progress.consumed_samples,
+            skipped=result.skipped,
+            memory_gib=peak_memory_gib(self.run.ranks.device),
+        )
+
+    def evaluate(self, progress: Progress) -> None:
+        """Validate when due during training."""
+        every = self.run.recipe.evaluation.every_steps
+        if every and progress.step % every == 0:
+            self.evaluate_now(progress)
+
+    def evaluate_now(self, progress: Progress) -> None:
+        """Validate, unless that was done at this step already."""
+        if self.run.validation is None or self._validated_at == progress.step:
+            return
+        self._validated_at = progress.step
+        result = self.run.engine.evaluate(self.run.validation())
+        if self.reporter is not None:
+            self.reporter.validated(progress.step, result)
+
+    def save(self, progress: Progress, *, stopping: bool) -> None:
+        """Write a checkpoint when due or when stopping."""
+        every = self.run.recipe.checkpoint.every_steps
+        if stopping or (every and progress.step % every == 0):
+            self.save_now(progress)
+
+    def save_now(self, progress: Progress) -> None:
+        """Write a checkpoint, unless that was done at this step already."""
+        if self._saved_at == progress.step:
+            return
+        self._saved_at = progress.step
+        started = time.perf_counter()
+        manifest = Manifest(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            data_fingerprint=self.run.data_fingerprint,
+            engine=self.run.plan.engine,
+            layout=self.run.plan.layout,
+        )
+        folder = self.store.save(manifest, self.run.engine.save_state)
+        if self.reporter is not None:
+            seconds = round(time.perf_counter() - started, 3)
+            self.reporter.events.write(
+                "save", step=progress.step, folder=folder.name, seconds=seconds
+            )
+
+
+class _Window:
+    """Steps since the last logged one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+
+    def add(self, report: StepReport) -> None:
+        self.steps += 1
+        self.seconds += report.seconds
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Peak allocated device memory of the fullest rank, in GiB; None on CPU. Collective."""
+    if device.type != "cuda":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak)

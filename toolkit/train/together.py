@@ -1,0 +1,65 @@
+"""Doing a thing on several ranks so that a failure on one ends all of them, with one message."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from toolkit.engines.distributed import Ranks
+from toolkit.errors import EXIT_DONE, DmtError
+
+Result = TypeVar("Result")
+
+PREPARATION_TIMEOUT = timedelta(days=1)
+"""How long ranks wait for another one that tokenises data or compiles an operator."""
+
+
+class PeerFailed(DmtError):
+    """Another rank met an error that it has already shown; this one only leaves."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("another rank failed")
+        self.code = code
+
+
+class Together:
+    """Agreement between all ranks about whether the last action worked."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+
+    def run(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on every rank. Raises its DmtError here, PeerFailed elsewhere."""
+        error: DmtError | None = None
+        try:
+            result = action()
+        except DmtError as raised:
+            error = raised
+        codes: list[int] = [EXIT_DONE] * self.ranks.world
+        mine = EXIT_DONE if error is None else error.exit_code
+        dist.all_gather_object(codes, mine, group=self._group)
+        if error is not None:
+            raise error
+        for code in codes:
+            if code != EXIT_DONE:
+                raise PeerFailed(code)
+        return result
+
+    def rank_zero(self, action: Callable[[], Result]) -> Result:
+        """Run `action` on rank 0 and hand its (picklable) result to every rank."""
+        made = self.run(lambda: action() if self.ranks.rank == 0 else None)
+        box: list[object] = [made]
+        dist.broadcast_object_list(box, group=self._group)
+        return box[0]  # type: ignore[return-value]
+
+    def leaders_first(self, action: Callable[[], Result]) -> Result:
+        """Run `action` once per machine before the other ranks of that machine do.
+
+        For work whose result is cached on disk: the others find it there.
+        """
+        leader = self.ranks.local_rank == 0
+        first = self.run(lambda: action() if leader else None)
+        second = self.run(lambda: None if leader else action())
+        return first if leader else second  # type: ignore[return-value]

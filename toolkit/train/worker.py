@@ -1,0 +1,244 @@
+"""The worker: one rank of a run, whatever started it.
+
+`train_run_directory` continues from a run directory that `dmt launch` wrote.
+`train_recipe` serves launchers that start the worker themselves: rank 0 plans, writes
+the run directory and hands recipe and plan to the others, who need no shared disk.
+"""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from toolkit.checkpoint.store import CheckpointStore, Manifest, check_fits
+from toolkit.data.batches import GlobalBatches, evaluation_batches
+from toolkit.data.build import TrainingData, build_data
+from toolkit.engines.base import Engine
+from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.setup import EngineSetup, build_engine, prepare_ops
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    CheckpointError,
+    DmtError,
+    Stopped,
+)
+from toolkit.models import huggingface as hf
+from toolkit.plan.planner import total_steps
+from toolkit.redact import redact
+from toolkit.train.assignment import Assignment, assign, read_assignment
+from toolkit.train.events import EventLog
+from toolkit.train.loop import Job, Progress, train
+from toolkit.train.observer import Observed, Observer, Reporter
+from toolkit.train.rank_log import setup_rank_logging
+from toolkit.train.run_dir import RunDirectory
+from toolkit.train.signals import StopRequest
+from toolkit.train.together import PeerFailed, Together
+
+logger = logging.getLogger(__name__)
+
+
+def train_run_directory(path: Path) -> int:
+    """Train what the run directory says; return the exit code of this rank."""
+    return _guarded(lambda ranks: read_assignment(path, ranks.world))
+
+
+def train_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path | None) -> int:
+    """Plan a recipe for the ranks that a launcher started, and train it."""
+    return _guarded(lambda ranks: assign(recipe, overrides, run_dir, sys.argv, ranks.world))
+
+
+def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
+    """Run one rank and turn every end into an exit code, a log line and an event."""
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    logging.captureWarnings(True)
+    run: RunDirectory | None = None
+    ranks: Ranks | None = None
+    try:
+        ranks = here = join()
+        together = Together(here)
+        with StopRequest() as stop:
+            assignment = together.rank_zero(lambda: make_assignment(here))
+            run = RunDirectory(assignment.run_dir)
+            setup_rank_logging(run, here.rank)
+            _Worker(assignment, here, together, stop).run()
+        leave()
+        return EXIT_DONE
+    except PeerFailed as error:
+        return error.code
+    except Stopped as error:
+        _end(run, ranks, error.exit_code, str(error), show=ranks is None or ranks.rank == 0)
+        leave()
+        return error.exit_code
+    except DmtError as error:
+        _end(run, ranks, error.exit_code, str(error), show=True)
+        return error.exit_code
+    except Exception as error:
+        logger.exception("training failed")
+        message = f"{type(error).__name__}: {error}{_advice(error)}"
+        _end(run, ranks, EXIT_FAILED, message, show=True)
+        return EXIT_FAILED
+
+
+def _end(
+    run: RunDirectory | None, ranks: Ranks | None, code: int, message: str, *, show: bool
+) -> None:
+    """Record and show how this rank ended."""
+    rank = ranks.rank if ranks else 0
+    if run is not None and (rank == 0 or show):
+        EventLog(run.events).write("end", exit_code=code, rank=rank, error=message)
+    if show:
+        print(redact(f"error: {message}"), file=sys.stderr, flush=True)
+
+
+def _advice(error: Exception) -> str:
+    """What to try after a failure that has a usual cure."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "\n  fix: --set training.micro_batch_size=1, --set parallel.recompute=full, "
+            "--set parallel.zero.stage=3, or offload (parallel.zero.offload_optimizer=cpu)"
+        )
+    return ""
+
+
+@dataclass
+class _Worker:
+    """One rank's work, from data to export."""
+
+    assignment: Assignment
+    ranks: Ranks
+    together: Together
+    stop: StopRequest
+
+    def run(self) -> None:
+        recipe, plan = self.assignment.recipe, self.assignment.plan
+        rank_zero = self.ranks.rank == 0
+        run = RunDirectory(self.assignment.run_dir)
+        events = EventLog(run.events) if rank_zero else None
+        torch.manual_seed(recipe.training.seed + self.ranks.rank)  # dropout only
+
+        config = self.together.run(lambda: hf.build_config(recipe.model))
+        data = self._build_data(config)
+        if recipe.model.init == "random":
+            config.eos_token_id = data.tokenizer.eos_token_id
+            config.bos_token_id = data.tokenizer.bos_token_id
+        steps = total_steps(recipe.training, len(data.train))
+        store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
+        engine = self._build_engine(config)
+        progress = self._resume(store, engine, data.fingerprint)
+
+        reporter = None
+        if events is not None:
+            world = self.ranks.world
+            events.write("start", step=progress.step, world=world, engine=plan.engine)
+            reporter = Reporter(run, recipe, events, progress.step, steps)
+        observed = Observed(
+            recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
+        )
+        job = Job(
+            engine,
+            GlobalBatches(data.train, recipe.training.seed, recipe.training.global_batch_size),
+            plan.layout,
+            self.ranks.rank,
+            steps,
+            recipe.optimizer,
+            recipe.schedule,
+        )
+        try:
+            with Observer(observed, store, reporter) as observer:
+                train(job, progress, observer, self.stop)
+                observer.evaluate_now(progress)
+                observer.save_now(progress)
+            if recipe.checkpoint.export:
+                self._export(engine, data, run)
+            if events is not None:
+                events.write("end", exit_code=EXIT_DONE, rank=0, step=progress.step)
+        finally:
+            if reporter is not None:
+                reporter.finish()
+        engine.close()
+
+    def _build_data(self, config: PretrainedConfig) -> TrainingData:
+        recipe = self.assignment.recipe
+        return self.together.leaders_first(
+            lambda: build_data(
+                recipe.data,
+                sequence_length=recipe.training.sequence_length,
+                global_batch_size=recipe.training.global_batch_size,
+                seed=recipe.training.seed,
+                vocab_size=config.vocab_size,
+                base=Path.cwd(),
+                progress=self.ranks.rank == 0,
+            )
+        )
+
+    def _build_engine(self, config: PretrainedConfig) -> Engine:
+        recipe, plan = self.assignment.recipe, self.assignment.plan
+        engine_config = self.assignment.engine_config
+        self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, _say))
+        weights = self.together.run(
+            lambda: hf.weight_source(recipe.model, config, recipe.training.seed)
+        )
+        setup = EngineSetup(
+            config,
+            weights,
+            plan.layout,
+            recipe.training.precision,
+            recipe.optimizer,
+            self.ranks,
+            engine_config,
+        )
+        return build_engine(plan.engine, setup)
+
+    def _resume(self, store: CheckpointStore, engine: Engine, fingerprint: str) -> Progress:
+        """Continue from the newest complete checkpoint of the run directory, if any."""
+        recipe, plan = self.assignment.recipe, self.assignment.plan
+        folder = store.newest()
+        if folder is None:
+            return Progress()
+        if recipe.checkpoint.resume == "never":
+            raise CheckpointError(
+                f"{store.folder} holds checkpoints and checkpoint.resume is never",
+                fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
+            )
+        manifest = self.together.run(lambda: Manifest.read(folder))
+        check_fits(manifest, folder, plan.engine, plan.layout)
+        if manifest.data_fingerprint != fingerprint:
+            raise CheckpointError(
+                f"{folder} was trained on other data: its cursor means nothing in this one",
+                fix="restore the data files, or start in another directory (--run-dir)",
+            )
+        self.together.run(lambda: engine.load_state(folder))
+        return Progress(manifest.step, manifest.consumed_samples)
+
+    def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
+        validation = data.validation
+        if validation is None:
+            return None
+        recipe, layout = self.assignment.recipe, self.assignment.plan.layout
+        return lambda: evaluation_batches(
+            validation,
+            recipe.training.global_batch_size,
+            recipe.evaluation.batches,
+            self.ranks.rank,
+            layout.dp,
+            layout.micro_batch,
+        )
+
+    def _export(self, engine: Engine, data: TrainingData, run: RunDirectory) -> None:
+        """Write the Hugging Face folder: model from the engine, tokenizer from the data."""
+        engine.export_hf(run.export)
+        if self.ranks.rank == 0:
+            data.tokenizer.save_pretrained(run.export)
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
