@@ -1,0 +1,63 @@
+"""The accelerator table: right by its data sheets, and clear about unknown names."""
+
+import pytest
+
+from toolkit.errors import PlanError
+from toolkit.hardware.catalogue import GPUS, gpu
+
+
+def test_the_accelerators_of_the_recipes_and_papers_are_known() -> None:
+    assert set(GPUS) == {
+        "v100-32gb", "a100-40gb", "a100-80gb", "a100-80gb-pcie", "h100-80gb", "h100-80gb-pcie",
+        "h200", "b200", "gb200", "mi300x", "cpu",
+    }  # fmt: skip
+    assert all(name == entry.name for name, entry in GPUS.items())
+
+
+def test_peaks_are_dense() -> None:
+    # The data sheets of Hopper and Blackwell print twice these numbers, "with sparsity".
+    assert gpu("h100-80gb").bf16 == pytest.approx(989.5e12)
+    assert gpu("h200").fp8 == pytest.approx(1979e12)
+    assert gpu("b200").bf16 == pytest.approx(2.25e15)
+    assert gpu("mi300x").bf16 == pytest.approx(1307.4e12)
+    for entry in GPUS.values():
+        if entry.tf32 and entry.bf16:
+            assert entry.bf16 / entry.tf32 == pytest.approx(2, rel=0.03)
+        if entry.fp8 and entry.bf16:
+            assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("v100-32gb", "bf16", None),
+        ("v100-32gb", "fp16", 125e12),
+        ("a100-80gb", "fp8", None),
+        ("a100-80gb", "fp32", 19.5e12),
+        ("h200", "bf16", 989.5e12),
+        ("cpu", "fp32", None),
+    ],
+)
+def test_a_precision_that_a_device_lacks_has_no_peak(
+    name: str, precision: str, peak: float | None
+) -> None:
+    assert gpu(name).peak_flops(precision) == peak
+
+
+def test_every_accelerator_but_cpu_states_memory_and_fp16() -> None:
+    for entry in GPUS.values():
+        assert (entry.memory_gib is None) == (entry.name == "cpu")
+        assert (entry.fp16 is None) == (entry.name == "cpu")
+
+
+def test_names_are_found_in_any_case() -> None:
+    assert gpu("H100-80GB") is gpu("h100-80gb")
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(PlanError, match="h100-80gb") as raised:
+        gpu("h100_80gb")
+    assert raised.value.fix == "did you mean `h100-80gb`?"
+    with pytest.raises(PlanError) as raised:
+        gpu("x" * 10_000)
+    assert len(str(raised.value)) < 400

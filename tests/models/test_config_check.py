@@ -1,0 +1,375 @@
+"""check_config: the table of keys against transformers, and every kind of mistake."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from toolkit.models.config_keys import ACTIVATION, FAMILIES, GENERIC, LAYER_TYPES, ROPE_NEEDS
+from toolkit.models.spec import ModelSpec, check_config
+
+
+def transformers_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    return AutoConfig.for_model(config["model_type"], **rest)
+
+
+def small(model_type: str, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 48, "intermediate_size": 56, "vocab_size": 96}
+    counts = {"num_hidden_layers": 3, "num_attention_heads": 4}
+    return {"model_type": model_type, **sizes, **counts, **more}
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 96}
+
+
+# --- the table of keys ------------------------------------------------------------------
+
+
+def field_names(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+KEPT_FROM_PUBLISHED_CONFIGS = {
+    "gpt2": {"n_ctx", "task_specific_params"},
+    "gpt_neox": {"rotary_pct", "rotary_emb_base"},
+    "gemma2": {"hidden_act", "cache_implementation"},
+    "qwen2": {"head_dim"},
+    "qwen3_moe": {"head_dim", "max_window_layers"},
+}
+"""Keys that are no field of the config class but stand in published config.json files."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_key_table_is_the_fields_of_the_transformers_class(model_type: str) -> None:
+    cls = type(AutoConfig.for_model(model_type))
+    known = set(FAMILIES[model_type].keys)
+    generic = {"model_type", "torch_dtype", "output_attentions", "_name_or_path"}
+    rope = {"rope_theta", "rope_scaling"}
+    extra = KEPT_FROM_PUBLISHED_CONFIGS.get(model_type, set())
+    assert field_names(cls) <= known
+    assert known - field_names(cls) <= generic | rope | extra
+    assert set(cls.attribute_map.keys()) | set(cls.attribute_map.values()) <= {
+        *known, *FAMILIES[model_type].aliases,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_the_transformers_class(model_type: str) -> None:
+    theirs = {
+        f.name: f.default for f in dataclasses.fields(type(AutoConfig.for_model(model_type)))
+    }
+    ours = {n: key.default for n, key in FAMILIES[model_type].keys.items() if n in theirs}
+    different = {n: (v, theirs[n]) for n, v in ours.items() if v != theirs[n]}
+    assert different == {}
+
+
+EXAMPLES = {
+    "architectures": ["X"], "dtype": "bfloat16", "torch_dtype": "bfloat16",
+    "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression",
+    "transformers_version": "5.0",
+    "_name_or_path": "x", "hidden_act": "gelu", "rope_theta": 5000, "head_dim": 64,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "cache_implementation": "hybrid",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "n_inner": 64,
+    "summary_activation": "tanh", "task_specific_params": {}, "mlp_only_layers": [1],
+    "use_bidirectional_attention": False, "num_key_value_heads": 1, "pad_token_id": 1,
+    "bos_token_id": 1, "eos_token_id": [1, 2], "sliding_window": 128, "n_ctx": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_known_key_is_accepted_by_transformers_and_by_us(model_type: str) -> None:
+    for name, key in FAMILIES[model_type].keys.items():
+        if name in ("model_type", "layer_types"):
+            continue
+        value = EXAMPLES.get(name, key.default)
+        assert value is not None, f"{name} needs an example"
+        config = {"model_type": model_type, name: value}
+        assert check_config(config) == [], name
+        transformers_config(config)
+
+
+def test_activations_are_known_to_transformers_and_have_no_parameters() -> None:
+    for name in ACTIVATION.allowed.removeprefix("one of ").split(", "):
+        assert not list(ACT2FN[name].parameters())
+    assert not ACTIVATION.accepts("prelu")
+    assert LAYER_TYPES.accepts(["full_attention"])
+
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPE_NEEDS)
+def test_rotary_variants_run_in_transformers_and_need_what_we_say(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, **ROPES[rope_type]}
+    config = small("llama", max_position_embeddings=256, rope_scaling=rope)
+    assert check_config(config) == []
+    AutoModelForCausalLM.from_config(transformers_config(config))(torch.zeros(1, 4).long())
+    for needed in ROPE_NEEDS[rope_type]:
+        incomplete = {key: value for key, value in rope.items() if key != needed}
+        (problem,) = check_config(config | {"rope_scaling": incomplete})
+        assert needed in problem.found
+
+
+# --- mistakes ---------------------------------------------------------------------------
+
+
+MISTAKES = {
+    "no model_type": ({}, "model_type", "llama", "", "nothing"),
+    "unknown model_type": (
+        {"model_type": "lama"},
+        "model_type",
+        "gpt_neox",
+        "`llama`",
+        "'lama'",
+    ),
+    "odd model_type": ({"model_type": ["llama"]}, "model_type", "gpt2", "", "a list of 1"),
+    "typo": (
+        small("llama", hiden_size=3),
+        "hiden_size",
+        "llama config",
+        "`hidden_size`",
+        "unknown",
+    ),
+    "megatron name": (
+        small("llama", num_query_groups=2),
+        "num_query_groups",
+        "llama config",
+        "`num_key_value_heads`",
+        "unknown",
+    ),
+    "foreign name in gpt2": (
+        GPT2 | {"d_model": 2},
+        "d_model",
+        "gpt2 config",
+        "`n_embd`",
+        "unknown",
+    ),
+    "kv heads of gpt2": (
+        GPT2 | {"num_key_value_heads": 2},
+        "num_key_value_heads",
+        "gpt2 config",
+        "",
+        "unknown",
+    ),
+    "number in quotes": (
+        small("llama", head_dim="12"),
+        "head_dim",
+        "whole",
+        "12 without",
+        "'12'",
+    ),
+    "float for a size": (
+        small("llama", head_dim=12.0),
+        "head_dim",
+        "whole",
+        "write 12",
+        "12.0",
+    ),
+    "int for a float": (small("llama", rms_norm_eps=1), "rms_norm_eps", "decimal", "1.0", "1"),
+    "bool for a size": (small("llama", head_dim=True), "head_dim", "whole", "", "true"),
+    "zero": (small("llama") | {"vocab_size": 0}, "vocab_size", "from 1", "", "0"),
+    "negative": (small("llama") | {"hidden_size": -8}, "hidden_size", "from 1", "", "-8"),
+    "huge": (small("llama") | {"hidden_size": 10**5000}, "hidden_size", "from 1", "", "bits"),
+    "null": (small("llama") | {"hidden_size": None}, "hidden_size", "from 1", "", "null"),
+    "nan": (small("llama", rms_norm_eps=float("nan")), "rms_norm_eps", "above 0", "", "nan"),
+    "yes": (
+        small("llama", tie_word_embeddings="yes"),
+        "tie_word_embeddings",
+        "true",
+        "",
+        "'yes'",
+    ),
+    "activation": (small("llama", hidden_act="swiglu"), "hidden_act", "silu", "", "swiglu"),
+    "heads": (
+        small("llama") | {"num_attention_heads": 5},
+        "num_attention_heads",
+        "48",
+        "use 4",
+        "5",
+    ),
+    "gpt2 heads": (GPT2 | {"n_head": 7}, "n_head", "n_embd (48)", "use 6", "7"),
+    "kv heads": (
+        small("llama", num_key_value_heads=3),
+        "num_key_value_heads",
+        "(4)",
+        "use 2",
+        "3",
+    ),
+    "more kv heads": (
+        small("llama", num_key_value_heads=8),
+        "num_key_value_heads",
+        "4",
+        "use 4",
+        "8",
+    ),
+    "odd head size": (
+        small("qwen3", head_dim=5, num_key_value_heads=4),
+        "head_dim",
+        "even",
+        "",
+        "5",
+    ),
+    "rotary share": (small("gpt_neox", rotary_pct=0.3), "rotary_pct", "even", "", "3 of 12"),
+    "token beyond vocab": (small("llama", pad_token_id=96), "pad_token_id", "(96)", "", "96"),
+    "experts": (
+        small("mixtral", num_key_value_heads=2, num_experts_per_tok=9),
+        "num_experts_per_tok",
+        "num_local_experts (8)",
+        "",
+        "9",
+    ),
+    "dense layer": (
+        small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[3]),
+        "mlp_only_layers",
+        "0 to 2",
+        "",
+        "layer 3",
+    ),
+    "layer types": (
+        small("qwen2", num_key_value_heads=2, layer_types=["full_attention"]),
+        "layer_types",
+        "one entry per layer",
+        "",
+        "1 entries",
+    ),
+    "sliding layers, no window": (
+        small("qwen2", num_key_value_heads=2, layer_types=["sliding_attention"] * 3),
+        "use_sliding_window",
+        "true",
+        "",
+        "false",
+    ),
+    "window on, no size": (
+        small("qwen3", num_key_value_heads=4, use_sliding_window=True, sliding_window=None),
+        "sliding_window",
+        "a size",
+        "",
+        "null",
+    ),
+    "number as key": (small("llama") | {5: 1}, "5", "llama config", "", "unknown"),
+    "two names": (
+        small("mixtral", num_key_value_heads=2, num_experts=4, num_local_experts=4),
+        "num_experts",
+        "one name",
+        "remove num_experts",
+        "both",
+    ),
+    "n_ctx": (GPT2 | {"n_ctx": 77}, "n_ctx", "n_positions (1024)", "n_positions", "77"),
+    "encoder": (GPT2 | {"is_encoder_decoder": True}, "is_encoder_decoder", "false", "", "true"),
+    "cross attention": (
+        GPT2 | {"add_cross_attention": True},
+        "add_cross_attention",
+        "false",
+        "",
+        "",
+    ),
+    "rope twice": (
+        small("llama", rope_scaling={"factor": 2.0}, rope_parameters={"rope_theta": 1.0}),
+        "rope_scaling",
+        "one of them",
+        "keep",
+        "both",
+    ),
+    "rope disagrees": (
+        small("llama", rope_theta=5.0, rope_parameters={"rope_theta": 6.0}),
+        "rope_parameters.rope_theta",
+        "one value",
+        "remove one",
+        "6.0",
+    ),
+    "rope typo": (
+        small("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "factr": 1.0}),
+        "rope_scaling.factr",
+        "factor",
+        "`factor`",
+        "unknown",
+    ),
+    "rope type": (
+        small("llama", rope_scaling={"rope_type": "llama4"}),
+        "rope_scaling.rope_type",
+        "llama3",
+        "`llama3`",
+        "llama4",
+    ),
+    "rope incomplete": (
+        small("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        "rope_scaling",
+        "high_freq_factor",
+        "",
+        "low_freq_factor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_problem_with_key_found_allowed_and_fix(name: str) -> None:
+    config, key, allowed, fix, found = MISTAKES[name]
+    (problem,) = check_config(config)
+    assert problem.key == key
+    assert allowed in problem.allowed
+    assert fix in problem.fix
+    assert found in problem.found
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    config = small("llama", hiden_size=1, head_dim="x", num_key_value_heads=3, pad_token_id=500)
+    keys = {problem.key for problem in check_config(config)}
+    assert keys == {"hiden_size", "head_dim", "num_key_value_heads", "pad_token_id"}
+
+
+HOSTILE = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(10**300, 10**310),
+    st.just(-(10**5000)), st.floats(), st.text(max_size=5), st.just("x" * 10**6),
+    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=3)), max_size=4),
+    st.dictionaries(st.one_of(st.text(max_size=8), st.integers()), st.integers(), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
+    data: st.DataObject,
+) -> None:
+    model_type = data.draw(st.sampled_from(sorted(FAMILIES)))
+    names = st.sampled_from(sorted({*FAMILIES[model_type].keys, *FAMILIES[model_type].aliases}))
+    config = data.draw(
+        st.dictionaries(st.one_of(names, st.text(max_size=4)), HOSTILE, max_size=6)
+    )
+    rope = {"rope_type": data.draw(HOSTILE), data.draw(st.text(max_size=5)): data.draw(HOSTILE)}
+    if data.draw(st.booleans()):
+        config["rope_scaling"] = rope
+    config.setdefault("model_type", model_type)
+    problems = check_config(config)
+    assert all(len(str(problem)) < 1200 for problem in problems)
+    if not problems:
+        spec = ModelSpec.from_config(config)
+        assert spec.parameters.total > 0
+        assert spec.flops_per_token_causal(7) > 0
+
+
+def test_generic_keys_are_in_every_family() -> None:
+    for family in FAMILIES.values():
+        assert set(GENERIC) <= set(family.keys)

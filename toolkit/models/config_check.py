@@ -1,0 +1,283 @@
+"""Is a Hugging Face config dict one that transformers can build? Every mistake at once.
+
+Nothing here raises: whatever the values are, the answer is a list of problems, and an
+empty list means that `ModelSpec.from_config` may be called.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from re import fullmatch
+from typing import Any
+
+from toolkit.models.config_keys import (
+    FAMILIES,
+    FOREIGN_NAMES,
+    ROPE_NEEDS,
+    ROPE_VALUES,
+    Family,
+)
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One mistake in a model config; the recipe adds the file and the line."""
+
+    key: str
+    """The config key as the user wrote it, dotted inside a map (`rope_scaling.factor`)."""
+    found: str
+    """What the config says."""
+    allowed: str
+    """What would be accepted."""
+    fix: str = ""
+    """What to type instead; empty when there is no obvious answer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config with its family's defaults filled in, read by standard key names."""
+
+    family: Family
+    stated: Mapping[str, object]
+    """The config as given."""
+
+    def __getitem__(self, name: str) -> Any:
+        """The stated value under any spelling, else the default; None when neither."""
+        own = self.family.name_of(name)
+        for spelling in (own, *self.family.spellings_of(own)):
+            if spelling in self.stated:
+                return self.stated[spelling]
+        return self.family.keys[own].default if own in self.family.keys else None
+
+    def spelling(self, name: str) -> str:
+        """How to call the standard key `name` in a message to this user."""
+        return name if name in self.stated else self.family.name_of(name)
+
+
+def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
+    """Return every mistake in `config`; an empty list when transformers can build it."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        found = shown(model_type) if "model_type" in config else "nothing"
+        known = ", ".join(sorted(FAMILIES))
+        return [ConfigProblem("model_type", found, known, _did_you_mean(model_type, FAMILIES))]
+    settings = Settings(FAMILIES[model_type], config)
+    problems = _check_keys(settings, model_type)
+    wrong = {settings.family.name_of(problem.key) for problem in problems}
+    for names, check in _JOINT_CHECKS:
+        # A joint rule over a value that is wrong by itself would only add noise.
+        if not wrong & set(map(settings.family.name_of, names)):
+            problems.extend(check(settings))
+    return problems
+
+
+def _check_keys(settings: Settings, model_type: str) -> list[ConfigProblem]:
+    """Unknown keys, wrong types, values out of range, and one setting under two names."""
+    problems = []
+    family = settings.family
+    for name, value in settings.stated.items():
+        own = family.name_of(name)
+        key = family.keys.get(own)
+        if key is None:
+            problems.append(_unknown_key(name, family, model_type))
+        elif own != name and own in settings.stated:
+            both = f"both {name} and {own}"
+            problems.append(
+                ConfigProblem(name, both, "one name for one setting", f"remove {name}")
+            )
+        elif not (value is None and key.nullable) and not key.kind.accepts(value):
+            allowed = key.kind.allowed + (", or null" if key.nullable else "")
+            problems.append(ConfigProblem(name, shown(value), allowed, _retyped(value)))
+    return problems
+
+
+def _unknown_key(name: object, family: Family, model_type: str) -> ConfigProblem:
+    foreign = family.name_of(FOREIGN_NAMES.get(name, "")) if isinstance(name, str) else ""
+    fix = f"did you mean `{foreign}`?" if foreign in family.keys else ""
+    return ConfigProblem(
+        _key_text(name),
+        "an unknown key",
+        f"the keys of transformers' {model_type} config",
+        fix or _did_you_mean(name, [*family.keys, *family.aliases]),
+    )
+
+
+def _check_heads(settings: Settings) -> Iterable[ConfigProblem]:
+    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    head_dim = settings["head_dim"]
+    heads_key = settings.spelling("num_attention_heads")
+    if (head_dim is None or settings.family.strict_heads) and hidden % heads:
+        allowed = f"a divisor of {settings.spelling('hidden_size')} ({hidden})"
+        yield ConfigProblem(heads_key, shown(heads), allowed, _divisor_near(hidden, heads))
+        return
+    size = head_dim or hidden // heads
+    if settings.family.rotary and size % 2:
+        allowed = "an even head size, because rotary positions turn pairs"
+        found = f"a head size of {size}"
+        yield ConfigProblem("head_dim" if head_dim else heads_key, found, allowed)
+
+
+def _check_kv_heads(settings: Settings) -> Iterable[ConfigProblem]:
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    if kv_heads is not None and heads % kv_heads:
+        allowed = f"a divisor of {settings.spelling('num_attention_heads')} ({heads})"
+        fix = _divisor_near(heads, kv_heads)
+        yield ConfigProblem("num_key_value_heads", shown(kv_heads), allowed, fix)
+
+
+def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
+    """gpt_neox turns only a share of each head; it must be a whole number of pairs."""
+    if "rotary_pct" not in settings.family.keys:
+        return
+    head_dim = settings["hidden_size"] // settings["num_attention_heads"]
+    share = settings["rotary_pct"]
+    turned = int(head_dim * share)
+    if turned < 2 or turned % 2:
+        found = f"{shown(share)}, which turns {turned} of {head_dim} dimensions"
+        yield ConfigProblem("rotary_pct", found, "a share that is 2 or more and even")
+
+
+def _check_layer_types(settings: Settings) -> Iterable[ConfigProblem]:
+    types, layers = settings["layer_types"], settings["num_hidden_layers"]
+    if types is None:
+        return
+    if len(types) != layers:
+        allowed = f"one entry per layer (num_hidden_layers: {layers})"
+        yield ConfigProblem("layer_types", f"{len(types)} entries", allowed)
+    if "sliding_attention" in types and settings["use_sliding_window"] is False:
+        allowed = "true, for sliding_attention layers"
+        yield ConfigProblem("use_sliding_window", "false", allowed)
+
+
+def _check_sliding_window(settings: Settings) -> Iterable[ConfigProblem]:
+    if settings["use_sliding_window"] and settings["sliding_window"] is None:
+        yield ConfigProblem(
+            "sliding_window", "null", "a size, because use_sliding_window is true"
+        )
+
+
+def _check_experts(settings: Settings) -> Iterable[ConfigProblem]:
+    experts, active = settings["num_experts"], settings["num_experts_per_tok"]
+    if experts is not None and active > experts:
+        allowed = f"at most {settings.spelling('num_experts')} ({experts})"
+        yield ConfigProblem("num_experts_per_tok", shown(active), allowed)
+
+
+def _check_dense_layers(settings: Settings) -> Iterable[ConfigProblem]:
+    layers = settings["num_hidden_layers"]
+    for index in settings["mlp_only_layers"] or ():
+        if index >= layers:
+            allowed = f"layers 0 to {layers - 1}"
+            yield ConfigProblem("mlp_only_layers", f"layer {shown(index)}", allowed)
+
+
+def _check_tokens(settings: Settings) -> Iterable[ConfigProblem]:
+    """Only stated ids: a default beyond a small vocabulary does no harm in training."""
+    vocab = settings["vocab_size"]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids = settings.stated.get(name)
+        for token in ids if isinstance(ids, list) else [ids]:
+            if token is not None and token >= vocab:
+                yield ConfigProblem(name, shown(token), f"below vocab_size ({vocab})")
+
+
+def _check_positions(settings: Settings) -> Iterable[ConfigProblem]:
+    stated, used = settings.stated.get("n_ctx"), settings["max_position_embeddings"]
+    if stated is not None and stated != used:
+        allowed = f"n_positions ({used}), which is what transformers reads"
+        yield ConfigProblem("n_ctx", shown(stated), allowed, "set n_positions, remove n_ctx")
+
+
+def _check_rope(settings: Settings) -> Iterable[ConfigProblem]:
+    """The map of rotary settings, under its old or its new name."""
+    scaling, parameters = settings["rope_scaling"], settings["rope_parameters"]
+    if scaling and parameters:
+        found = "both rope_scaling and rope_parameters"
+        yield ConfigProblem("rope_scaling", found, "one of them", "keep rope_parameters")
+        return
+    where = "rope_scaling" if scaling else "rope_parameters"
+    rope = scaling or parameters or {}
+    theta, inner = settings["rope_theta"], rope.get("rope_theta")
+    if theta is not None and inner is not None and theta != inner:
+        found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
+        yield ConfigProblem(f"{where}.rope_theta", found, "one value", "remove one of them")
+    for name, value in rope.items():
+        kind = ROPE_VALUES.get(name)
+        if kind is None:
+            allowed, fix = ", ".join(ROPE_VALUES), _did_you_mean(name, ROPE_VALUES)
+            yield ConfigProblem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
+        elif not kind.accepts(value):
+            yield ConfigProblem(f"{where}.{name}", shown(value), kind.allowed)
+    yield from _check_rope_type(where, rope)
+
+
+def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[ConfigProblem]:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPE_NEEDS:
+        fix = _did_you_mean(rope_type, ROPE_NEEDS)
+        allowed = ", ".join(ROPE_NEEDS)
+        yield ConfigProblem(f"{where}.rope_type", shown(rope_type), allowed, fix)
+        return
+    missing = [name for name in ROPE_NEEDS[rope_type] if name not in rope]
+    if missing:
+        found = f"rope_type {rope_type} without {', '.join(missing)}"
+        yield ConfigProblem(where, found, f"all of {', '.join(ROPE_NEEDS[rope_type])}")
+
+
+_JOINT_CHECKS: tuple[
+    tuple[tuple[str, ...], Callable[[Settings], Iterable[ConfigProblem]]], ...
+] = (
+    (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
+    (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
+    (("hidden_size", "num_attention_heads", "rotary_pct"), _check_rotary_share),
+    (("num_hidden_layers", "layer_types", "use_sliding_window"), _check_layer_types),
+    (("sliding_window", "use_sliding_window"), _check_sliding_window),
+    (("num_experts", "num_experts_per_tok"), _check_experts),
+    (("num_hidden_layers", "mlp_only_layers"), _check_dense_layers),
+    (("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"), _check_tokens),
+    (("max_position_embeddings", "n_ctx"), _check_positions),
+    (("rope_scaling", "rope_parameters", "rope_theta"), _check_rope),
+)
+"""Rules that join settings, each with the keys that it reads."""
+
+
+def _divisor_near(number: int, wanted: int) -> str:
+    """The fix that names the divisor of `number` nearest to `wanted`, if one is near."""
+    for step in range(min(wanted, 4096)):
+        for candidate in (wanted - step, wanted + step):
+            if number % candidate == 0:
+                return f"use {candidate}"
+    return ""
+
+
+def _key_text(name: object) -> str:
+    return name if isinstance(name, str) and len(name) <= 80 else shown(name)
+
+
+def _did_you_mean(found: object, known: Iterable[str]) -> str:
+    matches = get_close_matches(found[:80], list(known), 1) if isinstance(found, str) else []
+    return f"did you mean `{matches[0]}`?" if matches else ""
+
+
+def _retyped(value: object) -> str:
+    """For a number in quotes, or a whole number for a decimal one, what to write."""
+    if isinstance(value, str) and fullmatch(r"-?[0-9.]{1,20}([eE]-?[0-9]{1,3})?", value):
+        return f"write {value} without quotes"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"write {int(value)} if a whole number is meant"
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**6:
+        return f"write {value}.0 if a decimal number is meant"
+    return ""
+
+
+def shown(value: object) -> str:
+    """A value for an error text: on one line, short, never an exception."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, Mapping | list | tuple | set):
+        kind = "map" if isinstance(value, Mapping) else "list"
+        return f"a {kind} of {len(value)}"
+    text = repr(value[:80]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,271 @@
+"""What a model is, from its Hugging Face config alone: shape, parameters, FLOPs.
+
+Imports no torch: `dmt check` and `dmt plan` answer from these numbers. Parameter counts
+are exact (tested against the real transformers models); FLOPs count every matrix product
+of one forward pass.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toolkit.models.config_check import ConfigProblem, Settings, check_config
+from toolkit.models.config_keys import FAMILIES
+
+__all__ = ["ConfigProblem", "ModelSpec", "ParameterCounts", "check_config"]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model by part; biases are counted with their matrix."""
+
+    embedding: int
+    """Token embedding, vocab × hidden."""
+    position_embedding: int
+    """Learned positions, max_positions × hidden; 0 with rotary positions."""
+    attention: int
+    """Query, key, value and output projections of all layers."""
+    mlp: int
+    """Dense feed-forward matrices of all layers."""
+    router: int
+    """Expert routers of all mixture-of-experts layers."""
+    experts: int
+    """All experts of all mixture-of-experts layers."""
+    inactive_experts: int
+    """The share of `experts` that one token does not use."""
+    norms: int
+    """Norm weights and biases, the final norm and query/key norms included."""
+    lm_head: int
+    """Output projection, vocab × hidden; 0 when tied to the embedding."""
+
+    @property
+    def total(self) -> int:
+        """All trainable parameters, tied weights counted once."""
+        return (
+            self.embedding + self.position_embedding + self.attention + self.mlp
+            + self.router + self.experts + self.norms + self.lm_head
+        )  # fmt: skip
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token passes through: all but the experts not chosen."""
+        return self.total - self.inactive_experts
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a decoder-only language model. Sizes are in elements."""
+
+    family: str
+    """transformers' `model_type`."""
+    layers: int
+    hidden: int
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key/value heads; fewer than `heads` with grouped-query attention."""
+    head_dim: int
+    """Size of one head; heads · head_dim need not equal `hidden`."""
+    intermediate: int
+    """Inner size of a dense MLP."""
+    vocab: int
+    max_positions: int
+    """Longest sequence that the config states; a hard limit for learned positions."""
+    tied_embeddings: bool = False
+    """Output projection shares the token embedding."""
+    sliding_window: int | None = None
+    """Keys that a query of a sliding-window layer sees, itself included."""
+    sliding_layers: int = 0
+    """Layers whose attention is limited to the window; the others see everything."""
+    experts: int = 0
+    """Experts of a mixture-of-experts layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    """Inner size of one expert."""
+    moe_layers: int = 0
+    """Layers with experts; the others have a dense MLP."""
+    gated_mlp: bool = True
+    """Three matrices (gate, up, down) instead of two."""
+    learned_positions: bool = False
+    """A position embedding table instead of rotary positions."""
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    """A norm over each query and key head (qwen3)."""
+    layer_norm: bool = False
+    """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
+    norms_per_layer: int = 2
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> "ModelSpec":
+        """Read a Hugging Face config dict for which `check_config` found no problem.
+
+        Missing keys take transformers' defaults for the config's `model_type`.
+        """
+        family = str(config["model_type"])
+        settings = Settings(FAMILIES[family], config)
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        window, sliding_layers = _sliding(settings, family)
+        plain = family in ("gpt2", "gpt_neox")
+        moe_layers = _moe_layers(settings)
+        bias = bool(settings["attention_bias"])
+        return cls(
+            family=family,
+            layers=settings["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=settings["num_key_value_heads"] or heads,
+            head_dim=settings["head_dim"] or hidden // heads,
+            intermediate=settings["intermediate_size"] or settings["n_inner"] or 4 * hidden,
+            vocab=settings["vocab_size"],
+            max_positions=settings["max_position_embeddings"],
+            tied_embeddings=settings["tie_word_embeddings"],
+            sliding_window=window,
+            sliding_layers=sliding_layers,
+            experts=settings["num_experts"] or 0,
+            experts_per_token=settings["num_experts_per_tok"] or 0,
+            expert_intermediate=_expert_intermediate(settings) if moe_layers else 0,
+            moe_layers=moe_layers,
+            gated_mlp=not plain,
+            learned_positions=family == "gpt2",
+            qkv_bias=family in ("gpt2", "qwen2") or bias,
+            attention_output_bias=family == "gpt2" or bias,
+            mlp_bias=plain or bool(settings["mlp_bias"]),
+            query_key_norm=family in ("qwen3", "qwen3_moe"),
+            layer_norm=plain,
+            norms_per_layer=4 if family == "gemma2" else 2,
+        )
+
+    @property
+    def parameters(self) -> ParameterCounts:
+        """Exact parameter counts by part."""
+        expert = self._mlp_weights(self.expert_intermediate)
+        dense_layers = self.layers - self.moe_layers
+        dense = self._mlp_weights(self.intermediate)
+        if self.mlp_bias:
+            dense += self.intermediate * (2 if self.gated_mlp else 1) + self.hidden
+        norm = self.hidden * (2 if self.layer_norm else 1)
+        head_norms = 2 * self.head_dim if self.query_key_norm else 0
+        unused = self.experts - self.experts_per_token
+        return ParameterCounts(
+            embedding=self.vocab * self.hidden,
+            position_embedding=self.max_positions * self.hidden * self.learned_positions,
+            attention=self.layers * (self._attention_weights + self._attention_biases),
+            mlp=dense_layers * dense,
+            router=self.moe_layers * self.experts * self.hidden,
+            experts=self.moe_layers * self.experts * expert,
+            inactive_experts=self.moe_layers * unused * expert,
+            norms=self.layers * (self.norms_per_layer * norm + head_norms) + norm,
+            lm_head=0 if self.tied_embeddings else self.vocab * self.hidden,
+        )
+
+    def flops_per_token_causal(self, sequence_length: int) -> float:
+        """Training FLOPs per token (forward and backward), attention counted as masked.
+
+        Forward matrix products and twice as much for the backward pass; recomputed
+        activations are not counted, so this is the numerator of MFU, not of HFU.
+        """
+        return 3 * self.forward_flops_per_token_causal(sequence_length)
+
+    def flops_per_token_full(self, sequence_length: int) -> float:
+        """Training FLOPs per token (forward and backward), attention counted in full.
+
+        The convention of the Megatron papers and of NVIDIA's published figures.
+        """
+        return 3 * self.forward_flops_per_token_full(sequence_length)
+
+    def forward_flops_per_token_causal(self, sequence_length: int) -> float:
+        """Forward FLOPs per token, mean over a sequence of `sequence_length` tokens.
+
+        The query at position t (from 0) is multiplied with the t + 1 keys that the
+        causal mask leaves, or with `sliding_window` keys where that is fewer.
+        """
+        return self._forward_flops_per_token(sequence_length, causal=True)
+
+    def forward_flops_per_token_full(self, sequence_length: int) -> float:
+        """Forward FLOPs per token, every query multiplied with every key.
+
+        Sliding-window layers count `sliding_window` keys per query.
+        """
+        return self._forward_flops_per_token(sequence_length, causal=False)
+
+    def _forward_flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
+        """Matrix products of one forward pass, 2 FLOPs per multiply-add.
+
+        2 FLOPs per weight and token for every projection, the chosen experts, the router
+        and the logits; 4 · heads · head_dim per query and key for the scores and their
+        product with the values. Norms, biases, activations, softmax, rotary positions and
+        the embedding lookup are not counted. Source: PaLM (arXiv:2204.02311), appendix B;
+        Narayanan et al. 2021 (arXiv:2104.04473), appendix; Korthikanti et al. 2022
+        (arXiv:2205.05198), appendix A, whose 72·B·L·s·h²(1 + s/6h + v/12hL) is three times
+        this with full attention, a 4h MLP and no grouped queries.
+        """
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length must be 1 or more, found {sequence_length}")
+        mlp = (self.layers - self.moe_layers) * self._mlp_weights(self.intermediate)
+        experts = self.moe_layers * (
+            self.experts * self.hidden
+            + self.experts_per_token * self._mlp_weights(self.expert_intermediate)
+        )
+        logits = self.vocab * self.hidden
+        weights = self.layers * self._attention_weights + mlp + experts + logits
+        keys = self.sliding_layers * _keys_per_query(
+            sequence_length, self.sliding_window, causal=causal
+        ) + (self.layers - self.sliding_layers) * _keys_per_query(
+            sequence_length, None, causal=causal
+        )
+        return 2 * weights + 4 * self.heads * self.head_dim * keys
+
+    @property
+    def _attention_weights(self) -> int:
+        """Weights of one layer's query, key, value and output projections."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def _attention_biases(self) -> int:
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return qkv * self.qkv_bias + self.hidden * self.attention_output_bias
+
+    def _mlp_weights(self, intermediate: int) -> int:
+        """Weights of one feed-forward block (or expert) of this inner size."""
+        return (3 if self.gated_mlp else 2) * self.hidden * intermediate
+
+
+def _sliding(settings: Settings, family: str) -> tuple[int | None, int]:
+    """Window size and number of layers that use it, as the transformers models decide."""
+    window, layers = settings["sliding_window"], settings["num_hidden_layers"]
+    if window is None or settings["use_sliding_window"] is False:
+        return None, 0
+    types = settings["layer_types"]
+    if types is not None:
+        count = types.count("sliding_attention")
+    elif family == "gemma2":
+        count = (layers + 1) // 2  # every other layer, beginning with the first
+    elif family in ("qwen2", "qwen3"):
+        count = max(0, layers - settings["max_window_layers"])
+    else:
+        count = layers
+    return (window, count) if count else (None, 0)
+
+
+def _moe_layers(settings: Settings) -> int:
+    """Layers that hold experts (qwen3_moe can leave some dense; mixtral has none dense)."""
+    layers = settings["num_hidden_layers"]
+    if settings["num_experts"] is None:
+        return 0
+    step = settings["decoder_sparse_step"] or 1
+    dense = {i for i in settings["mlp_only_layers"] or () if (i + 1) % step == 0}
+    return int(layers // step - len(dense))
+
+
+def _expert_intermediate(settings: Settings) -> int:
+    return int(settings["moe_intermediate_size"] or settings["intermediate_size"])
+
+
+def _keys_per_query(sequence_length: int, window: int | None, *, causal: bool) -> float:
+    """Mean number of keys that a query is multiplied with."""
+    span = min(sequence_length, window or sequence_length)
+    if not causal:
+        return span
+    # The first `span` queries see 1, 2, …, span keys; every later one sees `span`.
+    return (span * (span + 1) / 2 + (sequence_length - span) * span) / sequence_length
