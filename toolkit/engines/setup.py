@@ -1,12 +1,15 @@
 """What an engine is built from, and the one line per engine that names its class."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engines.base import Engine
+from toolkit.engines.deepspeed_config import DeepSpeedRequest, open_config, render, stage_of
 from toolkit.plan.layout import Layout
-from toolkit.recipe.schema import OptimizerSection
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import OptimizerSection, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,6 +35,46 @@ class EngineSetup:
     ranks: "Ranks"
     engine_config: dict[str, Any]
     """The rendered backend configuration (DeepSpeed's JSON); empty for ddp."""
+
+
+def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """The backend's configuration for the run directory; empty for ddp.
+
+    Raises RecipeError when the recipe's own DeepSpeed file disagrees with the recipe.
+    """
+    if plan.engine != "deepspeed":
+        return {}
+    precision = recipe.training.precision
+    assert precision != "fp8", "refused at check"
+    request = DeepSpeedRequest(
+        plan.layout,
+        precision,
+        recipe.optimizer,
+        recipe.parallel.zero.nvme_path,
+        recipe.parallel.zero.config,
+    )
+    return render(request)
+
+
+def adopt_engine_config(recipe: Recipe) -> Recipe:
+    """The recipe with the ZeRO stage of its own DeepSpeed file where it says `auto`."""
+    zero = recipe.parallel.zero
+    if zero.config is None or zero.stage != "auto":
+        return recipe
+    stage = stage_of(open_config(zero.config))
+    if stage is None:
+        return recipe
+    changed = recipe.parallel.model_copy(
+        update={"zero": zero.model_copy(update={"stage": stage})}
+    )
+    return recipe.model_copy(update={"parallel": changed})
+
+
+def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], None]) -> None:
+    """Check for and build the compiled operators that a configuration needs.
+
+    Raises BackendUnavailable naming what is missing and how to get it.
+    """
 
 
 def build_engine(name: str, setup: EngineSetup) -> Engine:

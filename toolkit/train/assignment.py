@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.engines.setup import render_engine_config
+from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
@@ -27,6 +27,7 @@ class Assignment:
 
 def decide(recipe: Recipe, run_dir: Path | None) -> Assignment:
     """Plan a recipe and render its backend's configuration; writes nothing."""
+    recipe = adopt_engine_config(recipe)
     plan = plan_recipe(recipe)
     return Assignment(
         recipe,

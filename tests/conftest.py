@@ -1,0 +1,19 @@
+"""Fixtures for every test: no network, no leftovers of the user's environment."""
+
+import os
+
+import pytest
+
+for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ[name] = "1"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def compiled_ops() -> None:
+    """DeepSpeed's compiled operators for offload, built once (a few minutes when cold)."""
+    from toolkit.engines.deepspeed_ops import build, preflight
+
+    ops = ("cpu_adam", "async_io")
+    preflight(ops)
+    build(ops, print)

@@ -1,0 +1,178 @@
+"""Run by every rank of test_parity.py: trains each case in turn, prints JSON on rank 0.
+
+    python -m tests.engines.parity_worker CASES_JSON
+
+`reference` is what all of them are compared with: transformers and torch alone.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
+from toolkit.models import huggingface as hf
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.schema import Recipe
+
+STEPS = 20
+GLOBAL_BATCH = 8
+LENGTH = 16
+VOCABULARY = 101
+WIDE = {"hidden_size": 512, "vocab_size": 4096, "num_hidden_layers": 1}
+"""Large enough that DeepSpeed swaps it to disk: it keeps tensors below 1 MiB in memory."""
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to train in."""
+
+    engine: str
+    micro_batch: int
+    stage: int | str = "auto"
+    offload: str = "none"
+    precision: str = "fp32"
+    recompute: str = "none"
+    nvme_path: str | None = None
+    steps: int = STEPS
+    wide: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
+        return "-".join([*parts, f"micro{self.micro_batch}"])
+
+
+def recipe(case: Case, world: int) -> Recipe:
+    """The same recipe for every case but for the layout."""
+    return Recipe.model_validate(
+        {
+            "name": "parity",
+            "model": {"config": CONFIG | (WIDE if case.wide else {})},
+            "data": {"train": {"kind": "text", "files": ["unused"]}},
+            "training": {
+                "steps": case.steps,
+                "sequence_length": LENGTH,
+                "global_batch_size": GLOBAL_BATCH,
+                "micro_batch_size": case.micro_batch,
+                "precision": case.precision,
+            },
+            "optimizer": {"learning_rate": 1e-3, "clip_grad_norm": 1.0},
+            "parallel": {
+                "engine": case.engine,
+                "recompute": case.recompute,
+                "zero": {
+                    "stage": case.stage,
+                    "offload_optimizer": case.offload,
+                    "offload_parameters": case.offload if case.stage == 3 else "none",
+                    "nvme_path": case.nvme_path,
+                },
+            },
+            "cluster": {"gpus_per_node": world},
+        }
+    )
+
+
+def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches with very uneven masks: row 0 keeps every label, the last row none."""
+    generator = torch.Generator().manual_seed(5)
+    keep = torch.linspace(1, 0, GLOBAL_BATCH)[:, None]
+    for _ in range(steps):
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        masked = torch.rand(labels.shape, generator=generator) >= keep
+        labels[masked] = IGNORE_INDEX
+        yield tokens[:, :-1], labels
+
+
+def reference(*, wide: bool = False) -> dict[str, list[float]]:
+    """A plain single-process transformers loop over whole global batches."""
+    wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide), world=1)
+    config = hf.build_config(wanted.model)
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(wanted.model, config, wanted.training.seed))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+    losses, norms = [], []
+    for inputs, labels in global_batches(STEPS):
+        logits = model(inputs).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return {"loss": losses, "grad_norm": norms}
+
+
+def micro_batches(
+    inputs: torch.Tensor, labels: torch.Tensor, ranks: Ranks, size: int
+) -> list[MicroBatch]:
+    """This rank's share of a global batch, in micro batches."""
+    share = GLOBAL_BATCH // ranks.world
+    mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    pairs = zip(inputs[mine].split(size), labels[mine].split(size), strict=True)
+    return [MicroBatch(*pair) for pair in pairs]
+
+
+def train(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Train one case; loss and gradient norm per step, and a validation loss."""
+    wanted = recipe(case, ranks.world)
+    plan = plan_recipe(wanted)
+    config = hf.build_config(wanted.model)
+    setup = EngineSetup(
+        config,
+        hf.weight_source(wanted.model, config, wanted.training.seed),
+        plan.layout,
+        case.precision,
+        wanted.optimizer,
+        ranks,
+        render_engine_config(wanted, plan),
+    )
+    engine = build_engine(plan.engine, setup)
+    results = [
+        engine.train_step(micro_batches(inputs, labels, ranks, case.micro_batch), 1e-3)
+        for inputs, labels in global_batches(case.steps)
+    ]
+    inputs, labels = next(global_batches(1))
+    validation = engine.evaluate(micro_batches(inputs, labels, ranks, case.micro_batch))
+    engine.close()
+    return {
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+        "tokens": [result.tokens for result in results],
+        "validation": validation.loss,
+    }
+
+
+def main() -> None:
+    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+    ranks = join()
+    results = {case.name: train(case, ranks) for case in cases}
+    leave()
+    if ranks.rank == 0:
+        print("RESULTS " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

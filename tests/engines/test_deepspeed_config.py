@@ -1,0 +1,388 @@
+"""The rendered DeepSpeed config: complete, equal to the recipe, and what DeepSpeed reads.
+
+`DMT_UPDATE_GOLDEN=1 pytest tests/engines/test_deepspeed_config.py` rewrites the golden files.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.engines.deepspeed_config import (
+    DeepSpeedRequest,
+    offload_of,
+    open_config,
+    render,
+    stage_of,
+)
+from toolkit.engines.presets import PRESETS, preset_for, preset_path
+from toolkit.errors import Problem, RecipeError
+from toolkit.plan.layout import Layout
+from toolkit.recipe.schema import OptimizerSection
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
+OPTIMIZER = OptimizerSection(
+    learning_rate=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0
+)
+CASES: dict[str, DeepSpeedRequest] = {
+    "zero0-fp32": DeepSpeedRequest(Layout(dp=2, micro_batch=4), "fp32", OPTIMIZER),
+    "zero0-bf16": DeepSpeedRequest(Layout(micro_batch=1), "bf16", OPTIMIZER),
+    "zero1-bf16": DeepSpeedRequest(
+        Layout(dp=8, zero_stage=1, micro_batch=2, gradient_accumulation=4), "bf16", OPTIMIZER
+    ),
+    "zero1-cpu": DeepSpeedRequest(
+        Layout(dp=8, zero_stage=1, offload_optimizer="cpu"), "bf16", OPTIMIZER
+    ),
+    "zero2-fp16-unclipped": DeepSpeedRequest(
+        Layout(dp=4, zero_stage=2, micro_batch=3),
+        "fp16",
+        OPTIMIZER.model_copy(update={"clip_grad_norm": None}),
+    ),
+    "zero2-cpu": DeepSpeedRequest(
+        Layout(dp=4, zero_stage=2, offload_optimizer="cpu"), "bf16", OPTIMIZER
+    ),
+    "zero3-bf16": DeepSpeedRequest(Layout(dp=64, zero_stage=3), "bf16", OPTIMIZER),
+    "zero3-parameters-cpu": DeepSpeedRequest(
+        Layout(dp=2, zero_stage=3, offload_parameters="cpu"), "bf16", OPTIMIZER
+    ),
+    "zero3-cpu": DeepSpeedRequest(
+        Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+        "fp32",
+        OPTIMIZER,
+    ),
+    "zero3-nvme": DeepSpeedRequest(
+        Layout(dp=2, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme"),
+        "bf16",
+        OPTIMIZER,
+        nvme_path="/nvme",
+    ),
+    "zeropp": DeepSpeedRequest(
+        Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"
+    ),
+}
+LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
+
+
+def own_file(tmp_path: Path, content: dict[str, Any] | str) -> str:
+    path = tmp_path / "my.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1))
+    return str(path)
+
+
+def problems(config: str, layout: Layout = LAYOUT, **settings: Any) -> tuple[Problem, ...]:
+    request = DeepSpeedRequest(
+        layout, settings.pop("precision", "bf16"), OPTIMIZER, config=config, **settings
+    )
+    with pytest.raises(RecipeError) as caught:
+        render(request)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str) -> None:
+    text = json.dumps(render(CASES[name]), indent=2) + "\n"
+    golden = GOLDEN / f"{name}.json"
+    if "DMT_UPDATE_GOLDEN" in os.environ:
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.json")} == set(CASES)
+
+
+READ_ALL = """
+import json, sys
+from deepspeed.runtime.config import DeepSpeedConfig
+
+def summary(config, dp):
+    DeepSpeedConfig.__init__.__globals__["dist"].get_world_size = lambda *_: dp
+    DeepSpeedConfig.__init__.__globals__["dist"].get_rank = lambda *_: 0
+    read = DeepSpeedConfig(config)
+    zero = read.zero_config
+    return {
+        "batch": [read.train_batch_size, read.train_micro_batch_size_per_gpu,
+                  read.gradient_accumulation_steps],
+        "clipping": read.gradient_clipping,
+        "bf16": read.bfloat16_config.enabled,
+        "fp16": read.float16_config.enabled,
+        "dynamic_scale": read.float16_config.loss_scale == 0,
+        "grad_accum_dtype": read.grad_accum_dtype,
+        "optimizer": [read.optimizer_name, read.optimizer_params],
+        "scheduler": read.scheduler_name,
+        "stage": zero.stage,
+        "offload": [offload.device if offload else "none"
+                    for offload in (zero.offload_optimizer, zero.offload_param)],
+        "nvme": [str(offload.nvme_path) for offload in
+                 (zero.offload_optimizer, zero.offload_param) if offload],
+        "quantized": [zero.zero_quantized_weights, zero.zero_quantized_gradients],
+        "bucket": zero.reduce_bucket_size,
+        "aio": read.aio_config["queue_depth"],
+    }
+
+cases = json.load(sys.stdin)
+print(json.dumps({name: summary(*case) for name, case in cases.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def as_read() -> dict[str, Any]:
+    """What the real DeepSpeedConfig makes of every case."""
+    rendered = {
+        name: [render(request), request.layout.dp] for name, request in CASES.items()
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", READ_ALL],
+        input=json.dumps(rendered),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    read: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return read
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_reads_what_the_recipe_says(name: str, as_read: dict[str, Any]) -> None:
+    request, read = CASES[name], as_read[name]
+    layout, optimizer = request.layout, request.optimizer
+    params = {
+        "lr": optimizer.learning_rate,
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if layout.offload_optimizer == "none":
+        params["torch_adam"] = True
+    placed = [layout.offload_optimizer, layout.offload_parameters]
+    assert read["batch"] == [
+        layout.global_batch,
+        layout.micro_batch,
+        layout.gradient_accumulation,
+    ]
+    assert read["clipping"] == (optimizer.clip_grad_norm or 0.0)
+    assert (read["bf16"], read["fp16"]) == (
+        request.precision == "bf16",
+        request.precision == "fp16",
+    )
+    assert read["dynamic_scale"]
+    assert read["grad_accum_dtype"] == ("fp32" if layout.zero_stage else None)
+    assert read["optimizer"] == ["adamw", params]
+    assert read["scheduler"] is None
+    assert read["stage"] == layout.zero_stage
+    assert read["offload"] == placed
+    assert read["nvme"] == [
+        "/nvme" if place == "nvme" else "None" for place in placed if place != "none"
+    ]
+    assert read["quantized"] == [name == "zeropp"] * 2
+    assert read["bucket"] == (100_000_000 if layout.zero_stage else 500_000_000)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_leave_everything_of_the_recipe_open(name: str) -> None:
+    preset = json.loads(preset_path(name).read_text())
+    owned = ["train_batch_size", "train_micro_batch_size_per_gpu"]
+    owned += ["gradient_accumulation_steps", "gradient_clipping"]
+    assert all(preset[key] == "auto" for key in owned)
+    assert preset["bf16"]["enabled"] == preset["fp16"]["enabled"] == "auto"
+    assert "optimizer" not in preset and "scheduler" not in preset
+
+
+def test_every_stage_and_offload_has_a_preset_that_agrees() -> None:
+    places = ("none", "cpu", "nvme")
+    for stage, optimizer, parameters in itertools.product(range(4), places, places):
+        layout = Layout(
+            zero_stage=stage,  # type: ignore[arg-type]
+            offload_optimizer=optimizer,  # type: ignore[arg-type]
+            offload_parameters=parameters,  # type: ignore[arg-type]
+        )
+        config: Any = render(DeepSpeedRequest(layout, "bf16", OPTIMIZER, nvme_path="/nvme"))
+        zero = config["zero_optimization"]
+        assert zero["stage"] == stage
+        for block, place in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+            assert zero.get(block, {}).get("device", "none") == place
+        assert "auto" not in json.dumps(config).replace("auto_cast", "")
+        assert preset_for(layout) in PRESETS
+
+
+def test_a_value_that_disagrees_names_both_places(tmp_path: Path) -> None:
+    """PAINS 6: "ds gas=8 vs hf gas=8"."""
+    config = own_file(
+        tmp_path, '{\n "gradient_accumulation_steps": 8,\n "gradient_clipping": 0.5\n}'
+    )
+    accumulation, clipping = problems(config)
+    assert (accumulation.file, accumulation.line) == (config, 2)
+    assert accumulation.key == "gradient_accumulation_steps"
+    assert accumulation.found == "8"
+    assert accumulation.allowed.startswith("3, as the recipe says (training.global_batch_size")
+    assert (clipping.line, clipping.found) == (3, "0.5")
+    assert "1.0, as the recipe says (optimizer.clip_grad_norm)" in clipping.allowed
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"train_batch_size": 13}, "train_batch_size"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled"),
+        ({"bf16": {"enabled": 1}}, "bf16.enabled"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "optimizer.type"),
+        ({"optimizer": {"params": {"lr": 1e-4}}}, "optimizer.params.lr"),
+        ({"optimizer": {"params": {"lr": 10**400}}}, "optimizer.params.lr"),
+        ({"optimizer": {"params": {"lr": "3e-4"}}}, "optimizer.params.lr"),
+        ({"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "optimizer.params.betas"),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, "optimizer.params.betas"),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode"),
+        ({"optimizer": {"params": {"max_grad_norm": 1}}}, "optimizer.params.max_grad_norm"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation"),
+        ({"elasticity": {"enabled": True}}, "elasticity"),
+        ({"zero_optimization": {"reduce_bucket": 1}}, "zero_optimization.reduce_bucket"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, None),
+        ({"aio": {"queue_deph": 4}}, "aio.queue_deph"),
+        ({"data_types": {"grad_accumulation": "fp32"}}, "data_types.grad_accumulation"),
+        ({"bf16": True}, "bf16"),
+        ({"optimizer": ["AdamW"]}, "optimizer"),
+        ({"wall_clock_breakdown": "auto"}, "wall_clock_breakdown"),
+    ],
+)
+def test_each_mistake_is_one_problem(
+    tmp_path: Path, content: dict[str, Any], key: str | None
+) -> None:
+    found = problems(own_file(tmp_path, content))
+    assert [problem.key for problem in found] == [
+        key or "zero_optimization.reduce_bucket_size"
+    ]
+    assert found[0].line > 0 and found[0].fix
+
+
+def test_did_you_mean(tmp_path: Path) -> None:
+    config = own_file(tmp_path, {"gradient_cliping": 1.0, "aio": {"queue_deph": 4}})
+    top, nested = problems(config)
+    assert top.fix == "did you mean `gradient_clipping`?"
+    assert nested.fix == "did you mean `queue_depth`?"
+
+
+def test_several_mistakes_come_in_file_order(tmp_path: Path) -> None:
+    config = own_file(
+        tmp_path, {"scheduler": {}, "stepz": 1, "bf16": {"enabled": False}, "fp8": {}}
+    )
+    assert [problem.line for problem in problems(config)] == [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"gradient_clipping": 1, "optimizer": {"type": "adamw", "params": {"lr": 0.0003}}},
+        {"optimizer": None, "zero_optimization": {"stage": "auto", "offload_param": None}},
+        {"zero_optimization": {"offload_param": {"device": "none", "nvme_path": "auto"}}},
+        {"data_types": {"keep_in_fp32_modules": "auto"}},
+    ],
+)
+def test_an_own_file_that_agrees_is_filled(tmp_path: Path, content: dict[str, Any]) -> None:
+    config: Any = render(
+        DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own_file(tmp_path, content))
+    )
+    assert config["train_batch_size"] == 12
+    assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert config["optimizer"]["params"]["lr"] == 3e-4
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert not config["wall_clock_breakdown"]
+
+
+def test_what_the_file_says_about_its_own_matters_stays(tmp_path: Path) -> None:
+    content = {
+        "zero_optimization": {"reduce_bucket_size": 7, "overlap_comm": False},
+        "steps_per_print": 5,
+        "wall_clock_breakdown": True,
+        "optimizer": {"params": {"torch_adam": False}},
+    }
+    config: Any = render(
+        DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own_file(tmp_path, content))
+    )
+    assert config["zero_optimization"] == {
+        "reduce_bucket_size": 7,
+        "overlap_comm": False,
+        "stage": 2,
+    }
+    assert config["steps_per_print"] == 5
+    assert config["wall_clock_breakdown"]
+    assert config["optimizer"]["params"]["torch_adam"] is False
+
+
+def test_a_preset_of_another_stage_is_refused() -> None:
+    (problem,) = problems("zero3")
+    assert problem.key == "zero_optimization.stage"
+    assert problem.file == str(preset_path("zero3"))
+    assert problem.found == "3" and problem.allowed.startswith("2, as the recipe says")
+
+
+def test_unknown_preset_and_missing_file(tmp_path: Path) -> None:
+    (problem,) = problems("zero2_ofload")
+    assert problem.key == "parallel.zero.config"
+    assert problem.fix == "did you mean `zero2_offload`?"
+    (problem,) = problems(str(tmp_path / "none.json"))
+    assert "No such file" in problem.found
+
+
+def test_nvme_needs_a_folder_from_the_recipe_or_the_file(tmp_path: Path) -> None:
+    layout = Layout(zero_stage=3, offload_optimizer="nvme")
+    (problem,) = problems("zero3", layout)
+    assert problem.key == "parallel.zero.nvme_path"
+    block = {"device": "nvme", "nvme_path": "/disk"}
+    config = own_file(tmp_path, {"zero_optimization": {"offload_optimizer": block}})
+    rendered: Any = render(DeepSpeedRequest(layout, "bf16", OPTIMIZER, config=config))
+    assert rendered["zero_optimization"]["offload_optimizer"] == block
+    (problem,) = problems(config, layout, nvme_path="/other")
+    assert problem.key == "zero_optimization.offload_optimizer.nvme_path"
+
+
+def test_stage_and_offload_of_a_file(tmp_path: Path) -> None:
+    for preset, stage, offload in (
+        ("zero2_offload", 2, ("cpu", None)),
+        ("zero3_nvme", 3, ("nvme", "nvme")),
+        ("zero0", 0, (None, None)),
+    ):
+        file = open_config(preset)
+        assert stage_of(file) == stage
+        assert offload_of(file) == offload
+    file = open_config(own_file(tmp_path, {"zero_optimization": {"stage": "auto"}}))
+    assert stage_of(file) is None
+    for stage in (4, "2", 2.0, True):
+        file = open_config(own_file(tmp_path, {"zero_optimization": {"stage": stage}}))
+        with pytest.raises(RecipeError, match="allowed: 0, 1, 2 or 3"):
+            stage_of(file)
+    block = {"offload_param": {"device": "disk"}}
+    with pytest.raises(RecipeError, match="none, cpu or nvme"):
+        offload_of(open_config(own_file(tmp_path, {"zero_optimization": block})))
+
+
+def test_rendering_does_not_change_the_file_or_import_anything_heavy() -> None:
+    before = preset_path("zero2").read_text()
+    code = (
+        "import sys; from toolkit.engines import deepspeed_config, deepspeed_ops; "
+        "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"
+    render(CASES["zero2-fp16-unclipped"])
+    assert preset_path("zero2").read_text() == before

@@ -1,0 +1,111 @@
+"""Secrets are found and masked; ordinary settings are left alone."""
+
+import time
+
+import pytest
+
+from toolkit.redact import MASK, Redactor, looks_secret, redact, secret_variable
+
+HEX = "0123456789abcdef0123456789abcdef01234567"
+SHAPES = [
+    "hf_" + "aB3" * 12,
+    "sk-proj-" + "aB3" * 12,
+    "ghp_" + "aB3" * 12,
+    "github_pat_" + "aB3_" * 12,
+    "glpat-" + "aB3" * 7,
+    "wandb_v1_" + "aB3" * 12,
+    "AKIA" + "ABCD1234" * 2,
+    "eyJhbGciOiJI.eyJzdWIiOiIx.SflKxwRJSM",
+]
+
+
+@pytest.mark.parametrize("value", SHAPES)
+def test_shapes(value: str) -> None:
+    assert looks_secret("data.tokenizer", value)
+    assert redact(f"before {value} after") == f"before {MASK} after"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["api_key", "wandb.apiKey", "token", "hf_token", "HFToken", "password", "a.secrets.b",
+     "access-key", "db_passwd", "credentials", "model.config.auth_token"],
+)  # fmt: skip
+def test_secret_keys(key: str) -> None:
+    assert looks_secret(key, "x")
+    assert looks_secret(key, 12345678)
+    assert not looks_secret(key, None)
+    assert not looks_secret(key, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.tokens", 2e12),
+        ("data.tokenizer", "meta-llama/Llama-3.1-8B"),
+        ("data.tokenizer", "risk-based-classifier-2-large"),
+        ("data.train.text_field", "text"),
+        ("model.config.pad_token", "<pad>"),
+        ("model.config.bos_token_id", 1),
+        ("model.revision", HEX),
+        ("data.tokenizer_revision", HEX),
+        ("model.hub", "https://huggingface.co/a/b@main"),
+        ("data.train.files", "/cache/" + HEX + "/train.txt"),
+        ("name", "llama-3.1-8b-pretrain-with-a-very-long-name-2"),
+        ("key", "value"),
+    ],
+)
+def test_ordinary_settings(key: str, value: object) -> None:
+    assert not looks_secret(key, value)
+
+
+def test_long_hex_where_no_revision_is_expected() -> None:
+    assert looks_secret("logging.wandb.entity", HEX)
+
+
+def test_logins_in_urls() -> None:
+    url = "https://me:pw@host/x"
+    assert looks_secret("data.train.path", url)
+    assert redact(f"GET {url}") == f"GET https://{MASK}@host/x"
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", 'quo"te\\canary')
+    monkeypatch.setenv("SHORT_TOKEN", "dev")
+    assert looks_secret("name", 'quo"te\\canary')
+    assert not looks_secret("name", "dev")
+    assert redact('a quo"te\\canary b, dev') == f"a {MASK} b, dev"
+    assert redact('{"k": "quo\\"te\\\\canary"}') == f'{{"k": "{MASK}"}}'
+    monkeypatch.setenv("SOME_API_KEY", "changed-canary")
+    assert redact("changed-canary") == MASK
+
+
+def test_variable_names() -> None:
+    assert all(map(secret_variable, ["HF_TOKEN", "WANDB_API_KEY", "db_password", "MYSECRET"]))
+    assert not any(map(secret_variable, ["TOKENIZERS_PARALLELISM", "HOME", "XKB_KEYMAP"]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["WANDB_API_KEY=abcdef123", "--api-key abcdef123", '"password": "abcdef123"',
+     "hf_token: abcdef123"],
+)  # fmt: skip
+def test_assignments(text: str) -> None:
+    masked = Redactor({}).redact(text)
+    assert "abcdef123" not in masked
+    assert MASK in masked
+
+
+@pytest.mark.parametrize(
+    "text", ["tokens: 123456789", "the secret is out", "tokenizer: abcdefghijk", f"rev {HEX}"]
+)
+def test_ordinary_texts(text: str) -> None:
+    assert Redactor({}).redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["a_" * 100_000, "sk-" * 60_000, "eyJ" * 60_000, "x://" * 50_000]
+)
+def test_no_slow_text(text: str) -> None:
+    begin = time.monotonic()
+    Redactor({}).redact(text)
+    assert time.monotonic() - begin < 2

@@ -1,0 +1,136 @@
+"""`dmt check`: read recipes and report every mistake at once."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from toolkit.errors import EXIT_USER_ERROR, Problem, RecipeError
+from toolkit.models.spec import ModelSpec
+from toolkit.recipe.checks import total_steps
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one recipe file."""
+
+    file: str
+    recipe: Recipe | None
+    """None when there are problems."""
+    problems: tuple[Problem, ...] = ()
+
+
+def check(
+    recipes: Annotated[
+        list[Path],
+        typer.Argument(metavar="RECIPE", help="Recipe files.", show_default=False),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a setting.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print machine output alone on standard output.")
+    ] = False,
+) -> None:
+    """Check recipes and report every mistake at once; exit 2 when there is any.
+
+    Example: `dmt check recipes/tiny/*.yaml --set parallel.zero.stage=3`
+    """
+    verdicts = [judge(path, overrides or ()) for path in recipes]
+    if as_json:
+        typer.echo(json.dumps({"recipes": [_record(verdict) for verdict in verdicts]}))
+    else:
+        _print(verdicts)
+    if any(verdict.problems for verdict in verdicts):
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def judge(path: Path, overrides: Sequence[str] = ()) -> Verdict:
+    """Load one recipe; its mistakes become part of the verdict."""
+    try:
+        return Verdict(str(path), load_recipe(path, overrides))
+    except RecipeError as error:
+        return Verdict(str(path), None, error.problems)
+
+
+def summary(recipe: Recipe) -> str:
+    """One line: what is trained, for how long, in which batches."""
+    training = recipe.training
+    parts = [f"{_parameters(recipe)} parameters", _length(recipe)]
+    parts.append(f"batch {training.global_batch_size} × {training.sequence_length}")
+    parts.append(training.precision)
+    ranks = recipe.cluster.world_size
+    parts.append(f"{ranks} × {recipe.cluster.gpu}")
+    return ", ".join(parts)
+
+
+def human(number: float) -> str:
+    """1234567 → `1.23M`."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{suffix}"
+    return f"{number:g}"
+
+
+def _parameters(recipe: Recipe) -> str:
+    config = recipe.model.config
+    if config is None:
+        return f"{recipe.model.hub}:"
+    return human(ModelSpec.from_config(config).parameters.total)
+
+
+def _length(recipe: Recipe) -> str:
+    training, steps = recipe.training, total_steps(recipe)
+    if steps is None:
+        return f"{training.epochs:g} epochs"
+    tokens = steps * training.global_batch_size * training.sequence_length
+    return f"{human(tokens)} tokens in {steps} steps"
+
+
+def _record(verdict: Verdict) -> dict[str, object]:
+    problems = [asdict(problem) for problem in verdict.problems]
+    return {"file": verdict.file, "ok": not problems, "problems": problems}
+
+
+def _print(verdicts: Sequence[Verdict]) -> None:
+    """Good recipes to standard output, one line each; problems to standard error.
+
+    Lines are never wrapped, so that a terminal finds `file:line`.
+    """
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    for verdict in verdicts:
+        if verdict.recipe:
+            line = Text.assemble(
+                ("✓ ", "green"), (verdict.recipe.name, "bold"), f"  {summary(verdict.recipe)}"
+            )
+            line.append(f"  {verdict.file}", "dim")
+            out.print(line, soft_wrap=True)
+        else:
+            err.print(_problem_list(verdict), soft_wrap=True)
+
+
+def _problem_list(verdict: Verdict) -> Text:
+    count = len(verdict.problems)
+    text = Text.assemble(("✗ ", "red"), (verdict.file, "bold"))
+    text.append(f"  {count} problem{'s' * (count > 1)}", "red")
+    for problem in verdict.problems:
+        where = f"{problem.file}:{problem.line}" if problem.line else problem.file
+        text.append("\n  ")
+        text.append(where, "cyan")
+        text.append(f"  {problem.key}", "bold")
+        text.append(f"\n      found    {problem.found}")
+        text.append(f"\n      allowed  {problem.allowed}")
+        if problem.fix:
+            text.append("\n      fix      ")
+            text.append(problem.fix, "green")
+    return text

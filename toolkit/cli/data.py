@@ -1,0 +1,139 @@
+"""`dmt data`: tokenise ahead of a run, and train a tokenizer on the recipe's own data."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.data.packing import PackedDataset
+
+app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
+
+RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file.", metavar="RECIPE")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Override a setting, e.g. `data.tokenizer=bytes`.", metavar="KEY=VALUE"
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print machine-readable output on standard output.")
+]
+
+
+@app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")
+def prepare(
+    recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Tokenise the recipe's data into the cache, and say how much it is."""
+    summary = _prepare(load_recipe(recipe, overrides or []))
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+        return
+    for name, side in (("train", summary.train), ("validation", summary.validation)):
+        if side is not None:
+            typer.echo(
+                f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, "
+                f"{side.samples:,} samples of {summary.sequence_length:,} "
+                f"({side.tokens_per_epoch:,} tokens per epoch)"
+            )
+    typer.echo(f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token")
+    typer.echo(f"cache: {summary.cache}")
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Size of the training or the validation data."""
+
+    documents: int
+    tokens: int
+    samples: int
+    tokens_per_epoch: int
+    """Tokens that are fed to the model in one pass: samples times sequence length."""
+
+    @classmethod
+    def of(cls, dataset: "PackedDataset") -> Self:
+        """Size of packed data."""
+        return cls(
+            documents=dataset.stream.n_documents,
+            tokens=len(dataset.stream),
+            samples=len(dataset),
+            tokens_per_epoch=len(dataset) * dataset.sequence_length,
+        )
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What `dmt data prepare` prints."""
+
+    train: _Side
+    validation: _Side | None
+    sequence_length: int
+    vocab_size: int
+    unigram_entropy_nats: float
+    fingerprint: str
+    cache: str
+
+
+def _prepare(recipe: Recipe) -> _Summary:
+    from toolkit.data.build import build_data
+    from toolkit.data.files import cache_folder
+
+    training = recipe.training
+    data = build_data(
+        recipe.data,
+        sequence_length=training.sequence_length,
+        global_batch_size=training.global_batch_size,
+        seed=training.seed,
+        vocab_size=(recipe.model.config or {}).get("vocab_size"),
+        base=Path.cwd(),
+        progress=True,
+    )
+    validation = data.validation
+    return _Summary(
+        train=_Side.of(data.train),
+        validation=None if validation is None else _Side.of(validation),
+        sequence_length=training.sequence_length,
+        vocab_size=len(data.tokenizer),
+        unigram_entropy_nats=data.unigram_entropy_nats(),
+        fingerprint=data.fingerprint,
+        cache=str(cache_folder(recipe.data.cache, Path.cwd())),
+    )
+
+
+@app.command(
+    epilog="Example: dmt data tokenizer recipes/tiny/llama-bytes.yaml --vocab-size 999 --out bpe"
+)
+def tokenizer(
+    recipe: RecipeArgument,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens, with 256 bytes and the end of text.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write, new or without a tokenizer.")],
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a byte-level BPE on the recipe's training documents (none that are held out)."""
+    from toolkit.data.corpus import bytes_per_token, open_training_corpus
+    from toolkit.data.tokenizers import check_bpe_output, train_bpe
+
+    loaded = load_recipe(recipe, overrides or [])
+    check_bpe_output(vocab_size, out)
+    corpus = open_training_corpus(loaded.data, seed=loaded.training.seed, base=Path.cwd())
+    trained = train_bpe(corpus, vocab_size, out, progress=True)
+    n_tokens, ratio = len(trained), bytes_per_token(trained, corpus)
+    if as_json:
+        result = {"path": str(out), "vocab_size": n_tokens, "bytes_per_token": ratio}
+        typer.echo(json.dumps(result))
+        return
+    if n_tokens < vocab_size:
+        typer.echo(f"the data fills only {n_tokens:,} of {vocab_size:,} tokens", err=True)
+    typer.echo(f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token")
+    typer.echo("In the recipe (and `vocab_size` in `model.config` at least as large):")
+    typer.echo(f"  data:\n    tokenizer: {out.resolve()}")

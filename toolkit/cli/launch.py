@@ -1,0 +1,79 @@
+"""`dmt launch`: plan a recipe, write its run directory, start the workers, wait."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.cli.options import Overrides, RecipePath, RunDir
+from toolkit.errors import EXIT_DONE
+from toolkit.launchers.registry import launcher as named_launcher
+from toolkit.recipe.load import load_recipe
+from toolkit.redact import redact
+from toolkit.train.run_dir import RunDirectory
+
+
+def launch(
+    recipe: RecipePath,
+    overrides: Overrides = [],
+    run_dir: RunDir = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="local, torchrun or deepspeed; default: the recipe's launch.launcher"),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
+    ] = False,
+) -> None:
+    """Train a recipe on this machine.
+
+    Example: dmt launch recipes/tiny/llama-bytes.yaml --set training.steps=20
+    """
+    from toolkit.train import assignment as assignments
+
+    if launcher is not None:
+        overrides = [*overrides, f"launch.launcher={launcher}"]
+    loaded = load_recipe(recipe, overrides)
+    assignment = assignments.decide(loaded, run_dir)
+    chosen = named_launcher(loaded.launch.launcher)
+    spec = chosen.spec(assignment.run_dir, loaded.cluster)
+    for reason in assignment.plan.reasons:
+        _tell(reason)
+    if dry_run:
+        print(spec.printable())
+        return
+    from toolkit.engines.setup import prepare_ops
+
+    prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
+    run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
+    _tell(f"run directory {_short(run.path)}")
+    code = chosen.run(spec)
+    if code == EXIT_DONE:
+        _summary(run)
+    raise typer.Exit(code)
+
+
+def _summary(run: RunDirectory) -> None:
+    """Say where everything is."""
+    shown = {
+        "metrics": run.metrics,
+        "events": run.events,
+        "checkpoints": run.checkpoints,
+        "export": run.export,
+    }
+    for name, path in shown.items():
+        if path.exists():
+            _tell(f"{name:<12} {_short(path)}")
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory where that is shorter, for a shell."""
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))
+
+
+def _tell(message: str) -> None:
+    print(redact(message), file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""`dmt`: the command line's entry. One line per verb; a verb's module is imported only
+when the verb runs, so `dmt --help` and `dmt check` start at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from toolkit import __version__
+from toolkit.errors import EXIT_DONE, DmtError
+from toolkit.redact import redact
+
+
+class Verb(NamedTuple):
+    """Where a verb is implemented and what `dmt --help` says about it."""
+
+    target: str
+    """`module:name` of a function with typer's annotations, or of a typer.Typer."""
+    help: str
+
+
+VERBS: dict[str, Verb] = {
+    "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
+}
+"""Every verb of `dmt`, in the order of `--help`."""
+
+
+class _LazyVerb(TyperCommand):
+    """Stands for a verb in help texts; becomes the real command when it is run."""
+
+    def __init__(self, name: str, verb: Verb) -> None:
+        super().__init__(name, help=verb.help)
+        self._verb = verb
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        return self._load().make_context(*args, **kwargs)
+
+    def _load(self) -> Any:
+        module, _, name = self._verb.target.partition(":")
+        target = getattr(import_module(module), name)
+        if isinstance(target, typer.Typer):
+            return get_command(target)
+        app = _app()
+        app.command(self.name, no_args_is_help=True)(target)
+        return get_command(app)
+
+
+class _Verbs(TyperGroup):
+    """The group of all verbs in `VERBS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: _LazyVerb(name, verb) for name, verb in VERBS.items()})
+
+
+def _app(**settings: Any) -> typer.Typer:
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **settings,
+    )
+
+
+app = _app(cls=_Verbs, no_args_is_help=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dmt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _dmt(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version."
+        ),
+    ] = False,
+) -> None:
+    """One recipe, any layout, the same loss: DeepSpeed and Megatron from one YAML.
+
+    Example: `dmt check recipes/tiny/*.yaml`
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `dmt` and return its exit code: 0, 2, 3, 4 or 75 (see `toolkit.errors`).
+
+    `arguments`: the command line without the program's name; default `sys.argv[1:]`.
+    A DmtError becomes a message on standard error; Ctrl-C becomes 130.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="dmt")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
+    except DmtError as error:
+        print(redact(f"dmt: {error}"), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return EXIT_DONE

@@ -1,0 +1,341 @@
+"""From a layout to the JSON that DeepSpeed reads: a preset with every `"auto"` filled.
+
+A preset (or the user's own file) says how DeepSpeed works: buckets, prefetch, aio. What
+to train is the recipe's: the settings that `_owned` lists. Where the file states one of
+them otherwise, nobody can know which of the two is meant, so it is refused.
+"""
+
+import copy
+import difflib
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from toolkit.engines.deepspeed_keys import KNOWN_KEYS
+from toolkit.engines.json_file import JsonFile, read_json
+from toolkit.engines.presets import PRESETS, preset_for, preset_path
+from toolkit.errors import Problem, RecipeError
+from toolkit.plan.layout import Layout, Placement
+from toolkit.recipe.schema import OptimizerSection
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+ZERO = "zero_optimization"
+OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
+OFFLOAD_PARAMETERS = f"{ZERO}.offload_param"
+
+DEFAULTS: Mapping[str, object] = {
+    # 0 is dynamic scaling; the other numbers are DeepSpeed's own defaults.
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2,
+    "fp16.min_loss_scale": 1,
+    # Progress and timing are the training loop's to print.
+    "steps_per_print": 1_000_000_000,
+    "wall_clock_breakdown": False,
+}
+"""Written where the file does not state them."""
+
+REQUIRED: Mapping[str, object] = {
+    "optimizer.params.adam_w_mode": True,
+    "gradient_allreduce_op": "mean",
+    "bf16.bf16_master_weights_and_grads": False,
+    "bf16.bf16_optimizer_states": False,
+    "fp16.fp16_master_weights_and_grads": False,
+    "torch_autocast.enabled": False,
+    "data_efficiency.enabled": False,
+}
+"""The only values that keep the loss equal under every layout (AdamW with fp32 master
+weights and moments, mean gradients, the recipe's precision and data order)."""
+
+MAX_LISTED = 12
+"""Blocks with no more keys than this have all of them named in an error."""
+
+MAX_FLOAT = sys.float_info.max
+
+AUTO_IS_A_VALUE = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
+"""Settings for which DeepSpeed itself understands "auto"."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedRequest:
+    """What the renderer needs to know about a run."""
+
+    layout: Layout
+    precision: Precision
+    optimizer: OptimizerSection
+    nvme_path: str | None = None
+    """Folder for NVMe offload (`parallel.zero.nvme_path`)."""
+    config: str | None = None
+    """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
+    fits the layout."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A setting whose value is the recipe's."""
+
+    value: object
+    source: str
+    """The recipe key it comes from."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether it must be written: no offload is also what an absent block means."""
+        return self.value not in (None, "none")
+
+
+def render(request: DeepSpeedRequest) -> dict[str, object]:
+    """The complete DeepSpeed config of a run, ready for `deepspeed.initialize`.
+
+    Raises RecipeError with every problem of the file: a value that disagrees with the
+    recipe, an unknown key, an `"auto"` that nothing fills, a scheduler, an optimizer
+    other than AdamW, or a file that cannot be read.
+    """
+    file = open_config(request.config or preset_for(request.layout))
+    owned = _owned(request)
+    problems = [
+        *_unknown_keys(file),
+        *_disagreements(file, owned),
+        *_not_ours_to_run(file),
+        *_unfilled(file, owned),
+        *_missing_folder(file, request),
+    ]
+    if problems:
+        raise RecipeError(sorted(problems, key=lambda problem: problem.line))
+    config = copy.deepcopy(dict(file.values))
+    for key, setting in owned.items():
+        if setting.needed or _get(config, key) is not None:
+            _put(config, key, setting.value)
+    for key, value in {**DEFAULTS, **_by_layout(request)}.items():
+        if _get(file.values, key) is None:
+            _put(config, key, value)
+    return config
+
+
+def open_config(config: str) -> JsonFile:
+    """A preset by its name, or a JSON file.
+
+    Raises RecipeError when it is neither, or not a readable JSON object.
+    """
+    if config in PRESETS:
+        return read_json(preset_path(config))
+    if "." in config or "/" in config:
+        return read_json(Path(config))
+    near = difflib.get_close_matches(config, PRESETS, 1)
+    raise RecipeError(
+        [
+            Problem(
+                "parallel.zero.config",
+                config,
+                f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own",
+                f"did you mean `{near[0]}`?" if near else "",
+            )
+        ]
+    )
+
+
+def stage_of(file: JsonFile) -> Literal[0, 1, 2, 3] | None:
+    """The ZeRO stage that a config states; None when it leaves it to the recipe.
+
+    Raises RecipeError when it states something that is no stage.
+    """
+    stage = _stated(file, f"{ZERO}.stage")
+    if stage is None:
+        return None
+    for known in (0, 1, 2, 3):
+        if type(stage) is int and stage == known:
+            return known
+    raise RecipeError([file.problem(f"{ZERO}.stage", stage, "0, 1, 2 or 3")])
+
+
+def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
+    """Where a config puts optimizer states and parameters; None where it does not say.
+
+    Raises RecipeError when it states something that is no device.
+    """
+    return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
+
+
+def _device(file: JsonFile, block: str) -> Placement | None:
+    device = _stated(file, f"{block}.device")
+    if device is None:
+        return None
+    for known in get_args(Placement):
+        if device == known:
+            return known  # type: ignore[no-any-return]
+    raise RecipeError([file.problem(f"{block}.device", device, "none, cpu or nvme")])
+
+
+def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
+    """Every setting that the recipe decides, by DeepSpeed's name for it."""
+    layout, optimizer = request.layout, request.optimizer
+    accumulation = "training.global_batch_size / (training.micro_batch_size · dp)"
+    clipping = optimizer.clip_grad_norm or 0.0  # DeepSpeed clips at 1.0 unless told not to
+    settings: dict[str, tuple[object, str]] = {
+        "train_batch_size": (layout.global_batch, "training.global_batch_size"),
+        "train_micro_batch_size_per_gpu": (layout.micro_batch, "training.micro_batch_size"),
+        "gradient_accumulation_steps": (layout.gradient_accumulation, accumulation),
+        "gradient_clipping": (clipping, "optimizer.clip_grad_norm"),
+        "bf16.enabled": (request.precision == "bf16", "training.precision"),
+        "fp16.enabled": (request.precision == "fp16", "training.precision"),
+        "optimizer.type": ("AdamW", "optimizer.name"),
+        "optimizer.params.lr": (optimizer.learning_rate, "optimizer.learning_rate"),
+        "optimizer.params.betas": (list(optimizer.betas), "optimizer.betas"),
+        "optimizer.params.eps": (optimizer.eps, "optimizer.eps"),
+        "optimizer.params.weight_decay": (optimizer.weight_decay, "optimizer.weight_decay"),
+        f"{ZERO}.stage": (layout.zero_stage, "parallel.zero.stage"),
+    }
+    for block, device, source in _offloads(layout):
+        folder = request.nvme_path if device == "nvme" else None
+        settings[f"{block}.device"] = (device, source)
+        if folder is not None or device != "nvme":
+            settings[f"{block}.nvme_path"] = (folder, "parallel.zero.nvme_path")
+    return {key: _Owned(value, source) for key, (value, source) in settings.items()}
+
+
+def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
+    """DeepSpeed's block, the device and the recipe key of each kind of offload."""
+    return (
+        (OFFLOAD_OPTIMIZER, layout.offload_optimizer, "parallel.zero.offload_optimizer"),
+        (OFFLOAD_PARAMETERS, layout.offload_parameters, "parallel.zero.offload_parameters"),
+    )
+
+
+def _by_layout(request: DeepSpeedRequest) -> dict[str, object]:
+    """Settings that follow from the layout where the file does not state them."""
+    settings: dict[str, object] = {}
+    if request.layout.offload_optimizer == "none":
+        # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
+        settings["optimizer.params.torch_adam"] = True
+    if request.precision == "bf16" and request.layout.zero_stage > 0:
+        # Otherwise micro batches are summed in bf16. Stage 0 knows no other way.
+        settings["data_types.grad_accum_dtype"] = "fp32"
+    return settings
+
+
+def _unknown_keys(file: JsonFile) -> Iterator[Problem]:
+    """Keys that DeepSpeed would drop without a word, or not accept."""
+    for block, known in KNOWN_KEYS.items():
+        value = _get(file.values, block) if block else file.values
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            yield file.problem(block, value, "an object: { … }", "correct or delete it")
+            continue
+        allowed = f"a key that DeepSpeed knows in {block or 'its config'}"
+        if len(known) <= MAX_LISTED:
+            allowed = f"{', '.join(sorted(known))} in {block}"
+        for name in value:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                key = f"{block}.{name}" if block else name
+                fix = f"did you mean `{near[0]}`?" if near else "delete it"
+                yield file.problem(key, value[name], allowed, fix)
+
+
+def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Problem]:
+    """Settings that the file and the recipe both state, with different values."""
+    for key, setting in owned.items():
+        found = _stated(file, key)
+        if found is not None and setting.value is not None and not _same(found, setting.value):
+            wanted = json.dumps(setting.value)
+            yield file.problem(
+                key,
+                found,
+                f'{wanted}, as the recipe says ({setting.source}), or "auto"',
+                f'write "auto" here, or change {setting.source} in the recipe',
+            )
+    for key, value in REQUIRED.items():
+        found = _stated(file, key)
+        if found is not None and not _same(found, value):
+            allowed = f"{json.dumps(value)}: any other value changes the loss"
+            yield file.problem(key, found, allowed, "delete it")
+
+
+def _not_ours_to_run(file: JsonFile) -> Iterator[Problem]:
+    """Blocks that would take over what the recipe does itself."""
+    if "scheduler" in file.values:
+        yield file.problem(
+            "scheduler",
+            file.values["scheduler"],
+            "nothing: the recipe's `schedule` sets the learning rate of every step",
+            "delete the block and set `schedule` in the recipe",
+        )
+    if "bfloat16" in file.values:
+        yield file.problem(
+            "bfloat16", file.values["bfloat16"], "`bf16`", "rename the block to `bf16`"
+        )
+
+
+def _unfilled(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Problem]:
+    """`"auto"` where the recipe has nothing to say; DeepSpeed would drop it silently."""
+    for key in file.lines:
+        left = key not in owned and key not in AUTO_IS_A_VALUE
+        if left and _get(file.values, key) == "auto" and not key.endswith(".nvme_path"):
+            yield file.problem(
+                key,
+                "auto",
+                "a value: the recipe does not decide this one",
+                "write a value, or delete the key for DeepSpeed's default",
+            )
+
+
+def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
+    """NVMe offload for which neither the recipe nor the file names a folder."""
+    for block, device, source in _offloads(request.layout):
+        stated = request.nvme_path or _stated(file, f"{block}.nvme_path")
+        if device == "nvme" and not stated:
+            yield Problem(
+                "parallel.zero.nvme_path",
+                "nothing",
+                f"a folder on a fast local disk, because {source} is nvme",
+                "set parallel.zero.nvme_path",
+            )
+            return
+
+
+def _stated(file: JsonFile, key: str) -> object:
+    """What the file says at `key`; None for nothing or `"auto"`."""
+    value = _get(file.values, key)
+    return None if value == "auto" else value
+
+
+def _same(found: object, wanted: object) -> bool:
+    """Whether two settings mean the same: 1e-4 is 0.0001, "adamw" is "AdamW", 1 is not true."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, int | float) and isinstance(wanted, int | float):
+        return found == wanted or (
+            max(abs(found), abs(wanted)) < MAX_FLOAT and math.isclose(found, wanted)
+        )
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(found, str) and wanted == "AdamW":
+        return found.lower() == "adamw"
+    return found == wanted
+
+
+def _get(values: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None when it or a block above it is missing."""
+    value: Any = values
+    for name in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
+
+
+def _put(values: dict[str, Any], key: str, value: object) -> None:
+    """Set the value at a dotted key, adding blocks as needed."""
+    *blocks, name = key.split(".")
+    for block in blocks:
+        if values.get(block) is None:
+            values[block] = {}
+        values = values[block]
+    values[name] = value

@@ -1,0 +1,327 @@
+"""DeepSpeed's compiled parts: what a run needs, whether it can be built, and building it.
+
+DeepSpeed compiles an op at its first use, on every rank, without a word, through
+`torch.utils.cpp_extension`. That has three traps: a missing compiler shows as a traceback in
+the middle of start-up; a build takes minutes in silence; and a build that was killed
+leaves a `lock` file behind, for which later runs wait for ever. So ops are checked and
+built before the run starts.
+
+Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed_ops OP`, in a
+process of its own, is what builds.
+"""
+
+import importlib
+import importlib.util
+import os
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import BackendUnavailable
+
+BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+"""DeepSpeed's builder class of each op that a rendered config can need."""
+
+BUILD_LIMIT_S = 1800.0
+"""A build that takes longer has gone wrong: the slowest, async_io, takes minutes."""
+
+OLD_LOCK_S = 600.0
+"""Age at which a lock counts as left behind where its holder cannot be looked up."""
+
+_POLL_S = 0.2
+
+_AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """Something that a build needs and this machine lacks."""
+
+    what: str
+    fix: str
+
+
+def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The ops that DeepSpeed will load for a rendered config, in the order to build them."""
+    zero = config.get("zero_optimization", {})
+    optimizer_device = zero.get("offload_optimizer", {}).get("device", "none")
+    parameter_device = zero.get("offload_param", {}).get("device", "none")
+    torch_adam = config.get("optimizer", {}).get("params", {}).get("torch_adam", False)
+    ops: list[str] = []
+    if not torch_adam:
+        ops.append("fused_adam" if optimizer_device == "none" else "cpu_adam")
+    if "nvme" in (optimizer_device, parameter_device):
+        ops += ["pin_memory", "async_io"]
+    return tuple(ops)
+
+
+def preflight(ops: Sequence[str]) -> None:
+    """Make sure that `ops` can be built and loaded here, before anything starts.
+
+    Raises BackendUnavailable naming everything that is missing and every lock that a
+    killed build left behind, each with its fix. Ops that are built already are checked
+    too: loading one runs ninja again.
+    """
+    if not ops:
+        return
+    ops = _compiled_at_start(ops)
+    missing = [*_missing_tools(ops), *_stale_locks(ops)] if ops else []
+    if missing:
+        raise BackendUnavailable(
+            f"DeepSpeed must compile {', '.join(ops)} for this run, but "
+            + "; ".join(item.what for item in missing),
+            fix="; ".join(item.fix for item in missing),
+        )
+
+
+def put_ninja_on_path() -> None:
+    """Let this process and its children find the `ninja` installed beside this Python.
+
+    A `dmt` started by its full path, without the environment activated, has no such PATH.
+    """
+    scripts = sysconfig.get_path("scripts")
+    path = os.environ.get("PATH", os.defpath)
+    if shutil.which("ninja", path=path) is None and shutil.which("ninja", path=scripts):
+        os.environ["PATH"] = f"{path}{os.pathsep}{scripts}"
+
+
+def build(
+    ops: Sequence[str],
+    report: Callable[[str], None],
+    *,
+    limit_s: float = BUILD_LIMIT_S,
+) -> None:
+    """Build those of `ops` that are not built yet, telling `report` about each.
+
+    Waits for a build of the same op that another process is at. Raises
+    BackendUnavailable when a build fails or takes longer than `limit_s` seconds; its log
+    is kept and named.
+    """
+    for op in _compiled_at_start(ops) if ops else ():
+        _wait_for_others(op, report, limit_s)
+        if not is_built(op):
+            report(f"building DeepSpeed op {op} (about a minute, once)…")
+            start = time.monotonic()
+            _build(op, limit_s)
+            # Up to date for ninja, perhaps, yet older than the packages: now it is newer.
+            (build_folder(op) / f"{op}.so").touch()
+            report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
+
+
+def is_built(op: str) -> bool:
+    """Whether `op` was compiled after the installed torch and DeepSpeed were installed."""
+    library = build_folder(op) / f"{op}.so"
+    if not library.is_file():
+        return False
+    return library.stat().st_mtime > max(map(_installed_at, ("torch", "deepspeed")))
+
+
+def build_folder(op: str) -> Path:
+    """Where torch builds `op`: `torch.utils.cpp_extension` decides it the same way."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is not None:
+        return Path(root) / op
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return cache / "torch_extensions" / f"{python}_{_torch_accelerator()}" / op
+
+
+def _torch_accelerator() -> str:
+    """`cpu`, `cu128`, `rocm63`: what the installed torch was built for."""
+    version = runpy.run_path(str(_package_folder("torch") / "version.py"))
+    for name, prefix in (("hip", "rocm"), ("cuda", "cu")):
+        if version.get(name):
+            return prefix + str(version[name]).replace(".", "")
+    return "cpu"
+
+
+def _package_folder(package: str) -> Path:
+    """Folder of an installed package, found without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise BackendUnavailable(f"{package} is not installed", fix=f"pip install {package}")
+    return Path(found.origin).parent
+
+
+def _installed_at(package: str) -> float:
+    """When a package was put here, in seconds since the epoch.
+
+    The change time, not the modification time: installers that link files from a cache
+    keep the latter.
+    """
+    return (_package_folder(package) / "__init__.py").stat().st_ctime
+
+
+def _compiled_at_start(ops: Sequence[str]) -> list[str]:
+    """Those of `ops` that this DeepSpeed was not installed with (`DS_BUILD_OPS=1`)."""
+    record = _package_folder("deepspeed") / "git_version_info_installed.py"
+    installed = runpy.run_path(str(record))["installed_ops"] if record.is_file() else {}
+    return [op for op in ops if not installed.get(op)]
+
+
+def _missing_tools(ops: Sequence[str]) -> Iterator[_Missing]:
+    """Compiler, ninja and headers that are not there."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    usable = bool(compiler) and shutil.which(compiler[0]) is not None
+    if not usable:
+        named = f" ({os.environ['CXX']!r}, named by CXX)" if "CXX" in os.environ else ""
+        yield _Missing(
+            f"there is no C++ compiler{named}",
+            "unset CXX, or install one: apt-get install g++ (Debian, Ubuntu), "
+            "dnf install gcc-c++ (Fedora, RHEL)",
+        )
+    if shutil.which("ninja") is None:
+        yield _Missing("the build tool ninja is not on PATH", "pip install ninja")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        yield _Missing(
+            f"Python's headers are missing ({headers / 'Python.h'})",
+            "apt-get install python3-dev (Debian, Ubuntu), dnf install python3-devel "
+            "(Fedora, RHEL)",
+        )
+    if "async_io" in ops and usable and not _libaio_links(compiler):
+        yield _Missing(
+            "libaio, which NVMe offload reads and writes through, cannot be compiled against",
+            "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel "
+            "(Fedora, RHEL)",
+        )
+
+
+def _libaio_links(compiler: Sequence[str]) -> bool:
+    """Whether a program against libaio compiles; CFLAGS and LDFLAGS count, as in DeepSpeed."""
+    flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+    command = [*compiler, "-x", "c++", "-", *flags[0], *flags[1], "-laio", "-o", os.devnull]
+    result = subprocess.run(
+        command, input=_AIO_PROGRAM, text=True, capture_output=True, check=False
+    )
+    return result.returncode == 0
+
+
+def _stale_locks(ops: Sequence[str]) -> Iterator[_Missing]:
+    for op in ops:
+        lock = build_folder(op) / "lock"
+        if lock.exists() and not _is_held(lock):
+            yield _Missing(
+                f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
+                "would wait for ever (no process on this machine holds it)",
+                f"rm {shlex.quote(str(lock))}",
+            )
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a live build holds the lock: torch keeps the file open while it builds.
+
+    Where the lock is another user's, or there is no /proc, its age decides.
+    """
+    processes = Path("/proc")
+    try:
+        status = lock.stat()
+    except FileNotFoundError:
+        return False
+    if status.st_uid != os.getuid() or not (processes / "self" / "fd").is_dir():
+        return time.time() - status.st_mtime < OLD_LOCK_S
+    return any(
+        (status.st_dev, status.st_ino) in _open_files(process)
+        for process in processes.iterdir()
+        if process.name.isdigit()
+    )
+
+
+def _open_files(process: Path) -> Iterator[tuple[int, int]]:
+    """Device and inode of every file that a process has open; nothing if it is gone."""
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # another user's, or already gone
+        return
+    for descriptor in descriptors:
+        try:
+            status = descriptor.stat()
+        except OSError:
+            continue
+        yield status.st_dev, status.st_ino
+
+
+def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> None:
+    """Wait while another process builds `op`."""
+    lock = build_folder(op) / "lock"
+    deadline = time.monotonic() + limit_s
+    told = False
+    while lock.exists():
+        if not _is_held(lock):
+            if lock.exists():  # else it was released between the two looks
+                preflight([op])
+            return
+        if time.monotonic() > deadline:
+            raise BackendUnavailable(
+                f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s "
+                f"(lock {lock})",
+                fix="end that process, or wait and start again",
+            )
+        if not told:
+            report(f"waiting for another process that builds DeepSpeed op {op}…")
+            told = True
+        time.sleep(_POLL_S)
+
+
+def _build(op: str, limit_s: float) -> None:
+    """Compile one op in a process of its own; its log is removed only on success."""
+    descriptor, name = tempfile.mkstemp(prefix=f"dmt-build-{op}-", suffix=".log")
+    log = Path(name)
+    with os.fdopen(descriptor, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit.engines.deepspeed_ops", op],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that ninja and the compilers end with it
+        )
+        try:
+            code = process.wait(limit_s)
+        except BaseException as error:  # also Ctrl-C: leave no build and no lock behind
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            lock = build_folder(op) / "lock"
+            if not _is_held(lock):
+                lock.unlink(missing_ok=True)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _failed(op, f"took longer than {limit_s:.0f} s", log) from error
+            raise
+    if code != 0:
+        raise _failed(op, f"failed (exit code {code})", log)
+    log.unlink()
+
+
+def _failed(op: str, how: str, log: Path) -> BackendUnavailable:
+    """The error for a build that did not succeed, with the compiler's first complaint."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.strip() for line in lines if "error" in line.lower()]
+    first = f": {errors[0][:300]}" if errors else ""
+    return BackendUnavailable(
+        f"building DeepSpeed op {op} {how}{first}",
+        fix=f"the build's log says why: {log}",
+    )
+
+
+def _build_here(op: str) -> None:
+    """Compile and load `op` in this process, for the accelerator that a run here uses."""
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.create_op_builder(BUILDERS[op]).load(verbose=True)
+
+
+if __name__ == "__main__":
+    _build_here(sys.argv[1])

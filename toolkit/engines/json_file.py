@@ -1,0 +1,111 @@
+"""A JSON file that a user wrote: read strictly, every setting known with its line."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import Problem, RecipeError
+
+MAX_BYTES = 1_000_000
+"""Larger files are refused unread: a DeepSpeed config has a few kilobytes."""
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n|[^\s{}\[\],:"]+')
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """The object in a JSON file, and where each of its settings is stated."""
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+    """1-based line of each dotted key, e.g. `zero_optimization.stage`."""
+
+    def problem(self, key: str, found: object, allowed: str, fix: str = "") -> Problem:
+        """A mistake at `key`, placed at its line."""
+        shown = json.dumps(found, default=str)
+        if len(shown) > 200:
+            shown = shown[:200] + "…"
+        return Problem(key, shown, allowed, fix, str(self.path), self.lines.get(key, 0))
+
+
+def read_json(path: Path) -> JsonFile:
+    """Read an object from a UTF-8 JSON file.
+
+    Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
+    an object, or states a key twice (of which JSON readers silently keep the last).
+    """
+    text = _text(path)
+    try:
+        values = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise _unreadable(path, error.msg, "JSON, without comments", error.lineno) from error
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, str(error), "JSON with plain finite numbers") from error
+    if not isinstance(values, dict):
+        raise _unreadable(path, type(values).__name__, "an object: { … }", 1)
+    lines: dict[str, int] = {}
+    repeated: list[Problem] = []
+    for key, line in _stated_keys(text):
+        if key in lines:
+            repeated.append(
+                Problem(
+                    key,
+                    f"stated again (first in line {lines[key]})",
+                    "each key once",
+                    "delete one of the two",
+                    str(path),
+                    line,
+                )
+            )
+        lines.setdefault(key, line)
+    if repeated:
+        raise RecipeError(repeated)
+    return JsonFile(path, values, lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise _unreadable(path, f"more than {MAX_BYTES} bytes", "a DeepSpeed config")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error), "a readable file") from error
+    except ValueError as error:  # not UTF-8, or a null character in the path
+        raise _unreadable(path, str(error), "UTF-8 text") from error
+
+
+def _unreadable(path: Path, found: str, allowed: str, line: int = 0) -> RecipeError:
+    return RecipeError([Problem("DeepSpeed config", found, allowed, "", str(path), line)])
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _stated_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Dotted path and line of every key, in file order; `text` is known to be valid JSON.
+
+    Objects inside a list are passed over: no DeepSpeed setting of ours is one.
+    """
+    line = 1
+    path: list[str | None] = []  # the open key of each open object; None for a list
+    last = ""
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "\n":
+            line += 1
+            continue
+        if token in "{[":
+            path.append("" if token == "{" else None)
+        elif token in "}]":
+            path.pop()
+        elif token == ":" and None not in path:
+            path[-1] = json.loads(last)
+            yield ".".join(key for key in path if key is not None), line
+        last = token
