@@ -119,7 +119,9 @@ def reference(*, wide: bool = False) -> dict[str, list[float]]:
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        norms.append(gradient.double().norm().item())
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norms[-1]))
         optimizer.step()
         losses.append(loss.item())
     return {"loss": losses, "grad_norm": norms}

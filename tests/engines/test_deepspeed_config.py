@@ -61,9 +61,7 @@ CASES: dict[str, DeepSpeedRequest] = {
         OPTIMIZER,
         nvme_path="/nvme",
     ),
-    "zeropp": DeepSpeedRequest(
-        Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"
-    ),
+    "zeropp": DeepSpeedRequest(Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"),
 }
 LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
 
@@ -133,9 +131,7 @@ print(json.dumps({name: summary(*case) for name, case in cases.items()}))
 @pytest.fixture(scope="module")
 def as_read() -> dict[str, Any]:
     """What the real DeepSpeedConfig makes of every case."""
-    rendered = {
-        name: [render(request), request.layout.dp] for name, request in CASES.items()
-    }
+    rendered = {name: [render(request), request.layout.dp] for name, request in CASES.items()}
     result = subprocess.run(
         [sys.executable, "-c", READ_ALL],
         input=json.dumps(rendered),
@@ -267,9 +263,7 @@ def test_each_mistake_is_one_problem(
     tmp_path: Path, content: dict[str, Any], key: str | None
 ) -> None:
     found = problems(own_file(tmp_path, content))
-    assert [problem.key for problem in found] == [
-        key or "zero_optimization.reduce_bucket_size"
-    ]
+    assert [problem.key for problem in found] == [key or "zero_optimization.reduce_bucket_size"]
     assert found[0].line > 0 and found[0].fix
 
 

@@ -24,7 +24,9 @@ def test_lines_of_nested_keys(tmp_path: Path) -> None:
     path.write_text(text)
     file = read_json(path)
     assert file.lines == {"a": 1, "b": 2, "b.c": 2, 'b.a"{': 5, "d": 7}
-    assert str(file.problem("b.c", file.values["b"], "x")).startswith(f"{path}:2: b.c: found {{")
+    assert str(file.problem("b.c", file.values["b"], "x")).startswith(
+        f"{path}:2: b.c: found {{"
+    )
 
 
 def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
@@ -77,7 +79,9 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.sampled_from([None, 0, 1]))
-def test_every_key_outside_lists_is_found(values: dict[str, object], indent: int | None) -> None:
+def test_every_key_outside_lists_is_found(
+    values: dict[str, object], indent: int | None
+) -> None:
     def keys(value: object, prefix: tuple[str, ...] = ()) -> list[str]:
         if not isinstance(value, dict):
             return []

@@ -108,10 +108,13 @@ def _print(verdicts: Sequence[Verdict]) -> None:
     Lines are never wrapped, so that a terminal finds `file:line`.
     """
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    width = max((len(verdict.recipe.name) for verdict in verdicts if verdict.recipe), default=0)
     for verdict in verdicts:
         if verdict.recipe:
             line = Text.assemble(
-                ("✓ ", "green"), (verdict.recipe.name, "bold"), f"  {summary(verdict.recipe)}"
+                ("✓ ", "green"),
+                (verdict.recipe.name.ljust(width), "bold"),
+                f"  {summary(verdict.recipe)}",
             )
             line.append(f"  {verdict.file}", "dim")
             out.print(line, soft_wrap=True)

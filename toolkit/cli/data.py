@@ -108,7 +108,8 @@ def _prepare(recipe: Recipe) -> _Summary:
 
 
 @app.command(
-    epilog="Example: dmt data tokenizer recipes/tiny/llama-bytes.yaml --vocab-size 999 --out bpe"
+    epilog="Example: dmt data tokenizer recipes/tiny/llama-bytes.yaml "
+    "--vocab-size 4096 --out bpe"
 )
 def tokenizer(
     recipe: RecipeArgument,

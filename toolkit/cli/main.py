@@ -46,7 +46,7 @@ class _LazyVerb(TyperCommand):
         if isinstance(target, typer.Typer):
             return get_command(target)
         app = _app()
-        app.command(self.name, no_args_is_help=True)(target)
+        app.command(self.name)(target)
         return get_command(app)
 
 

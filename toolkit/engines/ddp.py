@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.engines.base import EvalResult, MicroBatch, StepResult
-from toolkit.engines.distributed import global_tokens, to_device
+from toolkit.engines.distributed import global_tokens, gradient_norm, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
@@ -63,7 +63,7 @@ class DdpEngine:
             loss += batch_loss.detach()
         dist.all_reduce(loss)
         grad_norm, skipped = self._update(learning_rate)
-        values = torch.stack([loss, grad_norm.double(), tokens]).tolist()
+        values = torch.stack([loss, grad_norm, tokens]).tolist()
         return StepResult(values[0], values[1], int(values[2]), skipped)
 
     def _reduce_gradients(self, last: bool) -> "nullcontext[None]":
@@ -76,8 +76,7 @@ class DdpEngine:
     def _update(self, learning_rate: float) -> tuple[Tensor, bool]:
         """Clip, step and clear; returns the gradient norm and whether it was skipped."""
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = gradient_norm(self.model.parameters())
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
         for group in self.optimizer.param_groups:

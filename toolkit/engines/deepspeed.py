@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
 from toolkit.engines.base import EvalResult, MicroBatch, StepResult
-from toolkit.engines.distributed import global_tokens, to_device
+from toolkit.engines.distributed import global_tokens, gradient_norm, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
@@ -106,8 +106,7 @@ class DeepSpeedEngine:
         """Gradient norm of fp32 stage 0, which DeepSpeed does not compute itself."""
         if self.stage > 0 or self.setup.precision != "fp32":
             return None
-        gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+        return gradient_norm(self.engine.module.parameters())
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return hf.summed_loss(self.engine, to_device(batch, self.device))

@@ -115,7 +115,7 @@ def build(
     for op in _compiled_at_start(ops) if ops else ():
         _wait_for_others(op, report, limit_s)
         if not is_built(op):
-            report(f"building DeepSpeed op {op} (about a minute, once)…")
+            report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
             start = time.monotonic()
             _build(op, limit_s)
             # Up to date for ninja, perhaps, yet older than the packages: now it is newer.

@@ -5,12 +5,25 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+
+@dataclass(frozen=True)
+class Wording:
+    """What a type accepts, in words, where its constraints alone do not read well."""
+
+    text: str
+
+
 Auto: TypeAlias = Literal["auto"]
-Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Name: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
+    Wording("letters, digits, `.`, `_` and `-`, beginning with a letter or digit, at most 100"),
+]
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
@@ -27,7 +40,20 @@ def _whole_float(value: object) -> object:
     return value
 
 
-TokenCount: TypeAlias = Annotated[int, BeforeValidator(_whole_float), Field(ge=1, le=10**18)]
+def _exact_int(value: object) -> object:
+    """Keep `true` and `2.0` from passing as the literals 1 and 2."""
+    if isinstance(value, bool | float):
+        raise ValueError("not an integer")
+    return value
+
+
+TokenCount: TypeAlias = Annotated[
+    int,
+    BeforeValidator(_whole_float),
+    Field(ge=1, le=10**18),
+    Wording("a whole number ≥ 1 (2.0e12 is fine)"),
+]
+ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
 class Section(BaseModel):
@@ -180,7 +206,7 @@ class EvaluationSection(Section):
 class ZeroSection(Section):
     """DeepSpeed's ZeRO. Only the deepspeed engine reads it."""
 
-    stage: Literal[0, 1, 2, 3] | Auto = "auto"
+    stage: ZeroStage | Auto = "auto"
     """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer states live outside the step."""

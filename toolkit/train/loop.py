@@ -85,6 +85,6 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         hooks.save(progress, stopping=stopping)
         if stopping:
             raise Stopped(
-                f"stopped by a signal at step {progress.step} of {job.total_steps}, after saving",
+                f"stopped by a signal after saving step {progress.step} of {job.total_steps}",
                 fix="start the same command again to resume",
             )

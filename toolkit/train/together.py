@@ -1,4 +1,4 @@
-"""Doing a thing on several ranks so that a failure on one ends all of them, with one message."""
+"""Work on several ranks of which a failure on one ends all, with one message."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,0 +1,142 @@
+"""From a recipe's data section to packed samples."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.data.build import TrainingData, build_data
+from toolkit.data.corpus import bytes_per_token, open_training_corpus
+from toolkit.data.packing import PackedDataset
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection
+
+N_DOCUMENTS = 12
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    for i in range(N_DOCUMENTS):
+        (tmp_path / f"{i:02}.txt").write_text(chr(ord("a") + i) * 10)
+    (tmp_path / "00empty.txt").touch()
+    (tmp_path / "validation.md").write_text("#" * 20)
+    return tmp_path
+
+
+def build(base: Path, data: dict[str, Any] | None = None, **settings: Any) -> TrainingData:
+    section = {"train": {"kind": "text", "files": ["*.txt"]}, **(data or {})}
+    arguments = {"sequence_length": 4, "global_batch_size": 4, "seed": 1, "vocab_size": 257}
+    return build_data(
+        DataSection.model_validate(section), base=base, **{**arguments, **settings}
+    )
+
+
+def letters(dataset: PackedDataset) -> set[str]:
+    tokens, _ = dataset.stream.read(0, len(dataset.stream))
+    return set(bytes(tokens[tokens < 256].tolist()).decode())
+
+
+def test_without_validation(base: Path) -> None:
+    data = build(base)
+    assert data.validation is None
+    assert len(data.train.stream) == N_DOCUMENTS * 11
+    assert len(data.train) == (N_DOCUMENTS * 11 - 1) // 4
+    shares = np.array([10] * 12 + [12]) / 132
+    assert data.unigram_entropy_nats() == pytest.approx(-(shares * np.log(shares)).sum())
+
+
+def test_no_document_is_on_both_sides(base: Path) -> None:
+    data = build(base, {"validation_fraction": 0.25})
+    assert data.validation is not None
+    train, validation = letters(data.train), letters(data.validation)
+    assert (len(train), len(validation)) == (9, 3)
+    assert not train & validation
+    assert len(data.train.stream) + len(data.validation.stream) == N_DOCUMENTS * 11
+    again = build(base, {"validation_fraction": 0.25})
+    assert again.validation is not None
+    assert letters(again.validation) == validation
+    seeds = [build(base, {"validation_fraction": 0.25}, seed=s).validation for s in range(5)]
+    assert len({frozenset(letters(v)) for v in seeds if v is not None}) > 1
+
+
+def test_tokenizer_corpus_leaves_out_the_same_documents(base: Path) -> None:
+    section = {"train": {"kind": "text", "files": ["*.txt"]}, "validation_fraction": 0.25}
+    data = build(base, section)
+    corpus = open_training_corpus(DataSection.model_validate(section), seed=1, base=base)
+    assert {text[0] for text in corpus} == letters(data.train)
+    assert bytes_per_token(data.tokenizer, corpus) == 1
+
+
+def test_own_validation_source(base: Path) -> None:
+    data = build(base, {"validation": {"kind": "text", "files": ["validation.md"]}})
+    assert data.validation is not None
+    assert letters(data.validation) == {"#"}
+    assert len(data.train.stream) == N_DOCUMENTS * 11
+
+
+def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
+    validation = {"validation": {"kind": "text", "files": ["validation.md"]}}
+    variants = [
+        build(base),
+        build(base, sequence_length=5),
+        build(base, {"validation_fraction": 0.25}),
+        build(base, {"validation_fraction": 0.25}, seed=2),
+        build(base, {"validation_fraction": 0.3}),
+        build(base, validation),
+    ]
+    assert len({data.fingerprint for data in variants}) == len(variants)
+    assert build(base).fingerprint == variants[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "says"),
+    [
+        ({}, {"vocab_size": 256}, "has 257 tokens; the model's vocabulary has 256"),
+        ({}, {"global_batch_size": 33}, r"132 tokens.* 32 samples.* needed: 33 \(133 tokens\)"),
+        ({}, {"sequence_length": 200}, "make 0 samples"),
+        (
+            {"validation": {"kind": "text", "files": ["validation.md"]}},
+            {"sequence_length": 21},
+            "the validation data has 21 tokens",
+        ),
+        (
+            {"train": {"kind": "text", "files": ["00.txt"]}, "validation_fraction": 0.5},
+            {},
+            "training data has only 1",
+        ),
+    ],
+)
+def test_mistakes(base: Path, data: Any, settings: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says) as raised:
+        build(base, data, **settings)
+    assert raised.value.fix
+
+
+def test_a_tokenised_source_has_no_text(base: Path) -> None:
+    section = DataSection.model_validate({"train": {"kind": "megatron", "prefix": "x"}})
+    with pytest.raises(DataError, match="tokenised already"):
+        open_training_corpus(section, seed=1, base=base)
+
+
+WARM = """
+import sys
+from pathlib import Path
+from toolkit.data.build import build_data
+from toolkit.recipe.schema import DataSection
+data = DataSection.model_validate({"train": {"kind": "hf", "path": "data.jsonl"}})
+build_data(data, sequence_length=4, global_batch_size=1, seed=1, vocab_size=None,
+           base=Path(sys.argv[1]))
+print(*sorted({"datasets", "torch"} & set(sys.modules)))
+"""
+
+
+def test_warm_start_imports_neither_datasets_nor_torch(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n')
+    build(tmp_path, {"train": {"kind": "hf", "path": "data.jsonl"}}, global_batch_size=1)
+    finished = subprocess.run(
+        [sys.executable, "-c", WARM, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert finished.stdout.split() == []

@@ -1,0 +1,132 @@
+"""Megatron's indexed format, against megatron-core's own reader and writer."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolkit.data.indexed import (
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    read_indexed,
+    token_dtype,
+)
+from toolkit.errors import DataError
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6, 65535], [7] * 1000]
+
+
+def write(prefix: Path, dtype: type[np.integer] = np.uint16) -> None:
+    with IndexedWriter(prefix, dtype) as writer:
+        for document in DOCUMENTS:
+            writer.append(document[:2])
+            writer.append(document[2:])
+            writer.end_document()
+        writer.commit()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Transformer Engine and Apex are not installed.*")
+@pytest.mark.filterwarnings("ignore:The following imports from .dynamic_context.py.")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_megatron_core_reads_ours_and_we_read_theirs(
+    tmp_path: Path, dtype: type[np.integer]
+) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    write(tmp_path / "ours", dtype)
+    theirs = IndexedDataset(str(tmp_path / "ours"))
+    assert theirs.index.dtype is dtype
+    assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
+    assert theirs.document_indices.tolist() == [0, 1, 2, 3, 4]
+
+    builder = IndexedDatasetBuilder(str(bin_path(tmp_path / "theirs")), dtype=dtype)
+    builder.add_item(torch.tensor([1, 2]))  # two sequences, one document
+    builder.add_item(torch.tensor([3]))
+    builder.end_document()
+    builder.add_document(np.array([4, 5, 6, 7]), [3, 1])
+    builder.add_item(torch.tensor([8]))  # after the last document mark
+    builder.finalize(str(idx_path(tmp_path / "theirs")))
+    ours = read_indexed(tmp_path / "theirs")
+    assert ours.tokens.dtype == dtype
+    assert ours.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert ours.document_starts(np.arange(4)).tolist() == [0, 3, 7, 8]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    read = read_indexed(tmp_path / "data")
+    starts = read.document_starts(np.arange(5))
+    assert [read.tokens[a:b].tolist() for a, b in pairwise(starts)] == DOCUMENTS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
+
+
+def test_the_type_follows_the_vocabulary() -> None:
+    assert [token_dtype(n) for n in (257, 65536, 65537)] == [np.uint16, np.uint16, np.int32]
+
+
+def test_without_commit_nothing_is_left(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.append([1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def truncate_bin(prefix: Path) -> None:
+    bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-1])
+
+
+def truncate_idx(prefix: Path) -> None:
+    idx_path(prefix).write_bytes(idx_path(prefix).read_bytes()[:-1])
+
+
+def empty_idx(prefix: Path) -> None:
+    idx_path(prefix).write_bytes(b"")
+
+
+def other_file(prefix: Path) -> None:
+    idx_path(prefix).write_bytes(b"{}" * 100)
+
+
+def other_version(prefix: Path) -> None:
+    content = bytearray(idx_path(prefix).read_bytes())
+    content[9] = 2
+    idx_path(prefix).write_bytes(content)
+
+
+def gap(prefix: Path) -> None:
+    content = bytearray(idx_path(prefix).read_bytes())
+    content[34 + 4 * 4 + 8] += 2  # offset of the second sequence
+    idx_path(prefix).write_bytes(content)
+
+
+def mark_outside(prefix: Path) -> None:
+    content = bytearray(idx_path(prefix).read_bytes())
+    content[-8] = 99
+    idx_path(prefix).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda prefix: bin_path(prefix).unlink(), "there is no file .*data.bin"),
+        (lambda prefix: idx_path(prefix).unlink(), "there is no file .*data.idx"),
+        (truncate_bin, "2,013 bytes; its index says 1,007 tokens of 2 bytes"),
+        (truncate_idx, "cut short"),
+        (empty_idx, "no MMIDIDX header"),
+        (other_file, "no MMIDIDX header"),
+        (other_version, "found version 2"),
+        (gap, "do not lie end to end"),
+        (mark_outside, "document marks lie outside"),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+    write(tmp_path / "data")
+    damage(tmp_path / "data")
+    with pytest.raises(DataError, match=says) as raised:
+        read_indexed(tmp_path / "data")
+    assert raised.value.fix

@@ -1,0 +1,94 @@
+"""The order of samples: a permutation per epoch, the same for ever."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.data.hashing import derive_key, mix64
+from toolkit.data.order import permute, sample_indices
+
+MASK = 2**64 - 1
+GOLDEN_10 = [3, 8, 0, 4, 6, 9, 5, 7, 2, 1, 2, 0, 1, 3, 6, 9, 7, 8, 4, 5]
+GOLDEN_LARGE = [219659, 16839, 172760, 418937, 320831, 499572]
+GOLDEN_HUGE = [1696430580, 6073297610, 3630465124]
+
+
+def reference_mix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def test_mix64_is_splitmix64() -> None:
+    # First outputs of splitmix64 seeded with 0: state n gamma, finalised.
+    states = np.array([0, 0x9E3779B97F4A7C15], dtype=np.uint64)
+    assert [hex(v) for v in mix64(states).tolist()] == [
+        "0xe220a8397b1dcdaf",
+        "0x6e789e6aa1b965f4",
+    ]
+
+
+@given(st.lists(st.integers(0, MASK), min_size=1, max_size=20))
+def test_mix64_equals_python_integers(values: list[int]) -> None:
+    mixed = mix64(np.array(values, dtype=np.uint64)).tolist()
+    assert mixed == [reference_mix64(value) for value in values]
+
+
+def test_golden_order() -> None:
+    """These numbers must never change: they decide what a resumed run sees."""
+    assert sample_indices(1234, 10, 0, 20).tolist() == GOLDEN_10
+    assert sample_indices(0, 1_000_003, 5, 6).tolist() == GOLDEN_LARGE
+    assert sample_indices(1234, 2**33, 2**34 + 1, 3).tolist() == GOLDEN_HUGE
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 65537])
+def test_an_epoch_holds_every_sample_once(size: int) -> None:
+    order = sample_indices(7, size, 3 * size, size)
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+@given(
+    seed=st.integers(0, 2**40),
+    size=st.integers(1, 5000),
+    start=st.integers(0, 10**6),
+    counts=st.lists(st.integers(0, 60), min_size=1, max_size=5),
+)
+def test_asking_in_parts_gives_the_same(
+    seed: int, size: int, start: int, counts: list[int]
+) -> None:
+    whole = sample_indices(seed, size, start, sum(counts))
+    starts = start + np.cumsum([0, *counts[:-1]])
+    parts = [sample_indices(seed, size, int(s), c) for s, c in zip(starts, counts, strict=True)]
+    assert np.array_equal(whole, np.concatenate(parts))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [
+        tuple(sample_indices(seed, 100, 100 * epoch, 100))
+        for seed in (1, 2)
+        for epoch in (0, 1)
+    ]
+    assert len(set(orders)) == 4
+
+
+def test_every_permutation_of_three_is_about_equally_likely() -> None:
+    n_keys = 6000
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(n_keys):
+        order = tuple(permute(np.arange(3, dtype=np.uint64), 3, derive_key(seed, 9)).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    expected = n_keys / 6
+    chi_squared = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert len(counts) == 6
+    assert chi_squared < 30  # 5 degrees of freedom: exceeded by chance once in 70,000
+
+
+def test_places_are_uniform_and_neighbours_are_not_kept() -> None:
+    size = 10_000
+    order = sample_indices(3, size, 0, size)
+    buckets = np.bincount(order[: size // 2] * 10 // size, minlength=10)
+    assert np.all(np.abs(buckets - 500) < 110)  # 7 standard deviations
+    assert np.count_nonzero(np.diff(order) == 1) < 10
+    assert abs(np.corrcoef(np.arange(size), order)[0, 1]) < 0.05

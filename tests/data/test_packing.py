@@ -1,0 +1,123 @@
+"""Samples, labels and document boundaries, against a straightforward reference."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.split import held_out_documents
+from toolkit.data.tokenized import TokenizedData
+from toolkit.engines.base import IGNORE_INDEX
+from toolkit.errors import DataError
+
+Tokenized = Callable[[Sequence[Sequence[int]]], TokenizedData]
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 60000), min_size=1, max_size=9), min_size=1)
+GOLDEN_HELD_OUT = [4, 5, 13, 18]
+
+
+def reference_samples(
+    documents: Sequence[Sequence[int]], length: int
+) -> list[tuple[list[int], list[int]]]:
+    tokens = [token for document in documents for token in document]
+    last = [i == len(d) - 1 for d in documents for i in range(len(d))]
+    samples = []
+    for start in range(0, len(tokens) - length, length):
+        labels = [
+            IGNORE_INDEX if last[i] else tokens[i + 1] for i in range(start, start + length)
+        ]
+        samples.append((tokens[start : start + length], labels))
+    return samples
+
+
+def all_samples(stream: TokenStream, length: int) -> list[tuple[list[int], list[int]]]:
+    dataset = PackedDataset(stream, length)
+    samples = [dataset.sample(i) for i in range(len(dataset))]
+    return [(inputs.tolist(), labels.tolist()) for inputs, labels in samples]
+
+
+def test_boundaries_are_masked(tokenized: Tokenized) -> None:
+    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 0], [3, 0], [4, 5, 6, 0]])), 4)
+    assert len(dataset) == 2
+    inputs, labels = dataset.sample(0)
+    assert inputs.tolist() == [1, 2, 0, 3]
+    assert labels.tolist() == [2, 0, IGNORE_INDEX, 0]
+    inputs, labels = dataset.sample(1)
+    assert inputs.tolist() == [0, 4, 5, 6]
+    assert labels.tolist() == [IGNORE_INDEX, 5, 6, 0]
+    assert inputs.dtype == labels.dtype == np.int64
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(documents=DOCUMENTS, length=st.integers(1, 12), data=st.data())
+def test_any_choice_of_documents(
+    tokenized: Tokenized, documents: list[list[int]], length: int, data: st.DataObject
+) -> None:
+    indexed = tokenized(documents)
+    out = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))))))
+    chosen = np.array(out, dtype=np.int64)
+    kept = [document for i, document in enumerate(documents) if i not in out]
+    streams = [
+        (TokenStream.whole(indexed), documents),
+        (TokenStream.only(indexed, chosen), [documents[i] for i in out]),
+        (TokenStream.without(indexed, chosen), kept),
+    ]
+    for stream, expected in streams:
+        assert len(stream) == sum(map(len, expected))
+        assert stream.n_documents == len(expected)
+        assert all_samples(stream, length) == reference_samples(expected, length)
+
+
+def test_no_sample_beyond_the_end(tokenized: Tokenized) -> None:
+    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 3]])), 3)
+    assert len(dataset) == 0  # three inputs need a fourth token as label
+    with pytest.raises(IndexError):
+        dataset.sample(0)
+
+
+def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
+    dataset = PackedDataset(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
+    with pytest.raises(DataError, match=r"token ids from 1 to 300; the model has 257"):
+        dataset.sample(0)
+
+
+def test_unigram_entropy(tokenized: Tokenized, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tokenized([[0, 0, 1], [9, 9, 9, 9, 2]])
+    dataset = PackedDataset(TokenStream.only(data, np.array([0])), 1)
+    expected = -(2 / 3 * np.log(2 / 3) + 1 / 3 * np.log(1 / 3))
+    assert dataset.unigram_entropy_nats() == pytest.approx(expected)
+    monkeypatch.setattr("toolkit.data.packing._CHUNK_TOKENS", 3)
+    assert PackedDataset(TokenStream.whole(data), 1).token_counts().tolist() == [
+        *[2, 1, 1],
+        *[0] * 6,
+        4,
+    ]
+
+
+@given(
+    n_documents=st.integers(2, 500),
+    fraction=st.floats(0.001, 0.999),
+    seed=st.integers(0, 2**40),
+)
+def test_split_holds_out_the_fraction_and_leaves_both_sides_something(
+    n_documents: int, fraction: float, seed: int
+) -> None:
+    held_out = held_out_documents(n_documents, fraction, seed)
+    assert np.array_equal(held_out, np.unique(held_out))
+    assert held_out[0] >= 0
+    assert held_out[-1] < n_documents
+    assert 1 <= len(held_out) < n_documents
+    assert abs(len(held_out) - fraction * n_documents) <= 1
+
+
+def test_split_is_fixed_by_the_seed() -> None:
+    assert held_out_documents(20, 0.2, 1234).tolist() == GOLDEN_HELD_OUT
+    assert held_out_documents(20, 0.2, 1235).tolist() != GOLDEN_HELD_OUT
+
+
+def test_one_document_cannot_be_split() -> None:
+    with pytest.raises(DataError, match="only 1"):
+        held_out_documents(1, 0.5, 0)

@@ -1,0 +1,257 @@
+"""Documents from real files, through globs and through the real `datasets` library."""
+
+import gzip
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data.files import cache_folder, content_fingerprint, find_files
+from toolkit.data.sources import Documents, open_source
+from toolkit.errors import DataError
+from toolkit.recipe.schema import HfSource, TextSource
+
+ROWS = [{"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "Grüße\nzwei", "id": 3}]
+TEXTS = ["first", "", "Grüße\nzwei"]
+
+
+def open_text(base: Path, *files: str, exclude: tuple[str, ...] = ()) -> Documents:
+    source = TextSource(kind="text", files=files, exclude=exclude)
+    return open_source(source, base=base, cache=base / "cache")
+
+
+def open_hf(base: Path, path: str, **settings: Any) -> Documents:
+    source = HfSource(kind="hf", path=path, **settings)
+    return open_source(source, base=base, cache=base / "cache")
+
+
+def write_files(base: Path, **contents: str) -> None:
+    for name, content in contents.items():
+        path = base / name.replace("__", "/").replace("_txt", ".txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def test_globs_in_a_fixed_order(tmp_path: Path) -> None:
+    write_files(tmp_path, d__z_txt="z", d__a_txt="a", d__sub__m_txt="m", c_txt="c")
+    assert list(open_text(tmp_path, "d/**/*.txt")) == ["a", "m", "z"]
+    # pattern by pattern, each file once
+    assert list(open_text(tmp_path, "d/z.txt", "**/*.txt")) == ["z", "c", "a", "m"]
+    assert len(open_text(tmp_path, str(tmp_path / "c.txt"))) == 1
+
+
+def test_order_is_not_the_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, a_txt="a", b_txt="b", c_txt="c")
+    scandir = os.scandir
+
+    class Reversed:
+        def __init__(self, path: object) -> None:
+            with scandir(path) as entries:
+                self.entries = sorted(entries, key=lambda e: e.name, reverse=True)
+
+        def __enter__(self) -> Any:
+            return iter(self.entries)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(os, "scandir", Reversed)
+    assert list(open_text(tmp_path, "*.txt")) == ["a", "b", "c"]
+
+
+def test_exclude_files_and_folders(tmp_path: Path) -> None:
+    write_files(tmp_path, a_txt="a", b_txt="b", test__c_txt="c", test__deep__d_txt="d")
+    assert list(open_text(tmp_path, "**/*.txt", exclude=("test", "b*"))) == ["a"]
+    assert list(open_text(tmp_path, "**/*.txt", exclude=("test/**/d.txt",))) == ["a", "b", "c"]
+    with pytest.raises(DataError, match="`exclude` leaves none"):
+        open_text(tmp_path, "**/*.txt", exclude=("**",))
+
+
+def test_stdlib() -> None:
+    (path,) = find_files(["{stdlib}/textwrap.py"], Path("/nowhere"))
+    import textwrap
+
+    assert path.samefile(textwrap.__file__)
+
+
+def test_no_match_names_the_glob(tmp_path: Path) -> None:
+    write_files(tmp_path, a_txt="a")
+    (tmp_path / "folder").mkdir()
+    for pattern in ("*.md", "folder", "{stdlibs}/*.py"):
+        with pytest.raises(DataError) as raised:
+            open_text(tmp_path, "a.txt", pattern)
+        assert f"`{pattern}`" in raised.value.message
+        assert raised.value.fix
+
+
+def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "crlf.txt").write_bytes(b"one\r\ntwo\r")
+    assert list(open_text(tmp_path, "crlf.txt")) == ["one\r\ntwo\r"]
+
+
+def test_not_utf8_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_text("good")
+    with caplog.at_level(logging.WARNING):
+        assert list(open_text(tmp_path, "*.txt")) == ["caf\ufffd", "\ufffd\ufffd", "good"]
+    assert len(caplog.records) == 1
+    assert "2 of 3 files are not UTF-8" in caplog.text
+
+
+def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    write_files(tmp_path, a_txt="a", b_txt="b")
+    first = open_text(tmp_path, "*.txt").fingerprint
+    assert open_text(tmp_path, "*.txt").fingerprint == first
+    assert open_text(tmp_path, "b.txt", "a.txt").fingerprint != first
+    (tmp_path / "a.txt").write_text("x")  # same size, perhaps the same time stamp
+    changed = open_text(tmp_path, "*.txt").fingerprint
+    assert changed != first
+    (tmp_path / "a.txt").write_text("a")
+    assert open_text(tmp_path, "*.txt").fingerprint == first
+    (tmp_path / "moved").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    assert open_text(tmp_path, "moved/*.txt").fingerprint == first
+
+
+def test_contents_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, a_txt="a")
+    files, cache = [tmp_path / "a.txt"], tmp_path / "cache"
+    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 60.0)
+    content_fingerprint(files, cache)
+    assert not cache.exists()  # a file that has just changed may change again unnoticed
+    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
+    time.sleep(0.02)
+    fingerprint = content_fingerprint(files, cache)
+    monkeypatch.setattr("toolkit.data.files._hash_file", None)  # would fail if it were called
+    assert content_fingerprint(files, cache) == fingerprint
+
+
+def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DMT_CACHE", "/from/environment")
+    assert cache_folder("mine", tmp_path) == tmp_path / "mine"
+    assert cache_folder(None, tmp_path) == Path("/from/environment")
+    monkeypatch.delenv("DMT_CACHE")
+    assert cache_folder(None, tmp_path) == Path.home() / ".cache" / "dmt"
+
+
+def write_json(path: Path) -> None:
+    path.write_text(json.dumps(ROWS))
+
+
+def write_jsonl(path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def write_jsonl_gz(path: Path) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
+
+
+def write_parquet(path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("data.json", write_json),
+        ("data.jsonl", write_jsonl),
+        ("data.jsonl.gz", write_jsonl_gz),
+        ("data.parquet", write_parquet),
+    ],
+)
+def test_hf_file_kinds(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
+    write(tmp_path / name)
+    documents = open_hf(tmp_path, name)
+    assert list(documents) == TEXTS
+    assert len(documents) == 3
+
+
+def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    assert list(open_hf(tmp_path, "lines.txt")) == ["one", "", "two"]
+
+
+def test_hf_glob_and_slices(tmp_path: Path) -> None:
+    for i in range(4):
+        (tmp_path / f"part-{i}.jsonl").write_text(json.dumps({"body": f"text {i}"}) + "\n")
+    whole = open_hf(tmp_path, "part-*.jsonl", text_field="body")
+    assert list(whole) == [f"text {i}" for i in range(4)]
+    part = open_hf(tmp_path, "part-*.jsonl", text_field="body", split="train[25%:75%]")
+    assert list(part) == ["text 1", "text 2"]
+    assert part.fingerprint != whole.fingerprint
+
+
+def test_hf_folder_with_splits(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "folder" / f"{split}.jsonl").write_text(json.dumps({"text": split}) + "\n")
+    for split in ("train", "validation"):
+        assert list(open_hf(tmp_path, "./folder", split=split)) == [split]
+
+
+def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
+    assert list(open_hf(tmp_path, "d.jsonl")) == ["", "x"]
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "says"),
+    [
+        ('{"a": "x", "b": "y"}', {}, r"no column `text`; its columns are a, b"),
+        ('{"text": 5, "a": "x"}', {}, r"column `text` of `d.jsonl` holds int64, not text"),
+        ('{"text": "x"}', {"split": "test"}, r'cannot load `d.jsonl`, split `test`.*"test"'),
+        ('{"text": "x"}', {"revision": "main"}, r"`revision: main` is given"),
+        ('{"text": ', {}, r"cannot load `d.jsonl`"),
+        ("", {}, r"`d.jsonl`"),
+    ],
+)
+def test_hf_mistakes(tmp_path: Path, content: str, settings: Any, says: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(DataError, match=says) as raised:
+        list(open_hf(tmp_path, "d.jsonl", **settings))
+    assert raised.value.fix
+
+
+def test_hf_missing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.json").touch()
+    (tmp_path / "b.txt").touch()
+    for path, says in [
+        ("missing.jsonl", "no file matches `missing.jsonl`"),
+        ("./missing", "no file matches `./missing`"),
+        ("empty", "holds no .json"),
+        ("*.*", "different or unknown kinds"),
+        ("no-such/dataset", "cannot load `no-such/dataset`"),
+    ]:
+        with pytest.raises(DataError, match=says) as raised:
+            list(open_hf(tmp_path, path))
+        assert raised.value.fix
+
+
+def test_a_pinned_hub_revision_needs_no_look_at_the_hub(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    documents = open_hf(tmp_path, "no-such/dataset", revision=commit)
+    assert documents.fingerprint
+    with pytest.raises(DataError, match="cannot load"):
+        list(documents)
+
+
+def test_text_needs_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.errors import BackendUnavailable
+
+    write_files(tmp_path, a_txt="a")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert list(open_text(tmp_path, "a.txt")) == ["a"]
+    with pytest.raises(BackendUnavailable, match="datasets"):
+        list(open_hf(tmp_path, "a.txt"))

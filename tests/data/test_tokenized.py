@@ -1,0 +1,254 @@
+"""The cache of tokenised documents: hits, changes, kills and two processes at once."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data import tokenized
+from toolkit.data.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.tokenized import TokenizedData, prepare
+from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from toolkit.errors import DataError
+from toolkit.recipe.schema import MegatronSource, TextSource
+
+EOS = 256
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"document {i}\nGrüße")
+    (folder / "4empty.txt").touch()
+    return folder
+
+
+def prepare_text(corpus: Path, cache: Path, tokenizer: Any = None) -> TokenizedData:
+    source = TextSource(kind="text", files=("*.txt",))
+    return prepare(source, tokenizer or byte_tokenizer(), base=corpus, cache=cache)
+
+
+def documents_of(data: TokenizedData) -> list[bytes]:
+    tokens = data.indexed.tokens.tolist()
+    ends = [i for i, token in enumerate(tokens) if token == EOS]
+    starts = [0, *(end + 1 for end in ends)]
+    return [bytes(tokens[a:b]) for a, b in zip(starts, ends, strict=False)]
+
+
+EXPECTED = [f"document {i}\nGrüße".encode() for i in range(10)]
+
+
+def test_documents_become_tokens(corpus: Path, tmp_path: Path) -> None:
+    data = prepare_text(corpus, tmp_path / "cache")
+    assert documents_of(data) == EXPECTED  # the empty document is left out
+    assert data.indexed.n_documents == 10
+
+
+def test_second_time_hits_the_cache(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_text(corpus, tmp_path / "cache")
+    monkeypatch.setattr(tokenized, "_tokenise", None)  # would fail if it were called
+    second = prepare_text(corpus, tmp_path / "cache")
+    assert second.fingerprint == first.fingerprint
+    assert documents_of(second) == EXPECTED
+
+
+def test_changed_file_and_other_tokenizer_are_new_entries(corpus: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = prepare_text(corpus, cache)
+    (corpus / "3.txt").write_text("Document 3\nGrüße")  # same size
+    changed = prepare_text(corpus, cache)
+    assert documents_of(changed)[3] == "Document 3\nGrüße".encode()
+    train_bpe(["document"], 260, tmp_path / "bpe")
+    other = prepare_text(corpus, cache, load_tokenizer(str(tmp_path / "bpe")))
+    assert len({first.fingerprint, changed.fingerprint, other.fingerprint}) == 3
+    assert len(other.indexed.tokens) < len(changed.indexed.tokens)
+
+
+def test_bos_is_kept_and_eos_is_not_doubled(corpus: Path, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    for template in ("<s> $A", "<s> $A <|endoftext|>"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=template, special_tokens=[("<s>", 257), ("<|endoftext|>", EOS)]
+        )
+        data = prepare_text(corpus, tmp_path / "cache", tokenizer)
+        assert data.indexed.tokens[:13].tolist() == [257, *b"document 0\nG"]
+        assert data.indexed.tokens.tolist().count(257) == 10
+        assert data.indexed.tokens.tolist().count(EOS) == 10
+
+
+def test_special_token_in_the_text_is_no_boundary(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    assert prepare_text(tmp_path, tmp_path / "cache").indexed.n_documents == 1
+
+
+# How Llama 3, Qwen and others split text into words before BPE.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("words", [None, WORDS])
+def test_long_documents_in_pieces_are_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str | None
+) -> None:
+    """Byte-level BPE gives the same tokens for the pieces as for the whole."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    from tokenizers.processors import TemplateProcessing
+
+    source = Path(tokenized.__file__).read_text()
+    text = source + "a_\n\n\t b1\r\n\r\nGrüße  .\n'll\u00a0x" * 50 + source
+    (tmp_path / "long.txt").write_bytes(text.encode())
+    tokenizer = train_bpe([text], 600, tmp_path / "bpe")
+    if words is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [
+                Split(Regex(words), "isolated"),
+                ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    end_of_text = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{end_of_text} $A", special_tokens=[(end_of_text, tokenizer.eos_token_id)]
+    )
+    monkeypatch.setattr(tokenized, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", 1000)
+    data = prepare_text(tmp_path, tmp_path / "cache", tokenizer)
+    assert data.indexed.n_documents == 1
+    expected = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert data.indexed.tokens.tolist() == expected
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match="every document is empty"):
+        prepare_text(tmp_path, tmp_path / "cache")
+
+
+def test_damaged_entry_is_made_again(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = prepare_text(corpus, tmp_path / "cache")
+    os.truncate(bin_path(Path(first.name)), 10)
+    with caplog.at_level(logging.WARNING):
+        again = prepare_text(corpus, tmp_path / "cache")
+    assert documents_of(again) == EXPECTED
+    assert "damaged" in caplog.text
+
+
+def test_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(DataError, match="cannot write to the data cache") as raised:
+        prepare_text(corpus, tmp_path / "cache")
+    assert "$DMT_CACHE" in raised.value.fix
+
+
+def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(IndexedWriter, "append", fails)
+    with pytest.raises(DataError, match="No space left on device"):
+        prepare_text(corpus, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "tokens").glob("*.bin*"))
+
+
+def test_megatron_source(corpus: Path, tmp_path: Path) -> None:
+    text = prepare_text(corpus, tmp_path / "cache")
+    source = MegatronSource(kind="megatron", prefix=os.path.relpath(text.name, corpus))
+    read = prepare(source, byte_tokenizer(), base=corpus, cache=tmp_path / "cache")
+    assert documents_of(read) == EXPECTED
+    assert len(read.fingerprint) == 64
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from toolkit.data import tokenized
+from toolkit.data.indexed import IndexedWriter
+from toolkit.data.tokenizers import byte_tokenizer
+from toolkit.recipe.schema import TextSource
+
+corpus, cache, release = map(Path, sys.argv[1:])
+append, calls = IndexedWriter.append, 0
+
+def slow_append(self, tokens):
+    global calls
+    append(self, tokens)
+    calls += 1
+    if calls == 10:
+        self._bin.flush()
+        print("half", flush=True)
+        while not release.exists():
+            time.sleep(0.01)
+
+IndexedWriter.append = slow_append
+source = TextSource(kind="text", files=("*.txt",))
+data = tokenized.prepare(source, byte_tokenizer(), base=corpus, cache=cache)
+print(len(data.indexed.tokens), flush=True)
+"""
+
+
+@contextmanager
+def worker(corpus: Path, cache: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that says "half" and stops there until the file `release` exists."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER, corpus, cache, cache.with_name("release")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+            process.wait()
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle(corpus: Path, tmp_path: Path) -> None:
+    """A partial result is never taken for a whole one, and no lock outlives its holder."""
+    cache = tmp_path / "cache"
+    with worker(corpus, cache) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    (unfinished,) = (cache / "tokens").glob("*.bin.tmp")
+    assert unfinished.stat().st_size > 0
+    assert not list((cache / "tokens").glob("*.idx"))
+    data = prepare_text(corpus, cache)
+    assert documents_of(data) == EXPECTED
+    assert idx_path(Path(data.name)).exists()
+    assert not list((cache / "tokens").glob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(corpus: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with worker(corpus, cache) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "half\n"
+        with worker(corpus, cache) as second:
+            assert second.stdout is not None
+            assert second.stderr is not None
+            assert "waiting for it" in second.stderr.readline()
+            cache.with_name("release").touch()
+            total = str(sum(map(len, EXPECTED)) + len(EXPECTED))
+            assert first.stdout.read().split() == [total]
+            assert second.stdout.read().split() == [total]  # it did not tokenise itself
+    assert (first.returncode, second.returncode) == (0, 0)

@@ -1,0 +1,144 @@
+"""The shipped tokenizer, trained ones, and what is refused."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.data.tokenizers import (
+    byte_tokenizer,
+    encoder,
+    load_tokenizer,
+    tokenizer_fingerprint,
+    train_bpe,
+)
+from toolkit.errors import DataError
+
+BYTES = byte_tokenizer()
+TEXTS = ["the cat sat on the mat; the cat ate", "def f(x):\n    return x\n"] * 20
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    ids = BYTES(text)["input_ids"]
+    assert BYTES.decode(ids) == text
+    assert ids == list(text.encode())
+
+
+def test_all_bytes_and_the_end_of_text() -> None:
+    every_character = "".join(map(chr, range(0xD800)))
+    assert BYTES.decode(BYTES(every_character)["input_ids"]) == every_character
+    assert len(BYTES) == 257
+    assert BYTES.eos_token_id == 256
+
+
+def test_shipped_tokenizer_loads_back(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    BYTES.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "Grüße, 世界 🎉\r\n\tx  ."
+    assert loaded(text)["input_ids"] == list(text.encode())
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert (loaded.eos_token_id, len(loaded)) == (256, 257)
+    assert tokenizer_fingerprint(loaded) == tokenizer_fingerprint(BYTES)
+
+
+def test_trained_bpe_loads_back_and_compresses(tmp_path: Path) -> None:
+    trained = train_bpe(TEXTS, 280, tmp_path / "bpe")
+    loaded = load_tokenizer("bpe", base=tmp_path)
+    assert len(loaded) == len(trained) == 280
+    assert loaded.eos_token == "<|endoftext|>"
+    for text in (TEXTS[0], "Grüße, 世界 🎉"):  # also of bytes that were never seen
+        ids = loaded(text)["input_ids"]
+        assert loaded.decode(ids) == text
+    assert len(loaded(TEXTS[0])["input_ids"]) < len(TEXTS[0]) / 2
+    assert tokenizer_fingerprint(loaded) != tokenizer_fingerprint(BYTES)
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    first, second = (train_bpe(TEXTS, 300, tmp_path / name) for name in "ab")
+    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(second)
+
+
+def test_encoder_does_not_truncate(tmp_path: Path) -> None:
+    """A tokenizer.json may carry a truncation; training data must not be cut by it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert len(encoder(loaded).encode("a" * 100).ids) == 100
+
+
+def test_vocabulary_too_small(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="257 tokens"):
+        train_bpe(TEXTS, 256, tmp_path / "bpe")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    BYTES.save_pretrained(tmp_path / "there")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="already holds a tokenizer"):
+        train_bpe(TEXTS, 300, tmp_path / "there")
+    with pytest.raises(DataError, match="is a file"):
+        train_bpe(TEXTS, 300, tmp_path / "file")
+
+
+def without_eos(folder: Path) -> None:
+    BYTES.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+
+
+def broken(folder: Path) -> None:
+    BYTES.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{")
+
+
+def empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def own_code(folder: Path) -> None:
+    """A folder that asks for its own Python code, which must not run."""
+    BYTES.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: pass\n")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (without_eos, "no end-of-sequence token"),
+        (broken, "cannot load the tokenizer"),
+        (empty, "cannot load the tokenizer"),
+    ],
+)
+def test_unusable_folders(tmp_path: Path, make: object, says: str) -> None:
+    make(tmp_path / "t")
+    with pytest.raises(DataError, match=says) as raised:
+        load_tokenizer("t", base=tmp_path)
+    assert raised.value.fix
+
+
+def test_code_of_a_tokenizer_never_runs(tmp_path: Path) -> None:
+    own_code(tmp_path / "t")
+    with suppress(DataError):
+        load_tokenizer("t", base=tmp_path)
+    assert not (tmp_path / "t" / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["no-such/tokenizer", "./missing", "/missing", "a b c", "x/y/z"]
+)
+def test_unreachable_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError) as raised:
+        load_tokenizer(name, base=tmp_path)
+    assert "`bytes`" in raised.value.fix

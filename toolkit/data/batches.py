@@ -1,0 +1,97 @@
+"""Global batches, and each rank's share of them, cut into micro batches.
+
+A global batch is a list of samples; the layout decides only who computes which of them.
+"""
+
+import numpy as np
+import torch
+
+from toolkit.data.order import sample_indices
+from toolkit.data.packing import Int64Array, PackedDataset
+from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+
+_PADDING = -1
+"""Stands for a sample that is fully masked."""
+
+
+class GlobalBatches:
+    """The endless sequence of global batches of training; epochs follow without a seam."""
+
+    def __init__(self, dataset: PackedDataset, seed: int, global_batch_size: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._global_batch_size = global_batch_size
+
+    def micro_batches(
+        self, consumed_samples: int, dp_rank: int, dp_size: int, micro_batch_size: int
+    ) -> list[MicroBatch]:
+        """This rank's micro batches of the global batch that starts at `consumed_samples`.
+
+        Put in order of rank, the shares of all ranks are the global batch, whatever
+        `dp_size` and `micro_batch_size`. `global_batch_size` must be a multiple of their
+        product.
+        """
+        indices = sample_indices(
+            self._seed, len(self._dataset), consumed_samples, self._global_batch_size
+        )
+        share = _share(indices, dp_rank, dp_size, micro_batch_size)
+        return _micro_batches(self._dataset, share, micro_batch_size)
+
+
+def evaluation_batches(
+    dataset: PackedDataset,
+    global_batch_size: int,
+    batches: int,
+    dp_rank: int,
+    dp_size: int,
+    micro_batch_size: int,
+) -> list[MicroBatch]:
+    """This rank's micro batches of the first `batches` global batches, in fixed order.
+
+    A data set that is smaller is taken whole, each sample once; its last global batch is
+    filled up with fully masked samples, so that every rank has equally many micro batches.
+    """
+    n_samples = min(len(dataset), batches * global_batch_size)
+    n_padding = -n_samples % global_batch_size
+    padding = np.full(n_padding, _PADDING, dtype=np.int64)
+    indices = np.concatenate([np.arange(n_samples, dtype=np.int64), padding])
+    return [
+        micro_batch
+        for start in range(0, len(indices), global_batch_size)
+        for micro_batch in _micro_batches(
+            dataset,
+            _share(
+                indices[start : start + global_batch_size], dp_rank, dp_size, micro_batch_size
+            ),
+            micro_batch_size,
+        )
+    ]
+
+
+def _share(
+    global_batch: Int64Array, dp_rank: int, dp_size: int, micro_batch_size: int
+) -> Int64Array:
+    """The samples of one rank: the global batch cut into `dp_size` equal blocks."""
+    assert 0 <= dp_rank < dp_size
+    assert len(global_batch) % (dp_size * micro_batch_size) == 0, "the plan's batch arithmetic"
+    size = len(global_batch) // dp_size
+    return global_batch[dp_rank * size : (dp_rank + 1) * size]
+
+
+def _micro_batches(
+    dataset: PackedDataset, indices: Int64Array, micro_batch_size: int
+) -> list[MicroBatch]:
+    return [
+        _micro_batch(dataset, indices[start : start + micro_batch_size])
+        for start in range(0, len(indices), micro_batch_size)
+    ]
+
+
+def _micro_batch(dataset: PackedDataset, indices: Int64Array) -> MicroBatch:
+    shape = len(indices), dataset.sequence_length
+    input_ids = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    for row, index in enumerate(indices):
+        if index != _PADDING:
+            input_ids[row], labels[row] = dataset.sample(int(index))
+    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels))

@@ -1,0 +1,141 @@
+"""Finding local files by glob, and what their contents are, without reading them twice."""
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import DataError
+
+STDLIB = "{stdlib}"
+"""Stands, in a recipe, for the folder of the running Python's own library."""
+
+_UNSETTLED_S = 2.0
+"""A file changed this recently may change again without a new time stamp."""
+
+
+def cache_folder(configured: str | None, base: Path) -> Path:
+    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`."""
+    chosen = configured or os.environ.get("DMT_CACHE")
+    return base / Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dmt"
+
+
+def find_files(patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()) -> list[Path]:
+    """Files that match, each once: pattern by pattern, sorted by path within a pattern.
+
+    Relative patterns start at `base`. The order does not depend on the file system.
+    An excluded folder leaves out everything below it.
+
+    Raises DataError when a pattern matches no file.
+    """
+    left_out = {path for pattern in exclude for path in matching_paths(pattern, base)}
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = [path for path in matching_paths(pattern, base) if path.is_file()]
+        if not matches:
+            raise DataError(
+                f"no file matches `{pattern}` (looked in {_expand(pattern, base)})",
+                fix="correct the path; use `**/*.txt` for the files below a folder",
+            )
+        kept = (path for path in matches if not ({path, *path.parents} & left_out))
+        found.update(dict.fromkeys(kept))
+    if not found:
+        raise DataError(
+            f"`exclude` leaves none of the files that match {', '.join(patterns)}",
+            fix="narrow the globs under `exclude`",
+        )
+    return list(found)
+
+
+def _expand(pattern: str, base: Path) -> str:
+    stdlib = glob.escape(sysconfig.get_path("stdlib"))
+    expanded = os.path.expanduser(pattern.replace(STDLIB, stdlib))  # noqa: PTH111 - a glob
+    return expanded if os.path.isabs(expanded) else f"{glob.escape(str(base))}/{expanded}"  # noqa: PTH117
+
+
+def matching_paths(pattern: str, base: Path) -> list[Path]:
+    """Files and folders that match a glob, sorted; hidden ones only by their name."""
+    found = glob.glob(_expand(pattern, base), recursive=True)  # noqa: PTH207
+    return [Path(os.path.normpath(path)) for path in sorted(found)]
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file. Raises DataError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def content_fingerprint(files: Sequence[Path], cache: Path) -> str:
+    """Hash of the files' contents, in order; hex.
+
+    The result is remembered in `cache` under paths, sizes and times of change, so that
+    a second run does not read the files again.
+    """
+    try:
+        listing = [_identity(path) for path in files]
+    except OSError as error:
+        raise _unreadable(Path(error.filename), error) from error
+    memo = cache / "fingerprints" / fingerprint_of(listing)
+    try:
+        return memo.read_text()
+    except OSError:
+        pass  # not seen before, or not readable: compute it
+    fingerprint = fingerprint_of([_hash_file(path) for path in files])
+    last_change_ns = max(changed for _, _, *times in listing for changed in times)
+    if time.time() - last_change_ns / 1e9 > _UNSETTLED_S:
+        write_atomically(memo, fingerprint)
+    return fingerprint
+
+
+def fingerprint_of(value: object) -> str:
+    """Hash of a value made of strings, numbers, None, lists and dicts; hex."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that readers see all of it or nothing.
+
+    Raises DataError when the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        raise cache_not_writable(path.parent, error) from error
+
+
+def cache_not_writable(folder: Path, error: OSError) -> DataError:
+    """What to tell the user when tokenised data cannot be stored."""
+    return DataError(
+        f"cannot write to the data cache {folder}: {error.strerror or error}",
+        fix="name a folder with enough space in `data.cache` or in $DMT_CACHE",
+    )
+
+
+def _identity(path: Path) -> tuple[str, int, int, int]:
+    # The time of the inode's change also catches copies that keep the old modification time.
+    status = path.stat()
+    return str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _hash_file(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror or error}",
+        fix="make the file readable, or leave it out with `exclude`",
+    )

@@ -1,0 +1,260 @@
+"""Megatron's indexed dataset format: `PREFIX.bin` holds the tokens, `PREFIX.idx` the index.
+
+The index file, little endian, without padding:
+
+    9 bytes   magic `MMIDIDX\\0\\0`
+    uint64    version, 1
+    uint8     type of the tokens (`_DTYPES`)
+    uint64    number of sequences S
+    uint64    number of document marks D + 1
+    int32     [S]      tokens of each sequence
+    int64     [S]      byte offset of each sequence in PREFIX.bin
+    int64     [D + 1]  first sequence of each document, ending with S
+
+DMT writes one sequence per document. Files made by Megatron's own tools, with several
+sequences per document, are read as well; both ways are tested against megatron-core.
+"""
+
+import os
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.errors import DataError
+
+TokenArray = npt.NDArray[Any]
+Int64Array = npt.NDArray[np.int64]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES: dict[int, type[np.integer[Any]]] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LONGEST_SEQUENCE = 2**31 - 1
+_REBUILD = "build the pair of files again; both must come from the same, finished run"
+
+
+def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """Smallest type of the format that holds every id below `vocab_size`."""
+    return np.uint16 if vocab_size <= 2**16 else np.int32
+
+
+def bin_path(prefix: Path) -> Path:
+    """Path of the tokens."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """Path of the index. It is written last: where it exists, the pair is whole."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@dataclass(frozen=True)
+class IndexedTokens:
+    """A pair of files, memory-mapped. Nothing of the tokens is read before it is used."""
+
+    tokens: TokenArray
+    """Token ids [total], in the type they are stored in."""
+    document_offsets: Int64Array
+    """Byte offset of each document's first token, int64 [documents], ascending. May be a
+    view into the (unaligned) index file: look things up with `bisect`, which reads a few
+    elements, not with `np.searchsorted`, which would first copy all of it."""
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_offsets)
+
+    def document_starts(self, documents: Int64Array) -> Int64Array:
+        """Position of the first token of each document; of `n_documents`, the end."""
+        known = documents < self.n_documents
+        starts = np.full(len(documents), len(self.tokens), dtype=np.int64)
+        starts[known] = self.document_offsets[documents[known]] // self.tokens.itemsize
+        return starts
+
+
+def read_indexed(prefix: Path) -> IndexedTokens:
+    """Map the pair of files at `prefix`.
+
+    Raises DataError when a file is missing, is not of this format, or does not fit the other.
+    """
+    index_file, token_file = idx_path(prefix), bin_path(prefix)
+    for path in (index_file, token_file):
+        if not path.is_file():
+            raise DataError(
+                f"indexed data {prefix}: there is no file {path}",
+                fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
+            )
+    index = _map(index_file, np.uint8)
+    dtype, n_sequences, n_marks = _read_header(index_file, index)
+    lengths, pointers, marks = _index_arrays(index_file, index, n_sequences, n_marks)
+    n_tokens = _checked_total(index_file, dtype, lengths, pointers)
+    if token_file.stat().st_size != n_tokens * np.dtype(dtype).itemsize:
+        raise DataError(
+            f"{token_file} has {token_file.stat().st_size:,} bytes; its index says "
+            f"{n_tokens:,} tokens of {np.dtype(dtype).itemsize} bytes",
+            fix=_REBUILD,
+        )
+    return IndexedTokens(
+        _map(token_file, dtype), _document_offsets(index_file, pointers, marks)
+    )
+
+
+def _map(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:
+    """The file as an array that is read page by page when it is used."""
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[type[Any], int, int]:
+    """Token type, number of sequences and number of document marks."""
+    fields = bytes(index[: _HEADER.size])
+    if len(fields) < _HEADER.size or not fields.startswith(_MAGIC):
+        raise DataError(
+            f"{path} is not an index of Megatron's indexed format (no MMIDIDX header)",
+            fix=_REBUILD,
+        )
+    _, version, code, n_sequences, n_marks = _HEADER.unpack(fields)
+    if version != _VERSION or code not in _DTYPES:
+        raise DataError(
+            f"{path}: found version {version} and token type {code}; DMT reads version "
+            f"{_VERSION} and integer types {sorted(_DTYPES)}",
+            fix=_REBUILD,
+        )
+    return _DTYPES[code], n_sequences, n_marks
+
+
+def _index_arrays(
+    path: Path, index: npt.NDArray[np.uint8], n_sequences: int, n_marks: int
+) -> tuple[npt.NDArray[np.int32], Int64Array, Int64Array]:
+    """Views of sequence lengths, byte offsets and document marks."""
+    needed = _HEADER.size + 12 * n_sequences + 8 * n_marks
+    if len(index) < needed:
+        raise DataError(
+            f"{path} is cut short: {len(index):,} bytes, {needed:,} expected", fix=_REBUILD
+        )
+    start = _HEADER.size
+    lengths = index[start : start + 4 * n_sequences].view(np.int32)
+    start += 4 * n_sequences
+    pointers = index[start : start + 8 * n_sequences].view(np.int64)
+    start += 8 * n_sequences
+    return lengths, pointers, index[start : start + 8 * n_marks].view(np.int64)
+
+
+def _checked_total(
+    path: Path,
+    dtype: type[Any],
+    lengths: npt.NDArray[np.int32],
+    pointers: Int64Array,
+    chunk: int = 2**20,
+) -> int:
+    """Number of tokens, after checking that the sequences lie end to end."""
+    itemsize = np.dtype(dtype).itemsize
+    expected_byte = 0
+    for start in range(0, len(lengths), chunk):
+        sizes = lengths[start : start + chunk].astype(np.int64) * itemsize
+        ends = expected_byte + np.cumsum(sizes)
+        if sizes.min() < 0 or not np.array_equal(pointers[start : start + chunk], ends - sizes):
+            raise DataError(f"{path}: its sequences do not lie end to end", fix=_REBUILD)
+        expected_byte = int(ends[-1])
+    return expected_byte // itemsize
+
+
+def _document_offsets(path: Path, pointers: Int64Array, marks: Int64Array) -> Int64Array:
+    """Byte offset of each document. Sequences behind the last mark are one more document."""
+    n_sequences = len(pointers)
+    if len(marks) == n_sequences + 1 and np.array_equal(marks, np.arange(len(marks))):
+        return pointers
+    if len(marks) and (marks.min() < 0 or marks.max() > n_sequences):
+        raise DataError(f"{path}: document marks lie outside its sequences", fix=_REBUILD)
+    firsts = np.unique(marks[marks < n_sequences])
+    return np.asarray(pointers[firsts], dtype=np.int64)
+
+
+class IndexedWriter:
+    """Writes a pair of files, under temporary names until `commit`; one writer at a time.
+
+    Leaving the `with` block without `commit` (an error, Ctrl-C) removes what was written;
+    a kill leaves `.tmp` files, which nobody takes for data and the next writer replaces.
+    """
+
+    def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
+        self._prefix = prefix
+        self._dtype = dtype
+        self._lengths = array("i")
+        self._open_document = 0
+        self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
+        self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._bin = self._bin_tmp.open("wb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bin.close()
+        self._bin_tmp.unlink(missing_ok=True)
+        self._idx_tmp.unlink(missing_ok=True)
+
+    @property
+    def n_documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._lengths)
+
+    def append(self, tokens: npt.ArrayLike) -> None:
+        """Add token ids [n] to the document being written."""
+        ids = np.asarray(tokens, dtype=self._dtype)
+        self._bin.write(ids.tobytes())
+        self._open_document += len(ids)
+
+    def end_document(self) -> None:
+        """Close the document being written."""
+        if self._open_document > _LONGEST_SEQUENCE:
+            raise DataError(
+                f"document {self.n_documents} has {self._open_document:,} tokens; the indexed "
+                f"format allows {_LONGEST_SEQUENCE:,}",
+                fix="split it into several files or rows",
+            )
+        self._lengths.append(self._open_document)
+        self._open_document = 0
+
+    def commit(self) -> None:
+        """Make both files durable and give them their names, the index last."""
+        _sync_and_close(self._bin)
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        sizes = lengths.astype(np.int64) * np.dtype(self._dtype).itemsize
+        n = len(lengths)
+        with self._idx_tmp.open("wb") as stream:
+            stream.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1))
+            stream.write(lengths.tobytes())
+            stream.write((np.cumsum(sizes) - sizes).tobytes())
+            stream.write(np.arange(n + 1, dtype=np.int64).tobytes())
+            _sync_and_close(stream)
+        idx_path(self._prefix).unlink(missing_ok=True)
+        self._bin_tmp.replace(bin_path(self._prefix))
+        self._idx_tmp.replace(idx_path(self._prefix))
+
+
+def _sync_and_close(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()

@@ -1,0 +1,53 @@
+"""In which order samples are seen: a function of the seed and the number of samples consumed.
+
+Nothing else enters, so the order is the same under every layout, and a run that stops
+anywhere continues exactly where it was. The permutation of an epoch needs no memory and
+any place of it can be asked for at once: it is a Feistel network over the smallest
+sufficient power of four, walked until it lands inside the data set ("cycle walking",
+Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.hashing import SAMPLE_ORDER, UInt64Array, derive_key, mix64
+
+_ROUNDS = 8
+
+
+def sample_indices(
+    seed: int, n_samples: int, position: int, count: int
+) -> npt.NDArray[np.int64]:
+    """Samples at places `position … position + count - 1` of the endless order, int64 [count].
+
+    `position` is the number of samples consumed before; epoch `position // n_samples`
+    passes over all `n_samples` samples once, in its own order.
+    """
+    positions = np.arange(position, position + count, dtype=np.uint64)
+    epochs, within = np.divmod(positions, np.uint64(n_samples))
+    indices = np.empty(count, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        key = derive_key(seed, SAMPLE_ORDER, int(epoch))
+        indices[chosen] = permute(within[chosen], n_samples, key)
+    return indices
+
+
+def permute(values: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
+    """Map distinct `values` in [0, size) to distinct values in [0, size), keyed by `key`."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    rounds: UInt64Array = np.arange(_ROUNDS, dtype=np.uint64)
+    round_keys = mix64(key + rounds)
+    permuted = _feistel(values, half_bits, round_keys)
+    while (outside := permuted >= np.uint64(size)).any():
+        permuted[outside] = _feistel(permuted[outside], half_bits, round_keys)
+    return permuted
+
+
+def _feistel(values: UInt64Array, half_bits: int, round_keys: UInt64Array) -> UInt64Array:
+    """Bijection on [0, 4**half_bits): each round mixes one half into the other."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (mix64(right ^ round_key) & mask)
+    return (left << shift) | right

@@ -1,0 +1,169 @@
+"""The tokens of some documents, laid end to end and cut into samples of equal length."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.tokenized import TokenizedData
+from toolkit.engines.base import IGNORE_INDEX
+from toolkit.errors import DataError
+
+Int64Array = npt.NDArray[np.int64]
+
+_CHUNK_TOKENS = 2**22
+
+
+class TokenStream:
+    """The tokens of all documents, or of a part of them, end to end and in their order.
+
+    The chosen documents lie in the file as few or many *runs*; a stream keeps three numbers
+    per run and none per document, so leaving a few documents out of many costs nothing.
+    """
+
+    def __init__(
+        self, data: TokenizedData, starts: Int64Array, stops: Int64Array, n_documents: int
+    ) -> None:
+        """Join the runs [start, stop) of the file; together they hold `n_documents`."""
+        kept = stops > starts
+        self._data = data
+        self.n_documents = n_documents
+        self._starts, self._stops = starts[kept], stops[kept]
+        # Position in the stream of the first token of each run, and behind the last one.
+        self._at = np.concatenate([[0], np.cumsum(self._stops - self._starts)])
+
+    @classmethod
+    def whole(cls, data: TokenizedData) -> "TokenStream":
+        """All documents."""
+        return cls.without(data, np.zeros(0, dtype=np.int64))
+
+    @classmethod
+    def only(cls, data: TokenizedData, documents: Int64Array) -> "TokenStream":
+        """The given documents (ascending numbers)."""
+        starts, stops = _bounds(data, documents)
+        return cls(data, starts, stops, len(documents))
+
+    @classmethod
+    def without(cls, data: TokenizedData, documents: Int64Array) -> "TokenStream":
+        """All documents but the given ones (ascending numbers)."""
+        starts, stops = _bounds(data, documents)
+        n_left = data.indexed.n_documents - len(documents)
+        return cls(
+            data, np.append([0], stops), np.append(starts, len(data.indexed.tokens)), n_left
+        )
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return int(self._at[-1])
+
+    @property
+    def name(self) -> str:
+        """Where the tokens lie, for messages."""
+        return self._data.name
+
+    def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Tokens `start … stop - 1`, int64 [stop - start], and which end a document.
+
+        The second array holds the places, counted from `start`, of the last tokens of
+        documents.
+        """
+        tokens = self._data.indexed.tokens
+        pieces = list(self._pieces(start, stop))
+        read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
+        ends = [
+            self._document_ends(first, behind) - first + place
+            for first, behind, place in pieces
+        ]
+        return read.astype(np.int64), np.concatenate(ends)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The parts of runs that make up [start, stop): file positions, and the place."""
+        first_run = int(np.searchsorted(self._at, start, side="right")) - 1
+        behind_run = int(np.searchsorted(self._at, stop, side="left"))
+        for run in range(first_run, behind_run):
+            shift = int(self._starts[run] - self._at[run])
+            first = max(start + shift, int(self._starts[run]))
+            behind = min(stop + shift, int(self._stops[run]))
+            yield first, behind, first - shift - start
+
+    def _document_ends(self, first: int, behind: int) -> Int64Array:
+        """File positions, within [first, behind), of the last tokens of documents."""
+        indexed = self._data.indexed
+        itemsize = indexed.tokens.itemsize
+        # A document ends where the next one starts.
+        low = bisect_right(indexed.document_offsets, first * itemsize)
+        high = bisect_right(indexed.document_offsets, behind * itemsize)
+        ends = indexed.document_offsets[low:high] // itemsize - 1
+        if behind == len(indexed.tokens):  # where the last document ends, none starts
+            ends = np.append(ends, behind - 1)
+        return ends
+
+
+def _bounds(data: TokenizedData, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """First token of each document, and the position behind its last one."""
+    return data.indexed.document_starts(documents), data.indexed.document_starts(documents + 1)
+
+
+class PackedDataset:
+    """Samples of `sequence_length` inputs, each with the token that follows as its label.
+
+    Sample i covers tokens [i·L, i·L + L] of the stream: inputs are the first L of them,
+    labels the last L. An incomplete sample at the end is dropped. Where the input is the
+    last token of a document, the label is `IGNORE_INDEX`: nothing is learnt about what
+    document happens to come next.
+    """
+
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, vocab_size: int | None = None
+    ) -> None:
+        """`vocab_size`, where given, is the model's; tokens outside it are an error."""
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return max(0, (len(self.stream) - 1) // self.sequence_length)
+
+    def sample(self, index: int) -> tuple[Int64Array, Int64Array]:
+        """Inputs and shifted labels of sample `index`, both int64 [sequence_length].
+
+        Raises DataError when a token lies outside the model's vocabulary.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        length = self.sequence_length
+        tokens, document_ends = self.stream.read(index * length, (index + 1) * length + 1)
+        self._check_vocabulary(tokens)
+        labels = tokens[1:].copy()
+        labels[document_ends[document_ends < length]] = IGNORE_INDEX
+        return tokens[:-1], labels
+
+    def _check_vocabulary(self, tokens: Int64Array) -> None:
+        # Only data that DMT did not tokenise itself can fail here. Without the check the
+        # embedding fails, on a GPU far from the cause.
+        low, high = int(tokens.min()), int(tokens.max())
+        if self._vocab_size is not None and not 0 <= low <= high < self._vocab_size:
+            raise DataError(
+                f"{self.stream.name} holds token ids from {low} to {high}; the model has "
+                f"{self._vocab_size} tokens",
+                fix="use data made with the model's tokenizer",
+            )
+
+    def token_counts(self) -> Int64Array:
+        """How often each token id occurs in the stream, int64 [largest id + 1]."""
+        counts = np.zeros(0, dtype=np.int64)
+        for start in range(0, len(self.stream), _CHUNK_TOKENS):
+            tokens, _ = self.stream.read(start, min(start + _CHUNK_TOKENS, len(self.stream)))
+            self._check_vocabulary(tokens)
+            more = np.bincount(tokens, minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        return counts
+
+    def unigram_entropy_nats(self) -> float:
+        """Entropy of the token frequencies: the loss of a model that knows only those."""
+        counts = self.token_counts()
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,228 @@
+"""Where documents come from: text files, and everything that the `datasets` library reads."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit.data.files import (
+    content_fingerprint,
+    find_files,
+    fingerprint_of,
+    matching_paths,
+    read_bytes,
+)
+from toolkit.errors import BackendUnavailable, DataError
+from toolkit.recipe.schema import HfSource, TextSource
+
+logger = logging.getLogger(__name__)
+
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_COMMIT_LENGTH = 40
+
+
+class Documents(Protocol):
+    """The documents of a source, read one after the other, never all at once."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the contents; stays the same when files are only moved."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of documents, empty ones included."""
+        ...
+
+    def __iter__(self) -> Iterator[str]:
+        """Texts in a fixed order; a document without text is the empty string."""
+        ...
+
+
+def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Documents:
+    """Find the documents of `source`; relative paths start at `base`.
+
+    `cache` is the folder that remembers the hashes of files.
+    Raises DataError when there are none, BackendUnavailable when `datasets` is missing.
+    """
+    if isinstance(source, TextSource):
+        texts = find_files(source.files, base, source.exclude)
+        return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
+    if (files := _local_files(source, base)) is not None:
+        _refuse_hub_settings(source)
+        contents = content_fingerprint(files, cache)
+        parts = ["hf", contents, source.name, source.split, source.text_field]
+        return HfDocuments(source, base, tuple(files), fingerprint_of(parts))
+    return _hub_documents(source, base)
+
+
+@dataclass(frozen=True)
+class TextDocuments:
+    """One document per file. Bytes that are not UTF-8 become U+FFFD, reported once."""
+
+    files: tuple[Path, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __iter__(self) -> Iterator[str]:
+        not_utf8: list[Path] = []
+        for path in self.files:
+            content = read_bytes(path)
+            try:
+                yield content.decode()
+            except UnicodeDecodeError:
+                not_utf8.append(path)
+                yield content.decode(errors="replace")
+        if not_utf8:
+            logger.warning(
+                "%d of %d files are not UTF-8; their undecodable bytes were replaced by U+FFFD "
+                "(the first is %s)",
+                len(not_utf8),
+                len(self.files),
+                not_utf8[0],
+            )
+
+
+@dataclass(frozen=True)
+class HfDocuments:
+    """One document per row, from the column `text_field`."""
+
+    source: HfSource
+    base: Path
+    files: tuple[Path, ...]
+    """Local files; none for a hub id."""
+    fingerprint: str
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return _load_dataset(self.source, self.base, self.files)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[str]:
+        column = self.source.text_field
+        for rows in self._dataset.select_columns([column]).iter(batch_size=1000):
+            yield from (text or "" for text in rows[column])
+
+
+def _hub_documents(source: HfSource, base: Path) -> HfDocuments:
+    """Documents of a hub id. A full commit hash as revision needs no look at the hub."""
+    parts = ["hub", source.path, source.name, source.split, source.text_field]
+    revision = source.revision or ""
+    if len(revision) == _COMMIT_LENGTH and set(revision) <= set("0123456789abcdef"):
+        return HfDocuments(source, base, (), fingerprint_of([*parts, revision]))
+    dataset = _load_dataset(source, base, ())
+    return HfDocuments(source, base, (), fingerprint_of([*parts, dataset._fingerprint]))
+
+
+def _builder(path: Path) -> str | None:
+    """Name of the `datasets` builder for a file, from its ending."""
+    stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return _BUILDERS.get(stem.suffix)
+
+
+def _local_files(source: HfSource, base: Path) -> list[Path] | None:
+    """Data files that `path` names, sorted; None when it is a hub id.
+
+    A local folder wins over a hub id of the same name, as in `datasets`.
+    """
+    path = _local_path(source, base)
+    if path.is_dir():
+        files = [file for file in matching_paths("**/*", path) if _builder(file)]
+        if not files:
+            raise DataError(
+                f"the folder {path} holds no .json, .jsonl, .parquet or .txt file",
+                fix="name the folder that holds the data files",
+            )
+        # The card may say which file belongs to which split.
+        return [*files, *(card for card in [path / "README.md"] if card.is_file())]
+    looks_local = (
+        path.exists()
+        or _builder(Path(source.path)) is not None
+        or source.path.startswith((".", "/", "~"))
+        or any(sign in source.path for sign in "*?[")
+    )
+    return find_files([source.path], base) if looks_local else None
+
+
+def _local_path(source: HfSource, base: Path) -> Path:
+    return base / Path(source.path).expanduser()
+
+
+def _refuse_hub_settings(source: HfSource) -> None:
+    if source.revision is not None:
+        raise DataError(
+            f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
+            fix="remove `revision`; it chooses a version of a hub dataset",
+        )
+
+
+def _load_dataset(source: HfSource, base: Path, files: tuple[Path, ...]) -> Any:
+    """The rows of the split, memory-mapped by `datasets`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise BackendUnavailable(
+            "data of `kind: hf` needs the package `datasets`", fix="pip install datasets"
+        ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    arguments = _load_arguments(source, base, files)
+    try:
+        dataset = datasets.load_dataset(**arguments, split=source.split)
+    except Exception as error:  # what its readers raise depends on the file's kind
+        raise _cannot_load(source, files, error) from error
+    _check_column(source, dataset)
+    return dataset
+
+
+def _load_arguments(source: HfSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+    if not files:
+        return {"path": source.path, "name": source.name, "revision": source.revision}
+    path = _local_path(source, base)
+    if path.is_dir():
+        return {"path": str(path), "name": source.name}
+    builders = {_builder(file) for file in files}
+    builder = builders.pop()
+    if builders or builder is None:
+        raise DataError(
+            f"`{source.path}` names files of different or unknown kinds, e.g. {files[0].name}",
+            fix="name files of one kind: .json or .jsonl, .parquet, .txt",
+        )
+    names = [str(file) for file in files]
+    return {"path": builder, "name": source.name, "data_files": {"train": names}}
+
+
+def _cannot_load(source: HfSource, files: tuple[Path, ...], error: Exception) -> DataError:
+    reason = str(error.__cause__ or error) or type(error).__name__
+    if files:
+        fix = "check the file's format, and `split`: single files have the split `train`"
+    else:
+        fix = (
+            "check the hub id, `name` and `split`; without network, give a local file or "
+            "folder, or download the dataset once while online"
+        )
+    return DataError(f"cannot load `{source.path}`, split `{source.split}`: {reason}", fix=fix)
+
+
+def _check_column(source: HfSource, dataset: Any) -> None:
+    """The column exists and holds text."""
+    columns = dataset.column_names
+    if source.text_field not in columns:
+        raise DataError(
+            f"`{source.path}` has no column `{source.text_field}`; its columns are "
+            f"{', '.join(columns) or 'none'}",
+            fix="set `text_field` to the column that holds the text",
+        )
+    kind = getattr(dataset.features[source.text_field], "dtype", None)
+    if kind not in ("string", "large_string"):
+        raise DataError(
+            f"column `{source.text_field}` of `{source.path}` holds {kind}, not text",
+            fix=f"set `text_field` to a column of text, of {', '.join(columns)}",
+        )

@@ -1,0 +1,225 @@
+"""Documents become token ids once; the result is kept in the cache by content.
+
+A cache entry is a pair of files in Megatron's indexed format, named by the hash of the
+documents, the tokenizer and the format's version. The index gets its name last, so an
+entry that is there is whole, whatever was killed when. One process prepares an entry
+while others wait; the lock is the operating system's and dies with its holder.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.files import cache_not_writable, content_fingerprint, fingerprint_of
+from toolkit.data.indexed import (
+    IndexedTokens,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+    read_indexed,
+    token_dtype,
+)
+from toolkit.data.progress import document_progress
+from toolkit.data.sources import Documents, open_source
+from toolkit.data.tokenizers import encoder, tokenizer_fingerprint
+from toolkit.errors import DataError
+from toolkit.recipe.schema import MegatronSource, Source
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+_CACHE_VERSION = 1
+"""Raise it whenever the same documents and tokenizer would give other tokens."""
+_BATCH_CHARACTERS = 2**21
+"""Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
+_PIECE_CHARACTERS = 2**18
+"""Longer documents are tokenised in pieces of about this size."""
+_PIECE_END = re.compile(r"(?<=[^\W_])(?=\s)")
+"""Where a piece may end: behind a letter or digit, before white space. No token of a
+byte-level BPE spans this place, so the pieces give the same tokens as the whole; a
+SentencePiece model may see one more word start per piece."""
+_SAMPLED_TOKENS = 2**20
+"""Tokens from either end that identify data which is too large to hash."""
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """The tokens of one source."""
+
+    indexed: IndexedTokens
+    fingerprint: str
+    """Changes with the documents and with the tokenizer."""
+    name: str
+    """Path of the pair of files, for messages."""
+
+
+def prepare(
+    source: Source,
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    base: Path,
+    cache: Path,
+    progress: bool = False,
+) -> TokenizedData:
+    """Tokens of `source`: from the cache, or tokenised now.
+
+    Relative paths start at `base`. `progress` shows a bar when standard error is a terminal.
+    Safe to call from several processes at once. Each document is what the tokenizer puts
+    before a text (such as a BOS token), its tokens, and the EOS token; documents without
+    text are left out.
+
+    Raises DataError when there are no documents, or the cache cannot be written.
+    """
+    if isinstance(source, MegatronSource):
+        return _read_megatron(base / Path(source.prefix).expanduser(), cache)
+    documents = open_source(source, base=base, cache=cache)
+    key = fingerprint_of(
+        [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
+    )
+    prefix = cache / "tokens" / key
+    indexed = _read_entry(prefix)
+    if indexed is None:
+        indexed = _prepare_entry(prefix, documents, tokenizer, progress=progress)
+    return TokenizedData(indexed, key, str(prefix))
+
+
+def _read_megatron(prefix: Path, cache: Path) -> TokenizedData:
+    """Data that is tokenised already.
+
+    Such data may be too large to read at every start: the fingerprint is taken over the
+    index, the first and the last tokens.
+    """
+    indexed = read_indexed(prefix)
+    if not len(indexed.tokens):
+        raise DataError(f"{bin_path(prefix)} holds no tokens", fix="build it again")
+    ends = [indexed.tokens[:_SAMPLED_TOKENS], indexed.tokens[-_SAMPLED_TOKENS:]]
+    parts = ["megatron", content_fingerprint([idx_path(prefix)], cache)]
+    parts += [hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in ends]
+    return TokenizedData(indexed, fingerprint_of(parts), str(prefix))
+
+
+def _read_entry(prefix: Path) -> IndexedTokens | None:
+    """A whole cache entry; None when it has to be made."""
+    if not idx_path(prefix).exists():
+        return None
+    try:
+        return read_indexed(prefix)
+    except DataError as error:
+        logger.warning("the data cache is damaged and is made again: %s", error.message)
+        return None
+
+
+def _prepare_entry(
+    prefix: Path,
+    documents: Documents,
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    progress: bool,
+) -> IndexedTokens:
+    """Tokenise under the entry's lock, unless another process has done so meanwhile."""
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(prefix.with_name(prefix.name + ".lock")):
+            indexed = _read_entry(prefix)
+            if indexed is None:
+                _tokenise(prefix, documents, tokenizer, progress=progress)
+                indexed = read_indexed(prefix)
+            return indexed
+    except OSError as error:
+        raise cache_not_writable(prefix.parent, error) from error
+
+
+def _lock(path: Path) -> AbstractContextManager[object]:
+    """The lock, held; waiting for it is not silent."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("another process is tokenising the same data; waiting for it")
+        return lock.acquire()
+
+
+def _tokenise(
+    prefix: Path,
+    documents: Documents,
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    progress: bool,
+) -> None:
+    """Write the tokens of all documents to `prefix`."""
+    eos = np.array([tokenizer.eos_token_id])
+    backend = encoder(tokenizer)
+    before_text = _tokens_before_text(backend)
+    shown = document_progress(documents, "Tokenising", show=progress)
+    with IndexedWriter(prefix, token_dtype(len(tokenizer))) as writer:
+        for pieces in _batches(_pieces(shown)):
+            texts = [piece.text for piece in pieces]
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            for piece, encoding in zip(pieces, encodings, strict=True):
+                if piece.first:
+                    writer.append(before_text)
+                writer.append(encoding.ids)
+                if piece.last:
+                    writer.append(eos)
+                    writer.end_document()
+        if not writer.n_documents:
+            raise DataError(
+                "the data has no text: every document is empty",
+                fix="check the files, or the column that `text_field` names",
+            )
+        writer.commit()
+
+
+def _tokens_before_text(backend: "Tokenizer") -> npt.NDArray[np.int64]:
+    """What the tokenizer itself puts before every text, e.g. a BOS token."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    n_before = next(i for i, special in enumerate(encoding.special_tokens_mask) if not special)
+    return np.array(encoding.ids[:n_before], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a document that is tokenised on its own."""
+
+    text: str
+    first: bool
+    """It opens its document."""
+    last: bool
+    """It ends its document."""
+
+
+def _pieces(documents: Iterator[str]) -> Iterator[_Piece]:
+    """Every document with text, in pieces."""
+    for text in filter(None, documents):
+        start = 0
+        while (found := _PIECE_END.search(text, start + _PIECE_CHARACTERS)) is not None:
+            yield _Piece(text[start : found.end()], first=start == 0, last=False)
+            start = found.end()
+        yield _Piece(text[start:], first=start == 0, last=True)
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces grouped to about `_BATCH_CHARACTERS`."""
+    batch: list[_Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,169 @@
+"""Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.data.files import fingerprint_of
+from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+BYTES = "bytes"
+"""Name of the shipped tokenizer in a recipe."""
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-document token of the shipped tokenizer and of those that `train_bpe` makes."""
+BYTES_VOCAB_SIZE = 257
+"""256 bytes and `END_OF_TEXT`; also the smallest vocabulary of a byte-level BPE."""
+
+
+def load_tokenizer(
+    name: str, revision: str | None = None, *, base: Path | None = None
+) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer `name`: `bytes`, a local folder (relative to `base`) or a hub id.
+
+    Raises DataError when it cannot be had, is not a fast tokenizer (those alone run in
+    parallel and can be stored as one file), or has no token that ends a document.
+    """
+    if name == BYTES:
+        return byte_tokenizer()
+    folder = (base or Path()) / Path(name).expanduser()
+    if folder.is_dir():
+        tokenizer = _from_pretrained(str(folder), revision)
+    elif name.startswith((".", "/", "~")):
+        raise DataError(
+            f"tokenizer: there is no folder {folder}",
+            fix=f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`",
+        )
+    else:
+        tokenizer = _from_pretrained(name, revision)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"the tokenizer `{name}` has no end-of-sequence token, so documents cannot be "
+            "kept apart",
+            fix="set `eos_token` in its tokenizer_config.json, or use another tokenizer",
+        )
+    return tokenizer
+
+
+def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFast":
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=False
+        )
+    except Exception as error:  # a broken tokenizer.json raises a bare Exception
+        reason = str(error).strip() or type(error).__name__
+        raise DataError(
+            f"cannot load the tokenizer `{name}`: {reason}",
+            fix=f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`; without "
+            "network, download the tokenizer once while online",
+        ) from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"the tokenizer `{name}` has no fast version (tokenizer.json)",
+            fix="convert it with transformers and give the folder of the result",
+        )
+    return tokenizer
+
+
+def byte_tokenizer() -> "PreTrainedTokenizerFast":
+    """The shipped tokenizer: token id = byte value, and 256 = `<|endoftext|>`.
+
+    It encodes any text and decodes it back without loss.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # Without merges there is nothing to gain from first splitting the text into words.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _with_end_of_text(backend)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character by which byte-level BPE writes each byte, as in GPT-2.
+
+    Printable Latin-1 characters stand for themselves; the other bytes, in order, for the
+    characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _with_end_of_text(backend: "Tokenizer") -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_bpe(
+    documents: Iterable[str], vocab_size: int, folder: Path, *, progress: bool = False
+) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE on `documents` and save it to `folder` for AutoTokenizer.
+
+    `vocab_size` counts the 256 bytes and `<|endoftext|>`; the result has fewer tokens when
+    the documents do not hold that many different words. `progress` shows a bar on a terminal.
+
+    Raises DataError when `vocab_size` is too small or `folder` already holds a tokenizer.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    check_bpe_output(vocab_size, folder)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=_byte_characters(),
+        special_tokens=[END_OF_TEXT],
+        show_progress=progress and sys.stderr.isatty(),
+    )
+    backend.train_from_iterator(documents, trainer)
+    tokenizer = _with_end_of_text(backend)
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the tokenizer to {folder}: {error.strerror or error}",
+            fix="choose another folder with --out",
+        ) from error
+    return tokenizer
+
+
+def check_bpe_output(vocab_size: int, folder: Path) -> None:
+    """Refuse what `train_bpe` cannot do, before any document is read."""
+    if vocab_size < BYTES_VOCAB_SIZE:
+        raise DataError(
+            f"a vocabulary of {vocab_size} is too small: 256 bytes and {END_OF_TEXT} are "
+            f"{BYTES_VOCAB_SIZE} tokens",
+            fix=f"use --vocab-size {BYTES_VOCAB_SIZE} or more",
+        )
+    if folder.is_file() or (folder / "tokenizer.json").exists():
+        found = "is a file" if folder.is_file() else "already holds a tokenizer"
+        raise DataError(f"{folder} {found}", fix="choose another folder with --out")
+
+
+def encoder(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+    """A copy of the tokenizer's Rust half that neither truncates nor pads."""
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Hash of everything that decides the tokens of a document; hex."""
+    return fingerprint_of([encoder(tokenizer).to_str(), tokenizer.eos_token_id])
