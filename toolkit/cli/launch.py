@@ -9,7 +9,7 @@ import typer
 
 from toolkit.cli.options import Overrides, RecipePath, RunDir
 from toolkit.errors import EXIT_DONE
-from toolkit.launchers.registry import launcher as named_launcher
+from toolkit.launchers import LAUNCHERS
 from toolkit.recipe.load import load_recipe
 from toolkit.redact import redact
 from toolkit.train.run_dir import RunDirectory
@@ -17,7 +17,7 @@ from toolkit.train.run_dir import RunDirectory
 
 def launch(
     recipe: RecipePath,
-    overrides: Overrides = [],
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     run_dir: RunDir = None,
     launcher: Annotated[
         str | None,
@@ -37,7 +37,7 @@ def launch(
         overrides = [*overrides, f"launch.launcher={launcher}"]
     loaded = load_recipe(recipe, overrides)
     assignment = assignments.decide(loaded, run_dir)
-    chosen = named_launcher(loaded.launch.launcher)
+    chosen = LAUNCHERS[loaded.launch.launcher]()
     spec = chosen.spec(assignment.run_dir, loaded.cluster)
     for reason in assignment.plan.reasons:
         _tell(reason)

@@ -26,6 +26,11 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
+    "plan": Verb("toolkit.cli.plan:plan", "Say how a recipe would be laid out, and why."),
+    "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
+    "launch": Verb("toolkit.cli.launch:launch", "Train a recipe on this machine."),
+    "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),
+    "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""
 
@@ -108,3 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

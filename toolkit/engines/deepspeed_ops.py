@@ -21,8 +21,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,7 +293,8 @@ def _build(op: str, limit_s: float) -> None:
             start_new_session=True,  # so that ninja and the compilers end with it
         )
         try:
-            code = process.wait(limit_s)
+            with _sigterm_as_exit():
+                code = process.wait(limit_s)
         except BaseException as error:  # also Ctrl-C: leave no build and no lock behind
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -300,10 +303,28 @@ def _build(op: str, limit_s: float) -> None:
                 lock.unlink(missing_ok=True)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise _failed(op, f"took longer than {limit_s:.0f} s", log) from error
+            log.unlink(missing_ok=True)
             raise
     if code != 0:
         raise _failed(op, f"failed (exit code {code})", log)
     log.unlink()
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack here, so that the build does not outlive us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _failed(op: str, how: str, log: Path) -> BackendUnavailable:

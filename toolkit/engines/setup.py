@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engines import deepspeed_ops
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed_config import DeepSpeedRequest, open_config, render, stage_of
 from toolkit.plan.layout import Layout
@@ -75,6 +76,10 @@ def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], Non
 
     Raises BackendUnavailable naming what is missing and how to get it.
     """
+    if engine == "deepspeed":
+        ops = deepspeed_ops.required_ops(config)
+        deepspeed_ops.preflight(ops)
+        deepspeed_ops.build(ops, report)
 
 
 def build_engine(name: str, setup: EngineSetup) -> Engine:

@@ -1,0 +1,133 @@
+"""Run by every rank of the tests: trains presets as a user of the named library would.
+
+    python tests/ds_configs/train_worker.py trainer|accelerate JSON_FILE…
+
+Prints one JSON object on rank 0: for each file the loss of each step.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+warnings.filterwarnings("ignore")
+
+import deepspeed.ops  # noqa: E402
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
+
+# DeepSpeed would compile its shared-memory all-reduce first (ds_configs/README.md).
+deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+
+STEPS = 3
+MICRO_BATCH = 2
+ACCUMULATION = 2
+LEARNING_RATE = 1e-2
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+def model() -> LlamaForCausalLM:
+    """A small llama whose embedding is large enough to be swapped to disk."""
+    set_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """The same sequences at every step, so that the loss must fall."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 4096, (MICRO_BATCH * ACCUMULATION * WORLD, 16), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids.repeat(STEPS, 1)]
+
+
+def with_trainer(file: Path) -> list[float]:
+    """`TrainingArguments(deepspeed=FILE)`."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    # Without a GPU, Trainer sees several DeepSpeed processes only when they are set up.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        deepspeed=str(file),
+        accelerator_config={"use_configured_state": True},
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=ACCUMULATION,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_steps=STEPS,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        optim="adamw_torch",
+        train_sampling_strategy="sequential",
+    )
+    trainer = Trainer(model=model(), args=arguments, train_dataset=samples())
+    trainer.train()
+    unset_hf_deepspeed_config()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def with_accelerate(file: Path) -> list[float]:
+    """`deepspeed_config_file: FILE`, bf16, with the optimizer in the script."""
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+    accelerator = Accelerator(
+        mixed_precision="bf16",
+        deepspeed_plugin=DeepSpeedPlugin(
+            hf_ds_config=str(file), gradient_accumulation_steps=ACCUMULATION
+        ),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
+    network = model()
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    loader = DataLoader(samples(), batch_size=MICRO_BATCH)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(network):
+            loss = network(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return [
+        sum(losses[start : start + ACCUMULATION]) / ACCUMULATION
+        for start in range(0, len(losses), ACCUMULATION)
+    ]
+
+
+def main(library: str, files: list[str]) -> None:
+    train = {"trainer": with_trainer, "accelerate": with_accelerate}[library]
+    result = {}
+    for file in files:
+        result[Path(file).stem] = train(Path(file))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+    if RANK == 0:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

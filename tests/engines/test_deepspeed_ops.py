@@ -1,0 +1,311 @@
+"""Compiled ops: what is missing is named before the start, and nothing waits for ever."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from toolkit.engines import deepspeed_ops
+from toolkit.engines.deepspeed_config import DeepSpeedRequest, render
+from toolkit.engines.deepspeed_ops import (
+    build,
+    build_folder,
+    is_built,
+    preflight,
+    put_ninja_on_path,
+    required_ops,
+)
+from toolkit.errors import BackendUnavailable
+from toolkit.plan.layout import Layout, Placement
+from toolkit.recipe.schema import OptimizerSection
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for compiled ops."""
+    folder = tmp_path / "extensions"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def lock(extensions: Path) -> Path:
+    """A lock such as a killed build of cpu_adam leaves."""
+    path = extensions / "cpu_adam" / "lock"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def holder(lock: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that has the lock open, as torch's FileBaton does while it builds."""
+    code = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdin is not None
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "parameters", "ops"),
+    [
+        (0, "none", "none", ()),
+        (3, "none", "none", ()),
+        (2, "cpu", "none", ("cpu_adam",)),
+        (3, "cpu", "cpu", ("cpu_adam",)),
+        (3, "none", "cpu", ()),
+        (3, "nvme", "none", ("cpu_adam", "pin_memory", "async_io")),
+        (3, "none", "nvme", ("pin_memory", "async_io")),
+        (3, "nvme", "nvme", ("cpu_adam", "pin_memory", "async_io")),
+    ],
+)
+def test_required_ops(
+    stage: int, optimizer: Placement, parameters: Placement, ops: tuple[str, ...]
+) -> None:
+    layout = Layout(
+        zero_stage=stage,  # type: ignore[arg-type]
+        offload_optimizer=optimizer,
+        offload_parameters=parameters,
+    )
+    section = OptimizerSection(learning_rate=1e-3)
+    config = render(DeepSpeedRequest(layout, "bf16", section, nvme_path="/nvme"))
+    assert required_ops(config) == ops
+
+
+def test_ops_of_own_files() -> None:
+    torch_adam = {"optimizer": {"params": {"torch_adam": True}}}
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert required_ops({**torch_adam, **offload}) == ()
+    assert required_ops({"optimizer": {"params": {}}}) == ("fused_adam",)
+
+
+def test_nothing_is_needed_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo runs on a machine without a compiler."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    preflight(())
+    build((), print)
+
+
+def test_every_missing_tool_is_named_with_its_fix(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(
+        "sysconfig.get_path", lambda name: {"include": "/no/headers"}.get(name, "/no/scripts")
+    )
+    with pytest.raises(BackendUnavailable) as caught:
+        preflight(["cpu_adam"])
+    text = str(caught.value)
+    assert "there is no C++ compiler;" in text and "apt-get install g++" in text
+    assert "ninja is not on PATH" in text and "pip install ninja" in text
+    assert "/no/headers/Python.h" in text and "apt-get install python3-dev" in text
+    assert caught.value.exit_code == 3
+    assert not extensions.exists()
+
+
+@pytest.mark.usefixtures("extensions")
+def test_a_wrong_cxx_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/g++ -O2")
+    with pytest.raises(BackendUnavailable, match="named by CXX"):
+        preflight(["cpu_adam"])
+
+
+@pytest.mark.usefixtures("extensions")
+def test_missing_libaio_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CFLAGS", "-nostdinc")  # no header is found
+    preflight(["cpu_adam"])
+    with pytest.raises(BackendUnavailable, match="apt-get install libaio-dev"):
+        preflight(["async_io"])
+
+
+def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ninja = tmp_path / "ninja"
+    ninja.touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    put_ninja_on_path()
+    assert os.environ["PATH"] == f"/nonexistent:{tmp_path}"
+    put_ninja_on_path()
+    assert os.environ["PATH"] == f"/nonexistent:{tmp_path}"
+
+
+def test_a_stale_lock_is_found_instead_of_hanging(lock: Path) -> None:
+    """FACTS: "a killed build leaves its lock: later runs hang without a word"."""
+    for check in (lambda: preflight(["cpu_adam"]), lambda: build(["cpu_adam"], print)):
+        with pytest.raises(BackendUnavailable) as caught:
+            check()
+        assert f"rm {lock}" in caught.value.fix
+        assert "no process on this machine holds it" in caught.value.message
+    lock.unlink()
+    preflight(["cpu_adam"])
+
+
+def test_the_lock_of_another_user_is_judged_by_its_age(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = lock.stat().st_uid
+    monkeypatch.setattr("os.getuid", lambda: owner + 1)
+    preflight(["cpu_adam"])
+    old = time.time() - deepspeed_ops.OLD_LOCK_S - 1
+    os.utime(lock, (old, old))
+    with pytest.raises(BackendUnavailable, match="left its lock"):
+        preflight(["cpu_adam"])
+
+
+@pytest.mark.usefixtures("holder")
+def test_a_running_build_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_ops, "is_built", lambda _: True)
+    messages: list[str] = []
+    preflight(["cpu_adam"])
+    waiting = threading.Thread(target=build, args=(["cpu_adam"], messages.append))
+    waiting.start()
+    _until(lambda: bool(messages))
+    assert waiting.is_alive()
+    lock.unlink()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert messages == ["waiting for another process that builds DeepSpeed op cpu_adam…"]
+
+
+def test_a_build_that_dies_while_it_is_waited_for(holder: "subprocess.Popen[bytes]") -> None:
+    threading.Timer(0.5, holder.kill).start()
+    with pytest.raises(BackendUnavailable, match="left its lock"):
+        build(["cpu_adam"], lambda _: None)
+
+
+@pytest.mark.usefixtures("holder")
+def test_waiting_has_a_limit() -> None:
+    with pytest.raises(BackendUnavailable, match="another process has been building"):
+        build(["cpu_adam"], lambda _: None, limit_s=0.3)
+
+
+def test_the_build_folder_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "a"))
+    assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
+
+
+@pytest.mark.usefixtures("extensions")
+def test_a_library_older_than_the_packages_is_not_built() -> None:
+    library = build_folder("cpu_adam") / "cpu_adam.so"
+    assert not is_built("cpu_adam")
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert is_built("cpu_adam")
+    os.utime(library, (0, 0))
+    assert not is_built("cpu_adam")
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.slow
+def test_a_build_that_fails_says_so_and_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *-c\\ *) echo "fatal error: disk full"; exit 1;; esac\n'
+        'exec c++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    messages: list[str] = []
+    with pytest.raises(
+        BackendUnavailable, match="building DeepSpeed op cpu_adam failed"
+    ) as error:
+        build(["cpu_adam"], messages.append)
+    assert messages == ["building DeepSpeed op cpu_adam (takes minutes, once per machine)…"]
+    log = Path(error.value.fix.rpartition(" ")[2])
+    assert "fatal error: disk full" in error.value.message
+    assert "cpu_adam.cpp" in log.read_text()
+    log.unlink()
+    assert not (build_folder("cpu_adam") / "lock").exists()
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.slow
+def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
+    with pytest.raises(BackendUnavailable, match="took longer than 9 s") as error:
+        build(["cpu_adam"], lambda _: None, limit_s=9)
+    Path(error.value.fix.rpartition(" ")[2]).unlink()
+    assert not (build_folder("cpu_adam") / "lock").exists()
+    preflight(["cpu_adam"])
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.slow
+def test_sigterm_ends_the_build_too() -> None:
+    code = "from toolkit.engines.deepspeed_ops import build; build(['cpu_adam'], print)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    lock = build_folder("cpu_adam") / "lock"
+    _until(lock.exists, 60)
+    process.terminate()
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert not lock.exists()
+    working = [path.readlink() for path in Path("/proc").glob("[0-9]*/cwd") if path.exists()]
+    assert lock.parent not in working  # ninja and the compilers
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.slow
+def test_a_real_build_that_is_killed_is_found() -> None:
+    """The whole story with torch's own lock: live build, kill -9, stale lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit.engines.deepspeed_ops", "cpu_adam"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    lock = build_folder("cpu_adam") / "lock"
+    try:
+        _until(lock.exists, 60)
+        preflight(["cpu_adam"])  # a live build is no obstacle
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    with pytest.raises(BackendUnavailable, match="left its lock"):
+        preflight(["cpu_adam"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_cpu_adam_is_built_once() -> None:
+    """In the user's own cache, so that it is compiled once per machine, not per test run."""
+    put_ninja_on_path()
+    preflight(["cpu_adam"])
+    build(["cpu_adam"], print)
+    assert is_built("cpu_adam")
+    assert (build_folder("cpu_adam") / "cpu_adam.so").stat().st_size > 10_000
+    messages: list[str] = []
+    start = time.monotonic()
+    build(["cpu_adam"], messages.append)
+    assert messages == []
+    assert time.monotonic() - start < 1
+
+
+def _until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)

@@ -1,0 +1,73 @@
+"""Starting a launcher in a process of its own, and looking at what it leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.watching import STAND_IN, alive, wait_until
+
+_LAUNCH = """
+import sys
+from pathlib import Path
+from toolkit.launchers import LAUNCHERS
+from toolkit.recipe.schema import ClusterSection
+
+name, run_dir, ranks, *worker = sys.argv[1:]
+chosen = LAUNCHERS[name]()
+cluster = ClusterSection(gpus_per_node=int(ranks))
+sys.exit(chosen.run(chosen.spec(Path(run_dir), cluster, worker)))
+"""
+
+
+class Launch:
+    """A launcher process with stand-in workers."""
+
+    def __init__(self, name: str, run_dir: Path, behaviour: str, ranks: int) -> None:
+        self.run_dir = run_dir
+        self.ranks = ranks
+        worker = [str(STAND_IN), str(run_dir), behaviour]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCH, name, str(run_dir), str(ranks), *worker],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's foreground job: its own process group, which Ctrl-C signals.
+            process_group=0,
+        )
+
+    def worker_pids(self, timeout_s: float = 30.0) -> list[int]:
+        """Wait until all workers are there; return their process ids by rank."""
+        files = [self.run_dir / f"pid-{rank}" for rank in range(self.ranks)]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), timeout_s)
+        return [int(file.read_text()) for file in files]
+
+    def signal_group(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
+        """Wait for the launcher; return its exit code and standard error."""
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    launches: list[Launch] = []
+
+    def start(name: str, behaviour: str, ranks: int = 2) -> Launch:
+        launches.append(Launch(name, tmp_path, behaviour, ranks))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        if launch.process.poll() is None:
+            launch.process.kill()
+        launch.process.communicate()
+        for file in tmp_path.glob("pid-*"):
+            if alive(int(file.read_text())):
+                os.kill(int(file.read_text()), signal.SIGKILL)

@@ -1,0 +1,166 @@
+"""Every launcher with real processes: how runs end, and that nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.launchers.watching import STAND_IN, alive, wait_until
+
+LAUNCHERS = [
+    "local",
+    pytest.param("torchrun", marks=pytest.mark.slow),
+    pytest.param("deepspeed", marks=pytest.mark.slow),
+]
+
+
+def assert_gone(pids: list[int], within_s: float) -> None:
+    wait_until(lambda: not any(alive(pid) for pid in pids), within_s)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_all_ranks_done(start, name):
+    launch = start(name, "done")
+    assert launch.end()[0] == 0
+    for rank in range(2):
+        env = json.loads((launch.run_dir / f"env-{rank}").read_text())
+        assert env["WORLD_SIZE"] == "2"
+        assert env["LOCAL_RANK"] == str(rank)
+        assert env["MASTER_ADDR"]
+        assert int(env["MASTER_PORT"]) > 0
+        assert env["DS_ACCELERATOR"] == "cpu"
+        argv = json.loads((launch.run_dir / f"argv-{rank}").read_text())
+        assert argv[1:] == [str(launch.run_dir), "done"], "no launcher adds an argument"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_ctrl_c_saves_and_stops(start, name):
+    launch = start(name, "sleep")
+    pids = launch.worker_pids()
+    launch.signal_group(signal.SIGINT)
+    assert launch.end()[0] == 75
+    assert_gone(pids, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_to_the_launcher_saves_and_stops(start, number):
+    launch = start("local", "sleep")
+    pids = launch.worker_pids()
+    launch.process.send_signal(number)
+    assert launch.end()[0] == 75
+    assert_gone(pids, 1)
+
+
+def test_a_signal_reaches_each_rank_once(start):
+    launch = start("local", "sleep")
+    launch.worker_pids()
+    launch.signal_group(signal.SIGINT)
+    launch.end()
+    assert [(launch.run_dir / f"asked-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
+    launch = start(name, "fail=1:2")
+    pids = launch.worker_pids()
+    exit_code, errors = launch.end()
+    assert exit_code == 2
+    assert "error: rank 1 failed with exit code 2" in errors
+    assert_gone(pids, 1)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
+    launch = start(name, "early")
+    pids = launch.worker_pids()
+    launch.process.terminate()
+    assert launch.end()[0] == 75
+    assert_gone(pids, 1)
+
+
+@pytest.mark.slow
+def test_sigusr1_to_every_process_of_a_job_saves_and_stops(start):
+    launch = start("deepspeed", "sleep")
+    pids = launch.worker_pids()
+    for process in psutil.Process(launch.process.pid).children(recursive=True):
+        process.send_signal(signal.SIGUSR1)
+    launch.process.send_signal(signal.SIGUSR1)
+    assert launch.end()[0] == 75
+    assert_gone(pids, 1)
+
+
+def test_unavailable_is_kept_and_the_log_is_shown(start):
+    exit_code, errors = start("local", "fail=1:3").end()
+    assert exit_code == 3
+    assert "the reason it failed" in errors
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_killed_rank_ends_the_others(start, name):
+    launch = start(name, "sleep")
+    pids = launch.worker_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    exit_code, errors = launch.end()
+    assert exit_code == 4
+    if name == "local":
+        assert "rank 1 was killed by SIGKILL" in errors
+    assert_gone(pids, 1)
+
+
+_SHORT_GRACE = """
+import sys
+from pathlib import Path
+from toolkit.launchers.local import LocalLauncher
+from toolkit.recipe.schema import ClusterSection
+launcher = LocalLauncher(grace_s=0.5)
+run_dir, *worker = sys.argv[1:]
+sys.exit(launcher.run(launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)))
+"""
+
+
+def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(tmp_path):
+    worker = [str(STAND_IN), str(tmp_path), "fail=1:1 stubborn"]
+    done = subprocess.run(
+        [sys.executable, "-c", _SHORT_GRACE, str(tmp_path), *worker],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 4
+    assert "rank 1 failed with exit code 1" in done.stderr
+    assert not alive(int((tmp_path / "pid-0").read_text()))
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_no_orphan_when_the_launcher_is_killed(start, name):
+    launch = start(name, "sleep")
+    pids = launch.worker_pids()
+    launch.process.kill()
+    assert_gone(pids, 10)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_third_ctrl_c_kills(start, name):
+    launch = start(name, "stubborn")
+    pids = launch.worker_pids()
+    for _ in range(3):
+        time.sleep(0.2)
+        assert launch.process.poll() is None
+        launch.signal_group(signal.SIGINT)
+    exit_code, errors = launch.end(10)
+    assert exit_code == 4
+    assert "Ctrl-C twice more" in errors
+    assert_gone(pids, 1)
+
+
+def test_output_of_other_ranks_goes_to_their_log_without_secrets(start, monkeypatch):
+    monkeypatch.setenv("CANARY_TOKEN", "canary-7d1f2c9b")
+    launch = start("local", "done")
+    launch.end()
+    log = (launch.run_dir / "logs" / "rank-1.log").read_text()
+    assert log == "rank 1 is here, ***\n"

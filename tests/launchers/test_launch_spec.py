@@ -1,0 +1,116 @@
+"""What launchers would start, and what they refuse."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers import LAUNCHERS, base, deepspeed
+from toolkit.launchers.deepspeed import DeepSpeedLauncher
+from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.process import Deadline
+from toolkit.launchers.torchrun import TorchrunLauncher
+from toolkit.recipe.schema import ClusterSection
+
+RUN = Path("/runs/a run")
+CPU = ClusterSection(gpus_per_node=2)
+GPU = ClusterSection(gpus_per_node=2, gpu="h100-80gb")
+WORKER = ("-m", "toolkit.cli.main", "train", "/runs/a run")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in (*base.RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_local_starts_one_process_per_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("GROUP_RANK", "7")
+    spec = LocalLauncher().spec(RUN, CPU)
+    assert spec.argv == (sys.executable, "-u", *WORKER)
+    for rank in range(2):
+        env = spec.process_env(rank)
+        assert (env["RANK"], env["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert "GROUP_RANK" not in env
+    assert spec.process_env(0)["MASTER_PORT"] == spec.process_env(1)["MASTER_PORT"]
+
+
+def test_torchrun_command():
+    spec = TorchrunLauncher().spec(RUN, CPU)
+    assert spec.argv == (
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node=2", *WORKER),
+    )
+    assert len(spec.rank_env) == 1
+    assert "RANK" not in spec.process_env(0)
+
+
+def test_deepspeed_command():
+    spec = DeepSpeedLauncher().spec(RUN, CPU)
+    assert Path(spec.argv[0]).name == "deepspeed"
+    assert spec.argv[1:3] == ("--hostfile=/dev/null", "--num_gpus=2")
+    assert spec.argv[3].startswith("--master_port=")
+    assert spec.argv[4:] == ("--no_local_rank", "--module", *WORKER[1:])
+    assert spec.env["DS_ACCELERATOR"] == "cpu"
+
+
+def test_deepspeed_keeps_the_visible_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    spec = DeepSpeedLauncher().spec(RUN, GPU)
+    assert "--include=localhost:4,6" in spec.argv
+    assert "DS_ACCELERATOR" not in spec.env
+
+
+@pytest.mark.parametrize("visible", ["4", "GPU-8a1b,GPU-9c2d"])
+def test_deepspeed_refuses_visible_devices_it_cannot_express(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(PlanError, match="CUDA_VISIBLE_DEVICES"):
+        DeepSpeedLauncher().spec(RUN, GPU)
+
+
+def test_deepspeed_command_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(deepspeed.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match="pip install deepspeed"):
+        DeepSpeedLauncher().spec(RUN, CPU)
+
+
+@pytest.mark.parametrize("name", ["local", "torchrun", "deepspeed"])
+def test_several_machines_are_refused_with_a_way_out(name):
+    with pytest.raises(PlanError, match=r"cluster\.nodes is 2\n  fix: .*cluster\.nodes: 1"):
+        LAUNCHERS[name]().spec(RUN, ClusterSection(nodes=2))
+
+
+def test_threads_are_divided_unless_set(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    assert base.common_env(CPU, 1)["OMP_NUM_THREADS"] == str(cores)
+    assert base.common_env(CPU, 10 * cores)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in base.common_env(CPU, 1)
+
+
+def test_printable_is_a_shell_command_without_secrets(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "canary-7d1f2c9b")
+    spec = base.LaunchSpec(
+        argv=("python", "train it.py", "canary-7d1f2c9b"),
+        run_dir=RUN,
+        env={"A": "1 2"},
+        rank_env=({"RANK": "0"}, {"RANK": "1"}),
+    )
+    first, second = spec.printable().split(" &\n")
+    assert shlex.split(first) == ["A=1 2", "RANK=0", "python", "train it.py", "***"]
+    assert shlex.split(second)[1] == "RANK=1"
+
+
+def test_a_deadline_is_set_once():
+    deadline = Deadline()
+    assert not deadline.passed
+    deadline.start(0)
+    deadline.start(1000)
+    assert deadline.passed

@@ -1,0 +1,330 @@
+"""Loading: extends, overrides, paths, file errors, secrets, several mistakes at once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.recipe.good import GOOD
+from toolkit.errors import Problem, RecipeError
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import HfSource, TextSource
+
+
+def write(folder: Path, name: str, text: str | bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def mistakes(path: Path, *overrides: str) -> tuple[Problem, ...]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return caught.value.problems
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path, "good.yaml", GOOD)
+
+
+@pytest.mark.usefixtures("good")
+class TestExtends:
+    def test_maps_merge_and_values_replace(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path,
+            "sub/top.yaml",
+            "extends: ../good.yaml\nname: top\n"
+            "training: {steps: 70}\noptimizer: {betas: [0, 0]}\n",
+        )
+        recipe = load_recipe(path)
+        assert (recipe.name, recipe.training.steps, recipe.optimizer.betas) == (
+            "top",
+            70,
+            (0, 0),
+        )
+        assert recipe.training.sequence_length == 64
+
+    def test_another_kind_replaces_the_source(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path, "top.yaml", "extends: good.yaml\ndata: {train: {kind: hf, path: a/b}}\n"
+        )
+        assert load_recipe(path).data.train == HfSource(kind="hf", path="a/b")
+        same = write(
+            tmp_path, "same.yaml", "extends: good.yaml\ndata: {train: {exclude: [a]}}\n"
+        )
+        source = load_recipe(same).data.train
+        assert isinstance(source, TextSource)
+        assert source.files == ("{stdlib}/*.py",)
+
+    def test_another_model_type_replaces_the_config(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path,
+            "top.yaml",
+            "extends: good.yaml\nmodel: {config: {model_type: gpt2, n_embd: 64, n_head: 4}}\n",
+        )
+        config = load_recipe(path).model.config
+        assert config == {"model_type": "gpt2", "n_embd": 64, "n_head": 4}
+
+    def test_blames_the_file_that_states_the_value(self, tmp_path: Path) -> None:
+        base = write(tmp_path, "base.yaml", GOOD.replace("seed: 1", "seed: -1"))
+        middle = write(tmp_path, "middle.yaml", "extends: base.yaml\nqqqqqq: 1\n")
+        top = write(tmp_path, "top.yaml", "extends: middle.yaml\nname: a b\n")
+        found = mistakes(top)
+        assert [(p.file, p.key) for p in found] == [
+            (str(top), "name"),
+            (str(middle), "qqqqqq"),
+            (str(base), "training.seed"),
+        ]
+        assert [p.line for p in found] == [2, 2, 1 + GOOD[: GOOD.index("seed: 1")].count("\n")]
+
+    def test_cycle(self, tmp_path: Path) -> None:
+        a = write(tmp_path, "a.yaml", "extends: b.yaml\n")
+        b = write(tmp_path, "b.yaml", "name: b\nextends: a.yaml\n")
+        (problem,) = mistakes(a)
+        assert (problem.key, problem.file, problem.line) == ("extends", str(b), 2)
+        assert "a cycle" in problem.found
+
+    def test_missing_file(self, good: Path, tmp_path: Path) -> None:
+        top = write(tmp_path, "top.yaml", "name: a\nextends: goood.yaml\n")
+        (problem,) = mistakes(top)
+        assert (problem.key, problem.file, problem.line) == ("extends", str(top), 2)
+        assert str(good) in problem.fix
+
+    def test_not_a_file_name(self, tmp_path: Path) -> None:
+        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [a, b]\n"))
+        assert (problem.key, problem.allowed) == ("extends", "one file name")
+
+    def test_long_chain(self, tmp_path: Path) -> None:
+        for index in range(30):
+            write(tmp_path, f"{index}.yaml", f"extends: {index + 1}.yaml\n")
+        (problem,) = mistakes(tmp_path / "0.yaml")
+        assert "at most 16" in problem.allowed
+
+
+class TestOverrides:
+    def test_values_are_yaml(self, good: Path) -> None:
+        recipe = load_recipe(
+            good,
+            [
+                "training.steps=null",
+                "training.tokens=1.0e6",
+                "optimizer.betas=[0.5, 0.6]",
+                "parallel.zero.stage=2",
+                "parallel.zero.stage=3",
+                "logging.wandb={project: p}",
+                "name=x-y",
+            ],
+        )
+        assert recipe.training.tokens == 10**6
+        assert recipe.optimizer.betas == (0.5, 0.6)
+        assert recipe.parallel.zero.stage == 3
+        assert recipe.logging.wandb is not None
+
+    def test_another_kind(self, good: Path) -> None:
+        recipe = load_recipe(good, ["data.train.kind=hf", "data.train.path=org/data"])
+        assert recipe.data.train == HfSource(kind="hf", path="org/data")
+
+    @pytest.mark.parametrize(
+        ("override", "key", "fix"),
+        [
+            ("training.stepz=3", "training.stepz", "did you mean `steps`?"),
+            ("trainin.steps=3", "trainin", "did you mean `training`?"),
+            ("training.steps=[", "training.steps", "mend the YAML"),
+            ("training.steps='3'", "training.steps", "remove the quotes"),
+            ("training.steps=!!python/name:os.system", "training.steps", "remove the tag"),
+            ("nonsense", "--set", "e.g. --set"),
+            ("=3", "--set", "e.g. --set"),
+            ("a..b=3", "--set", "e.g. --set"),
+            ("extends=b.yaml", "extends", "into the recipe file"),
+            ("training.micro_batch_size=0", "training.micro_batch_size", "write 1 or more"),
+        ],
+    )
+    def test_mistakes_are_blamed_on_set(
+        self, good: Path, override: str, key: str, fix: str
+    ) -> None:
+        (problem,) = mistakes(good, override)
+        assert (problem.file, problem.line, problem.key) == ("--set", 0, key)
+        assert fix in problem.fix
+
+
+class TestPaths:
+    def test_relative_to_the_file_that_states_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        base = GOOD.replace('"{stdlib}/*.py"', '"{stdlib}/*.py", "texts/*.txt", /abs/x.txt')
+        base = base.replace("tokenizer: bytes", "tokenizer: tok\n  cache: tokens")
+        write(tmp_path, "base/base.yaml", base.replace("stage: auto", "config: my.json"))
+        (tmp_path / "base/tok").mkdir()
+        top = write(
+            tmp_path,
+            "top/top.yaml",
+            "extends: ../base/base.yaml\nmodel: {hub: ./weights}\n"
+            "data: {validation_fraction: 0.0, validation: {kind: hf, path: 'v/*.parquet'}}\n",
+        )
+        monkeypatch.chdir(tmp_path)
+        recipe = load_recipe(Path("top/top.yaml"), ["data.train.exclude=[out.txt]"])
+        source, validation = recipe.data.train, recipe.data.validation
+        assert isinstance(source, TextSource)
+        assert isinstance(validation, HfSource)
+        folder = f"{tmp_path}/top/../base"
+        assert source.files == ("{stdlib}/*.py", f"{folder}/texts/*.txt", "/abs/x.txt")
+        assert source.exclude == (f"{tmp_path}/out.txt",)
+        assert validation.path == f"{tmp_path}/top/v/*.parquet"
+        assert recipe.data.tokenizer == f"{folder}/tok"
+        assert recipe.data.cache == f"{folder}/tokens"
+        assert recipe.parallel.zero.config == f"{folder}/my.json"
+        assert recipe.model.hub == f"{tmp_path}/top/weights"
+        assert recipe == load_recipe(top, [f"data.train.exclude=[{tmp_path}/out.txt]"])
+
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            "data.tokenizer=bytes",
+            "data.tokenizer=meta-llama/Llama-3.1-8B",
+            "model.hub=gpt2",
+            "parallel.zero.config=zero2",
+            "data.train={kind: hf, path: allenai/c4}",
+        ],
+    )
+    def test_ids_and_presets_stay(
+        self, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+    ) -> None:
+        (tmp_path / "bytes").mkdir()
+        (tmp_path / "zero2").mkdir()
+        monkeypatch.chdir(tmp_path)
+        assert str(tmp_path) not in load_recipe(good, [setting]).model_dump_json()
+
+    def test_home(self, good: Path) -> None:
+        assert load_recipe(good, ["data.cache=~/c"]).data.cache == str(Path.home() / "c")
+
+    def test_strange_paths_do_not_raise(self, good: Path) -> None:
+        load_recipe(good, ["data.cache=~no-such-user/c", "data.tokenizer=" + "x" * 4000])
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        ("content", "found"),
+        [
+            ("", "an empty file"),
+            ("# only a comment\n", "an empty file"),
+            ("- a\n", "a list"),
+            ("just text\n", "just text"),
+            (b"\xff\xfe\x00\x01", "no UTF-8"),
+            (b"name: a\nmodel: \xe9\n", "no UTF-8"),
+            (b"\x7fELF\x00\x00\x00\x80", "no UTF-8"),
+            ("x: 1\n" * 100_000, "more than that"),
+            ("a: " + "[" * 1000, "deeper nesting"),
+            ("a: [" + "1," * 30_000 + "]", "more values"),
+            ("a: &a [x, x]\n" + "\n".join(
+                f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]"
+                for i in range(9)
+            ), "more values"),
+            ("a: &a [*a]\n", "the alias `*a`"),
+        ],
+    )  # fmt: skip
+    def test_one_clear_problem(self, tmp_path: Path, content: str | bytes, found: str) -> None:
+        path = write(tmp_path, "a.yaml", content)
+        (problem,) = mistakes(path)
+        assert found in problem.found
+        assert problem.file == str(path)
+        assert problem.fix
+
+    def test_line_of_a_wrong_byte(self, tmp_path: Path) -> None:
+        (problem,) = mistakes(write(tmp_path, "a.yaml", b"name: a\nmodel: \xe9\n"))
+        assert problem.line == 2
+
+    def test_missing_folder_and_device(self, tmp_path: Path) -> None:
+        (missing,) = mistakes(tmp_path / "good.yml")
+        assert "no file" in missing.found
+        (folder,) = mistakes(tmp_path)
+        assert "no regular file" in folder.found
+        os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+        for special in (Path("/dev/zero"), tmp_path / "pipe"):
+            (device,) = mistakes(special)
+            assert "no regular file" in device.found
+
+    def test_byte_order_mark_and_windows_lines(self, tmp_path: Path) -> None:
+        text = GOOD.replace("\n", "\r\n")
+        assert load_recipe(write(tmp_path, "a.yaml", "\ufeff" + text)).name == "good"
+
+    def test_yaml_1_2_numbers(self, good: Path) -> None:
+        recipe = load_recipe(good, ["training.seed=0x1F", "optimizer.eps=1e-9"])
+        assert (recipe.training.seed, recipe.optimizer.eps) == (31, 1e-9)
+        assert yaml_nodes.resolve_plain("0o17") == 15
+        assert yaml_nodes.resolve_plain("017") == 17
+        assert yaml_nodes.resolve_plain("1:30") == "1:30"
+        assert yaml_nodes.resolve_plain("2026-01-01") == "2026-01-01"
+
+
+class TestSeveral:
+    def test_rules_run_beside_wrong_settings(self, tmp_path: Path) -> None:
+        text = GOOD.replace("seed: 1", "sede: 1").replace(
+            "warmup_steps: 10", "warmup_steps: 500"
+        )
+        text = text.replace("kind: text", "kind: txt").replace(
+            "  steps: 100\n", "  steps: 100\n"
+        )
+        found = mistakes(write(tmp_path, "a.yaml", text))
+        assert [p.key for p in found] == [
+            "data.train.kind",
+            "training.sede",
+            "schedule.warmup_steps",
+        ]
+
+    def test_rules_on_wrong_settings_are_left_out(self, tmp_path: Path) -> None:
+        text = GOOD.replace("  steps: 100", "  steps: -5")
+        assert [p.key for p in mistakes(write(tmp_path, "a.yaml", text))] == ["training.steps"]
+
+    def test_all_at_once_in_file_order(self, tmp_path: Path) -> None:
+        text = GOOD
+        for old, new in (
+            ("name: good", "name: '!'"),
+            ("hidden_size: 64", "hidden_size: 0"),
+            ("steps: 100", "steps: 0"),
+            ("precision: fp32", "precision: fp16"),
+            ("gpu: cpu", "gpu: toaster\n  tpu: 1"),
+        ):
+            text = text.replace(old, new)
+        found = mistakes(write(tmp_path, "a.yaml", text))
+        assert [p.line for p in found] == sorted(p.line for p in found)
+        assert {p.key for p in found} >= {"name", "model.config.hidden_size", "cluster.tpu"}
+
+    def test_empty_map(self, tmp_path: Path) -> None:
+        found = mistakes(write(tmp_path, "a.yaml", "{}\n"))
+        required = {"name", "model", "data", "training", "optimizer"}
+        assert {p.key for p in found} == required
+
+
+class TestSecrets:
+    def test_value_of_an_environment_variable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MY_SERVICE_TOKEN", "canary-value-1")
+        text = GOOD.replace("name: good", "name: canary-value-1")
+        text = text.replace("tokenizer: bytes", "canary-value-1: canary-value-1")
+        path = write(tmp_path, "a.yaml", text)
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(path, ["training.seed=canary-value-1", "canary-value-1"])
+        assert "canary-value-1" not in str(caught.value) + repr(caught.value.problems)
+        assert {p.key for p in caught.value.problems} >= {"name", "training.seed"}
+
+    def test_never_echoed_in_a_syntax_error(self, tmp_path: Path) -> None:
+        token = "hf_" + "Ab1" * 11
+        for text in (f"a: *{token}\n", f"a: &{token} *b\n", f"- {token}\n", f"{token}\n"):
+            with pytest.raises(RecipeError) as caught:
+                load_recipe(write(tmp_path, "a.yaml", text))
+            assert token not in str(caught.value)
+
+    def test_in_an_extended_file(self, tmp_path: Path) -> None:
+        base = write(tmp_path, "b.yaml", GOOD.replace("bytes", "hf_" + "Ab1" * 11))
+        top = write(tmp_path, "a.yaml", "extends: b.yaml\ndata: {tokenizer: bytes}\n")
+        (problem,) = mistakes(top)
+        assert (problem.file, problem.found) == (str(base), "***")
+
+    def test_revisions_are_no_secrets(self, good: Path) -> None:
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        recipe = load_recipe(good, [f"data.tokenizer_revision={commit}"])
+        assert recipe.data.tokenizer_revision == commit

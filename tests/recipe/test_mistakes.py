@@ -1,0 +1,413 @@
+"""One mistake in a good recipe → exactly one problem: right key, right line, a fix."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.recipe.good import GOOD
+from toolkit.cli.main import main
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Replace `old` by `new` in GOOD; expect one problem about `key`."""
+
+    old: str
+    new: str
+    key: str
+    fix: str
+    at: str = ""
+    """Text of the line that must be blamed; default: the first line of `new`."""
+
+
+M = Mistake
+MISTAKES = {
+    # types and ranges
+    "quoted number": M(
+        "steps: 100", 'steps: "100"', "training.steps", "remove the quotes: 100"
+    ),
+    "float for an int": M("steps: 100", "steps: 1.5", "training.steps", "whole number, e.g. 2"),
+    "whole float for an int": M("steps: 100", "steps: 1e2", "training.steps", "write 100"),
+    "underscores": M("steps: 100", "steps: 1_000", "training.steps", "write 1000"),
+    "thousands comma": M("steps: 100", 'steps: "1,000"', "training.steps", "write 1000"),
+    "suffix": M("steps: 100", "steps: 8k", "training.steps", "write 8000"),
+    "text for an int": M("steps: 100", "steps: many", "training.steps", "default, null"),
+    "zero steps": M("steps: 100", "steps: 0", "training.steps", "write 1 or more"),
+    "negative": M("seed: 1", "seed: -1", "training.seed", "write 0 or more"),
+    "too large": M("seed: 1", "seed: 99999999999999999999", "training.seed", "or less"),
+    "bool for an int": M("seed: 1", "seed: true", "training.seed", "default, 1234"),
+    "null for a required int": M(
+        "sequence_length: 64", "sequence_length:", "training.sequence_length", "integer ≥ 2"
+    ),
+    "list for an int": M(
+        "micro_batch_size: 2",
+        "micro_batch_size: [2]",
+        "training.micro_batch_size",
+        "brackets: 2",
+    ),
+    "map for an int": M(
+        "micro_batch_size: 2", "micro_batch_size: {a: 2}", "training.micro_batch_size", "auto"
+    ),
+    "union out of range": M(
+        "micro_batch_size: 2", "micro_batch_size: 0", "training.micro_batch_size", "1 or more"
+    ),
+    "misspelt auto": M(
+        "micro_batch_size: 2",
+        "micro_batch_size: atuo",
+        "training.micro_batch_size",
+        "mean auto",
+    ),
+    "infinite": M(
+        "learning_rate: 3e-4",
+        "learning_rate: .inf",
+        "optimizer.learning_rate",
+        "another number",
+    ),
+    "overflowing": M(
+        "learning_rate: 3e-4",
+        "learning_rate: 1e999",
+        "optimizer.learning_rate",
+        "another number",
+    ),
+    "not a number": M(
+        "weight_decay: 0.1", "weight_decay: .nan", "optimizer.weight_decay", "anoth"
+    ),
+    "number of 5,000 digits": M(
+        "seed: 1", "seed: " + "9" * 5000, "training.seed", "another number"
+    ),
+    "negative rate": M(
+        "learning_rate: 3e-4", "learning_rate: -1", "optimizer.learning_rate", "more than 0"
+    ),
+    "quoted float": M(
+        "weight_decay: 0.1", "weight_decay: '0.1'", "optimizer.weight_decay", "quotes: 0.1"
+    ),
+    "beta of 1": M("[0.9, 0.95]", "[0.9, 1.0]", "optimizer.betas[1]", "less than 1"),
+    "one beta": M("[0.9, 0.95]", "[0.9]", "optimizer.betas", "default, [0.9, 0.95]"),
+    "three betas": M("[0.9, 0.95]", "[0.9, 0.9, 0.9]", "optimizer.betas", "[0.9, 0.95]"),
+    "scalar for a list": M('["{stdlib}/*.py"]', "'*.py'", "data.train.files", '["*.py"]'),
+    "empty list": M('["{stdlib}/*.py"]', "[]", "data.train.files", "a list of texts"),
+    "number in a list": M('["{stdlib}/*.py"]', "[a, 3]", "data.train.files[1]", 'quotes: "3"'),
+    "yes for a boolean": M(
+        "sequence: auto", "sequence: yes", "parallel.sequence", "write true"
+    ),
+    "off for a boolean": M(
+        "sequence: auto", "sequence: off", "parallel.sequence", "write false"
+    ),
+    "boolean for a word": M(
+        "stage: auto",
+        "offload_optimizer: false",
+        "parallel.zero.offload_optimizer",
+        "write none",
+    ),
+    "boolean for a stage": M("stage: auto", "stage: true", "parallel.zero.stage", "write auto"),
+    "stage 4": M("stage: auto", "stage: 4", "parallel.zero.stage", "default, auto"),
+    "number for a section": M(
+        "  zero:\n    stage: auto", "  zero: 2", "parallel.zero", "a map of"
+    ),
+    "misspelt word": M("name: cosine", "name: cosin", "schedule.name", "did you mean cosine"),
+    "upper case": M("precision: fp32", "precision: FP32", "training.precision", "mean fp32"),
+    "name with spaces": M("name: good", "name: my run", "name", "write my-run"),
+    "number for a name": M("name: good", "name: 7", "name", 'in quotes: "7"'),
+    # keys
+    "misspelt key": M("seed: 1", "sede: 1", "training.sede", "did you mean `seed`"),
+    "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
+    "misspelt required key": M(
+        "global_batch_size: 8",
+        "global_batch_sise: 8",
+        "training.global_batch_sise",
+        "global_batch",
+    ),
+    "key at the top": M(
+        "name: good",
+        "name: good\nlearning_rate: 1",
+        "learning_rate",
+        "belongs under `optimizer`",
+        at="learning_rate: 1",
+    ),
+    "key of another section": M(
+        "seed: 1", "warmup_steps: 3", "training.warmup_steps", "`schedule`"
+    ),
+    "nonsense key": M("seed: 1", "qqqqqq: 1", "training.qqqqqq", "docs/recipe.md"),
+    "missing key": M(
+        "  sequence_length: 64\n",
+        "",
+        "training.sequence_length",
+        "under `training`",
+        at="training:",
+    ),
+    "missing section": M(
+        "optimizer:\n  name: adamw\n  learning_rate: 3e-4\n  betas: [0.9, 0.95]\n"
+        "  weight_decay: 0.1\n",
+        "",
+        "optimizer",
+        "at the top",
+        at="name: good",
+    ),
+    "missing kind": M(
+        "    kind: text\n", "", "data.train.kind", "add `kind: text`", at="  train:"
+    ),
+    "misspelt kind": M("kind: text", "kind: txt", "data.train.kind", "did you mean text"),
+    "key of another kind": M(
+        "kind: text", "kind: text\n    prefix: a", "data.train.prefix", "train", at="prefix: a"
+    ),
+    "key twice": M(
+        "seed: 1", "seed: 1\n  seed: 2", "training.seed", "remove one", at="seed: 2"
+    ),
+    "number as a key": M("seed: 1", "3: 1", "training", 'quotes: "3"'),
+    "merge key": M("seed: 1", "<<: {seed: 1}", "training.<<", "extends"),
+    # YAML
+    "tab": M("  seed: 1", "\tseed: 1", "(file)", "spaces, not tabs"),
+    "colon in a value": M("name: good", "name: a: b", "(file)", "quotes"),
+    "open bracket": M(
+        "betas: [0.9, 0.95]", "betas: [0.9, 0.95", "(file)", "mend", at="weight_decay"
+    ),
+    "python tag": M(
+        "seed: 1", "seed: !!python/object/apply:os.system [id]", "training.seed", "tag"
+    ),
+    "own tag": M("seed: 1", "seed: !env SEED", "training.seed", "remove the tag"),
+    "unknown alias": M("seed: 1", "seed: *other", "(file)", "mend"),
+    "NUL character": M("tokenizer: bytes", 'tokenizer: "a\\0b"', "data.tokenizer", "character"),
+    "control character": M("tokenizer: bytes", "tokenizer: a\x07b", "(file)", "mend"),
+    "second document": M(
+        "seed: 1", "seed: 1\n---\nname: b", "(file)", "one document", at="---"
+    ),
+    # other tools' names
+    "accumulation": M(
+        "seed: 1",
+        "gradient_accumulation_steps: 4",
+        "training.gradient_accumulation_steps",
+        "derived: global_batch_size / (micro_batch_size · dp)",
+    ),
+    "Megatron's tensor": M(
+        "engine: auto",
+        "tensor_model_parallel_size: 2",
+        "parallel.tensor_model_parallel_size",
+        "`parallel.tensor`",
+    ),
+    "zero_stage": M(
+        "engine: auto", "zero_stage: 2", "parallel.zero_stage", "parallel.zero.stage"
+    ),
+    "lr": M("learning_rate: 3e-4", "lr: 3e-4", "optimizer.lr", "`optimizer.learning_rate`"),
+    "max_steps": M("steps: 100", "max_steps: 100", "training.max_steps", "`training.steps`"),
+    "HF batch": M(
+        "micro_batch_size: 2",
+        "per_device_train_batch_size: 2",
+        "training.per_device_train_batch_size",
+        "`training.micro_batch_size`",
+    ),
+    "HF block": M(
+        "name: good", "name: good\nbf16: true", "bf16", "training.precision", at="bf16: true"
+    ),
+    "DeepSpeed block": M(
+        "name: good",
+        "name: good\nzero_optimization: {stage: 2}",
+        "zero_optimization",
+        "`parallel.zero`",
+        at="zero_optimization",
+    ),
+    "foreign precision": M(
+        "precision: fp32", "precision: bfloat16", "training.precision", "bf16"
+    ),
+    "foreign optimizer": M("name: adamw", "name: adamw_torch", "optimizer.name", "write adamw"),
+    # secrets
+    "api key": M(
+        "every_steps: 1\n",
+        "every_steps: 1\n  wandb: {api_key: hunter22}\n",
+        "logging.wandb.api_key",
+        "WANDB_API_KEY",
+        at="wandb:",
+    ),
+    "hub token": M(
+        "tokenizer: bytes", "tokenizer: hf_" + "aB3" * 12, "data.tokenizer", "HF_TOKEN"
+    ),
+    "login in a URL": M(
+        '["{stdlib}/*.py"]', '["https://me:pw@host/x"]', "data.train.files[0]", "environment"
+    ),
+    # settings that disagree
+    "no length": M("  steps: 100\n", "", "training", "add e.g. `steps: 1000`", at="training:"),
+    "two lengths": M(
+        "steps: 100", "steps: 100\n  epochs: 2", "training.epochs", "remove one", at="epochs: 2"
+    ),
+    "min above peak": M(
+        "min_learning_rate: 3e-5",
+        "min_learning_rate: 1e-3",
+        "schedule.min_learning_rate",
+        "3e-05",
+    ),
+    "warm-up too long": M(
+        "warmup_steps: 10", "warmup_steps: 200", "schedule.warmup_steps", "10"
+    ),
+    "wsd without decay": M(
+        "name: cosine", "name: wsd", "schedule.decay_steps", "decay_steps:", at="schedule:"
+    ),
+    "decay without wsd": M(
+        "name: cosine",
+        "name: cosine\n  decay_steps: 5",
+        "schedule.decay_steps",
+        "wsd",
+        at="decay_steps: 5",
+    ),
+    "decay too long": M(
+        "name: cosine",
+        "name: wsd\n  decay_steps: 95",
+        "schedule.decay_steps",
+        "to 90",
+        at="decay_steps: 95",
+    ),
+    "pretrained without hub": M(
+        "init: random", "init: pretrained", "model.hub", "hub:", at="model:"
+    ),
+    "bad model config": M(
+        "hidden_size: 64",
+        "hidden_size: 66",
+        "model.config.num_attention_heads",
+        "use 3",
+        at="num_attention_heads: 4",
+    ),
+    "unknown model config key": M(
+        "hidden_size: 64", "hidden_sise: 64", "model.config.hidden_sise", "hidden_size"
+    ),
+    "sequence too long": M(
+        "sequence_length: 64", "sequence_length: 256", "training.sequence_length", "to 128"
+    ),
+    "nvme without path": M(
+        "stage: auto",
+        "stage: 3\n    offload_optimizer: nvme",
+        "parallel.zero.nvme_path",
+        "nvme_path:",
+        at="  zero:",
+    ),
+    "path without nvme": M(
+        "stage: auto", "nvme_path: /x", "parallel.zero.nvme_path", "remove it"
+    ),
+    "offloaded parameters below 3": M(
+        "stage: auto",
+        "stage: 2\n    offload_parameters: cpu",
+        "parallel.zero.offload_parameters",
+        "to 3",
+        at="offload_parameters",
+    ),
+    "offload in stage 0": M(
+        "stage: auto",
+        "stage: 0\n    offload_optimizer: cpu",
+        "parallel.zero.offload_optimizer",
+        "to 2",
+        at="offload_optimizer",
+    ),
+    "ZeRO with ddp": M("stage: auto", "stage: 2", "parallel.zero.stage", "deepspeed"),
+    "batch not divisible": M(
+        "global_batch_size: 8",
+        "global_batch_size: 10",
+        "training.global_batch_size",
+        "to 8 or 12",
+    ),
+    "batch below ranks": M(
+        "gpus_per_node: 2",
+        "gpus_per_node: 16",
+        "training.global_batch_size",
+        "to 16",
+        at="global_batch_size: 8",
+    ),
+    "fp16 on CPU": M("precision: fp32", "precision: fp16", "training.precision", "to bf16"),
+    "fp8 on CPU": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
+    "fp8 on A100": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
+    "unknown gpu": M("gpu: cpu", "gpu: h100-80", "cluster.gpu", "h100-80gb"),
+    "evaluation without data": M(
+        "  validation_fraction: 0.05\n",
+        "",
+        "evaluation.every_steps",
+        "validation_fraction",
+        at="  every_steps: 50",
+    ),
+    "two validation sources": M(
+        "  tokenizer: bytes",
+        "  validation: {kind: text, files: [a]}",
+        "data.validation_fraction",
+        "remove one",
+        at="validation_fraction",
+    ),
+    "virtual without stages": M(
+        "engine: auto",
+        "pipeline: 1\n  virtual_pipeline: 2",
+        "parallel.virtual_pipeline",
+        "auto",
+        at="virtual_pipeline",
+    ),
+    "sequence without tensor": M(
+        "sequence: auto", "sequence: true\n  tensor: 1", "parallel.sequence", "auto"
+    ),
+    "pipeline with ZeRO 3": M(
+        "stage: auto", "stage: 3\n  pipeline: 2", "parallel.pipeline", "to 1", at="pipeline: 2"
+    ),
+    "tensor with hf": M(
+        "engine: auto", "model: hf\n  tensor: 2", "parallel.tensor", "to 1", at="tensor: 2"
+    ),
+    "context": M("engine: auto", "context: 2", "parallel.context", "to 1"),
+    "engine and model": M(
+        "engine: auto",
+        "engine: ddp\n  model: megatron",
+        "parallel.model",
+        "to hf",
+        at="model: megatron",
+    ),
+    "megatron engine": M("engine: auto", "engine: megatron", "parallel.engine", "to deepspeed"),
+    "fsdp engine": M("engine: auto", "engine: fsdp", "parallel.engine", "to deepspeed"),
+    "megatron model": M("engine: auto", "model: megatron", "parallel.model", "to hf"),
+}  # fmt: skip
+EXTRA = {
+    "fp8 on A100": ("gpu: cpu", "gpu: a100-80gb"),
+    "ZeRO with ddp": ("engine: auto", "engine: ddp"),
+}
+"""A second replacement that a mistake needs to be one."""
+
+
+def problems_of(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict]:
+    """Problems from `dmt check --json`, which must exit with 2 and show no traceback."""
+    assert main(["check", "--json", str(path), *options]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    (recipe,) = json.loads(captured.out)["recipes"]
+    assert recipe["file"] == str(path)
+    assert not recipe["ok"]
+    return list(recipe["problems"])
+
+
+def test_good_recipe_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    assert main(["check", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("✓ good  ")
+    assert captured.err == ""
+
+
+def test_many_kinds() -> None:
+    assert len(MISTAKES) >= 60
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_one_clear_problem(
+    mistake: Mistake,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert GOOD.count(mistake.old) >= 1
+    text = GOOD.replace(mistake.old, mistake.new, 1)
+    case = request.node.callspec.id
+    if case in EXTRA:
+        text = text.replace(*EXTRA[case], 1)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    found = problems_of(path, capsys)
+    assert len(found) == 1, found
+    (problem,) = found
+    assert problem["key"] == mistake.key
+    assert mistake.fix in problem["fix"]
+    assert problem["file"] == str(path)
+    at = mistake.at or mistake.new.splitlines()[0].strip()
+    assert at in text.splitlines()[problem["line"] - 1], problem
+    assert problem["found"]
+    assert problem["allowed"]

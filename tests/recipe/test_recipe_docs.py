@@ -1,0 +1,42 @@
+"""The generated documentation and the table of foreign names follow the schema."""
+
+from toolkit.recipe import docs
+from toolkit.recipe.describe import settings
+from toolkit.recipe.foreign import FOREIGN, FOREIGN_VALUES, foreign
+
+
+def test_document_is_current() -> None:
+    current = docs.DOCUMENT.read_text(encoding="utf-8")
+    assert current == docs.render(), "run python -m toolkit.recipe.docs"
+
+
+def test_every_setting_has_documentation() -> None:
+    sections = {path for path, setting in settings().items() if setting.sections}
+    bare = [
+        path
+        for path, setting in settings().items()
+        if not setting.info.description and path.partition(".")[2] and path not in sections
+    ]
+    assert [path for path in bare if not path.endswith(".kind")] == []
+
+
+def test_foreign_names_lead_to_settings() -> None:
+    assert len(FOREIGN) >= 60
+    for name, entry in FOREIGN.items():
+        assert entry.target is None or entry.target in settings(), name
+        assert entry.advice, name
+
+
+def test_foreign_names_are_not_our_own() -> None:
+    own = {path.rpartition(".")[2] for path in settings()}
+    assert not own & FOREIGN.keys()
+
+
+def test_foreign_spelling_does_not_matter() -> None:
+    assert foreign("--tensor-model-parallel-size") == FOREIGN["tensor_model_parallel_size"]
+
+
+def test_foreign_values_lead_to_values() -> None:
+    for path, words in FOREIGN_VALUES.items():
+        for word in words.values():
+            assert word in settings()[path].allowed, (path, word)

@@ -1,0 +1,132 @@
+"""Light modules stay light, and imports point downward only."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+
+ROOT = Path(toolkit.__file__).parent
+HEAVY = {
+    "accelerate", "datasets", "deepspeed", "megatron", "numpy", "torch", "transformers",
+    "wandb",
+}  # fmt: skip
+LIGHT = (
+    "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
+    "toolkit.models.spec", "toolkit.models.families", "toolkit.models.config_check",
+    "toolkit.models.config_keys", "toolkit.launchers", "toolkit.cli.main", "toolkit.cli.check",
+)  # fmt: skip
+
+LAYERS = (
+    # engines.base is the protocol only: the words that data, models and engines share.
+    ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.engines.base",
+     "toolkit.engines.__init__"),
+    ("toolkit.recipe.schema", "toolkit.recipe.describe", "toolkit.recipe.foreign",
+     "toolkit.recipe.yaml_nodes", "toolkit.recipe.layers", "toolkit.recipe.explain",
+     "toolkit.recipe.dump", "toolkit.recipe.docs", "toolkit.recipe.__init__"),
+    ("toolkit.hardware",),
+    # A model's shape is plain arithmetic, and the planner lays it out.
+    ("toolkit.models.__init__", "toolkit.models.spec", "toolkit.models.config_check",
+     "toolkit.models.config_keys"),
+    ("toolkit.plan",),
+    ("toolkit.models",),
+    # A recipe is checked by asking those who decide: the plan, the models, the hardware.
+    ("toolkit.recipe.checks", "toolkit.recipe.load"),
+    ("toolkit.data",),
+    ("toolkit.checkpoint",),
+    ("toolkit.engines",),
+    ("toolkit.launchers", "toolkit.train"),
+    ("toolkit.rehearse",),
+    ("toolkit.cli",),
+)  # fmt: skip
+"""DESIGN.md's package order, the lowest first, with the exceptions that the comments name.
+A module may import its own layer and those below."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(("toolkit", *path.relative_to(ROOT).with_suffix("").parts))
+        found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer_of(module: str) -> int:
+    for index, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(f"{name}.") for name in names):
+            return index
+    raise AssertionError(f"{module} belongs to no layer: add it to LAYERS")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of toolkit that a file imports anywhere, type-checking blocks left out."""
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports from `toolkit`, not relative ones"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else str(node.module)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def named(module: str) -> str:
+    """A package is its `__init__` module."""
+    return module if module in MODULES else f"{module}.__init__"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_downward(module: str) -> None:
+    mine = layer_of(module)
+    upward = [
+        other
+        for other in imports_of(MODULES[module])
+        if other.split(".")[0] == "toolkit" and layer_of(named(other)) > mine
+    ]
+    assert not upward
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    light = [
+        module.removesuffix(".__init__")
+        for module in MODULES
+        if any(module == name or module.startswith(f"{name}.") for name in LIGHT)
+    ]
+    assert {"toolkit.recipe.load", "toolkit.plan.legality", "toolkit.cli.check"} <= set(light)
+    code = (
+        "import importlib, sys\n"
+        f"for name in {light!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    heavy = {HEAVY!r} & {{module.partition('.')[0] for module in sys.modules}}\n"
+        "    assert not heavy, f'{name} imports {heavy}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verbs_are_loaded_only_when_run() -> None:
+    code = (
+        "import sys\n"
+        "from toolkit.cli.main import main\n"
+        "main(['--help'])\n"
+        "loaded = [m for m in sys.modules if m.startswith('toolkit.')]\n"
+        "print(sorted(loaded), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    expected = ["toolkit.cli", "toolkit.cli.main", "toolkit.errors", "toolkit.redact"]
+    assert ast.literal_eval(done.stderr) == expected

@@ -1,0 +1,25 @@
+"""One rank of the stop test: `stop_rank.py SIGNALLED_RANK STEP`; prints its last step."""
+
+import os
+import signal
+import sys
+import time
+
+import torch.distributed as dist
+
+from toolkit.train.signals import StopRequest
+
+signalled, in_step = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+step = 0
+with StopRequest() as stop:
+    while step < 8:
+        step += 1
+        time.sleep(0.02 * rank)
+        if rank == signalled and step == in_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.agreed():
+            break
+dist.destroy_process_group()
+print(step)

@@ -1,0 +1,172 @@
+"""metrics.jsonl and events.jsonl: every line readable, each step once, no secret."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from toolkit.train import jsonl
+from toolkit.train.events import EventLog
+from toolkit.train.metrics import Metrics, MetricsLog, mfu
+
+LINE = Metrics(
+    step=1,
+    loss=5.5,
+    grad_norm=1.25,
+    lr=3e-4,
+    tokens=1024,
+    tokens_per_s=2048.0,
+    step_time_s=0.5,
+    mfu=None,
+    consumed_samples=8,
+    skipped=False,
+    memory_gib=None,
+)
+CONTRACT = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"),
+    *("consumed_samples", "skipped", "memory_gib"),
+]
+
+
+@pytest.fixture
+def events(tmp_path):
+    return EventLog(tmp_path / "events.jsonl")
+
+
+def strict(text: str) -> object:
+    """Parse as a standard parser does: Python's own would take NaN."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in jsonl.read(path)]
+
+
+def test_the_contract_of_metrics_jsonl(tmp_path, events):
+    log = MetricsLog.resume(tmp_path / "metrics.jsonl", 0, events)
+    log.write(LINE)
+    assert [field.name for field in fields(Metrics)] == CONTRACT
+    (line,) = log.path.read_text().splitlines()
+    assert list(strict(line)) == CONTRACT
+    assert strict(line)["mfu"] is None
+    assert not events.path.exists(), "a fresh run resumes nothing"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")]
+)
+def test_non_finite_numbers_are_valid_json(tmp_path, events, value, text):
+    log = MetricsLog.resume(tmp_path / "metrics.jsonl", 0, events)
+    log.write(replace(LINE, loss=value))
+    record = strict(log.path.read_text())
+    assert record["loss"] == text
+    assert str(float(record["loss"])) == str(value)
+
+
+def test_resume_drops_the_steps_that_are_done_again(tmp_path, events):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog.resume(path, 0, events)
+    for step in (10, 20, 30, 40):
+        log.write(replace(LINE, step=step))
+    log = MetricsLog.resume(path, 20, events)
+    assert steps(path) == [10, 20]
+    log.write(replace(LINE, step=30))
+    assert steps(path) == [10, 20, 30]
+    (event,) = jsonl.read(events.path)
+    assert (event["kind"], event["step"], event["dropped_metrics_lines"]) == ("resume", 20, 2)
+
+
+def test_a_restart_from_nothing_says_so(tmp_path, events):
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog.resume(path, 0, events).write(LINE)
+    MetricsLog.resume(path, 0, events)
+    assert path.read_text() == ""
+    assert jsonl.read(events.path)[0]["kind"] == "restart"
+
+
+def test_a_kill_at_any_byte_is_mended(tmp_path, events):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog.resume(path, 0, events)
+    log.write(LINE)
+    log.write(replace(LINE, step=2))
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in range(first, len(whole), 7):
+        path.write_bytes(whole[:size])
+        MetricsLog.resume(path, 2, events).write(replace(LINE, step=3))
+        lines = path.read_text().splitlines()
+        assert [strict(line)["step"] for line in lines] == [1, 3]
+
+
+def test_a_torn_event_is_cut_off(events):
+    events.write("start")
+    with events.path.open("a") as file:
+        file.write('{"time": "2031')
+    EventLog(events.path).write("save", step=3)
+    assert [strict(line)["kind"] for line in events.path.read_text().splitlines()] == [
+        "start",
+        "save",
+    ]
+
+
+def test_events_hold_no_secret(events, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "canary-7d1f2c9b")
+    events.write("end", error="bad canary-7d1f2c9b", nested={"list": ["canary-7d1f2c9b"]})
+    assert "canary" not in events.path.read_text()
+    assert strict(events.path.read_text())["nested"] == {"list": ["***"]}
+
+
+_WRITE_MANY = """
+import sys
+from pathlib import Path
+from toolkit.train.events import EventLog
+log = EventLog(Path(sys.argv[1]))
+for number in range(200):
+    log.write("warning", writer=int(sys.argv[2]), number=number, filler="x" * 500)
+"""
+
+
+def test_several_processes_do_not_tear_each_others_lines(events):
+    events.write("start")
+    writers = [
+        subprocess.Popen([sys.executable, "-c", _WRITE_MANY, str(events.path), str(writer)])
+        for writer in range(3)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    records = [strict(line) for line in events.path.read_text().splitlines()]
+    assert len(records) == 601
+    for writer in range(3):
+        numbers = [r["number"] for r in records if r.get("writer") == writer]
+        assert numbers == list(range(200))
+
+
+def test_atomic_write_leaves_old_or_new(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    jsonl.write_atomically(path, "old")
+
+    def fail(*_: Path) -> None:
+        raise OSError("killed here")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="killed here"):
+        jsonl.write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_mfu_against_a_published_run():
+    # PaLM 540B (arXiv:2204.02311, table 3 and appendix B): 238.3 k tokens/s on 6144 TPU v4
+    # of 275 TFLOP/s; 6·540.35e9 FLOPs per token without attention gives 45.7 %.
+    assert mfu(6 * 540.35e9, 238.3e3, 275e12, 6144) == pytest.approx(0.457, abs=1e-3)
+
+
+def test_mfu_is_unknown_without_a_peak():
+    assert mfu(1e9, 1e3, None, 8) is None

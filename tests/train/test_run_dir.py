@@ -1,0 +1,162 @@
+"""The run directory: complete, without secrets, and never shared by two different runs."""
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import RecipeError
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.train.rank_log import setup_rank_logging
+from toolkit.train.run_dir import RunDirectory
+
+CANARY = "canary-7d1f2c9b"
+COMMAND = ["dmt", "launch", "a recipe.yaml"]
+
+
+def recipe(**changes: object) -> Recipe:
+    sections: dict[str, object] = {
+        "name": "tiny",
+        "model": {"config": {"model_type": "llama", "hidden_size": 64}},
+        "data": {"train": {"kind": "hf", "path": "org/set"}},
+        "training": {"steps": 10, "sequence_length": 32, "global_batch_size": 8},
+        "optimizer": {"learning_rate": 1e-8},
+    }
+    for dotted, value in changes.items():
+        section, _, key = dotted.partition("__")
+        sections[section] = {**sections.get(section, {}), key: value} if key else value
+    return Recipe.model_validate(sections)
+
+
+def create(path: Path, a_recipe: Recipe, **more: object) -> RunDirectory:
+    return RunDirectory.create(path, a_recipe, {"engine": "ddp"}, COMMAND, **more)
+
+
+def test_everything_is_written(tmp_path):
+    run = create(tmp_path / "runs" / "tiny", recipe(), deepspeed={"zero": 2})
+    assert load_recipe(run.recipe) == recipe()
+    assert "decay_steps" in run.recipe.read_text(), "defaults are written out"
+    assert json.loads(run.plan.read_text()) == {"engine": "ddp"}
+    assert json.loads(run.deepspeed.read_text()) == {"zero": 2}
+    assert shlex.split(run.command.read_text()) == COMMAND
+    environment = json.loads(run.environment.read_text())
+    assert environment["packages"]["torch"]
+    assert environment["packages"]["transformer-engine"] is None
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert run.rank_log(3) == run.path / "logs" / "rank-3.log"
+    assert not list(run.path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training__steps": 20},
+        {"training": {"epochs": 2.0, "sequence_length": 32, "global_batch_size": 8}},
+        {"training__micro_batch_size": 2},
+        {"logging__every_steps": 1},
+        {"checkpoint__every_steps": 5},
+        {"cluster__gpus_per_node": 2},
+        {"parallel__engine": "ddp"},
+        {"launch__launcher": "torchrun"},
+    ],
+)
+def test_the_same_run_continues(tmp_path, changes):
+    create(tmp_path, recipe())
+    run = create(tmp_path, recipe(**changes))
+    assert load_recipe(run.recipe) == recipe(**changes), "the new values count"
+    assert len(run.command.read_text().splitlines()) == 2
+
+
+def test_another_run_is_refused_naming_every_difference(tmp_path):
+    create(tmp_path, recipe())
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    other = recipe(
+        training__seed=7, training__steps=99, model__init="pretrained", schedule__name="wsd"
+    )
+    with pytest.raises(RecipeError) as error:
+        create(tmp_path, other)
+    found = {problem.key: (problem.found, problem.allowed) for problem in error.value.problems}
+    assert set(found) == {"training.seed", "model.init", "schedule.name"}
+    assert found["training.seed"][0] == "7"
+    assert found["training.seed"][1].startswith("1234,")
+    assert "--run-dir OTHER" in str(error.value)
+    assert {file: file.read_bytes() for file in before} == before, "nothing was touched"
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\x00"])
+def test_a_directory_of_something_else_is_refused(tmp_path, text):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(RecipeError, match="not a recipe"):
+        create(tmp_path, recipe())
+
+
+def test_a_path_that_cannot_be_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="a folder that can be written"):
+        create(tmp_path / "file" / "run", recipe())
+
+
+def test_no_secret_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", CANARY)
+    RunDirectory.create(
+        tmp_path,
+        recipe(data={"train": {"kind": "hf", "path": f"https://user:{CANARY}@host/set"}}),
+        {"reasons": [f"because {CANARY}"]},
+        ["dmt", "launch", f"--set=data.train.path={CANARY}", f"quote'{CANARY}"],
+        {"note": CANARY},
+    )
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or CANARY not in file.read_text(), file
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"reasons": ["because ***"]}
+
+
+@pytest.fixture
+def root_logger():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_rank_logs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_API_KEY", CANARY)
+    run = RunDirectory(tmp_path)
+    setup_rank_logging(run, 0)
+    for _ in range(3):
+        logging.getLogger("library").warning("slow: %s", CANARY)
+    try:
+        raise ValueError(CANARY)
+    except ValueError:
+        logging.getLogger("library").info("details", exc_info=True)
+    log = run.rank_log(0).read_text()
+    assert log.count("WARNING library: slow: ***") == 3
+    assert "ValueError: ***" in log
+    assert capsys.readouterr().err == "WARNING: slow: ***\n", "once, and no details"
+
+
+@pytest.mark.usefixtures("root_logger")
+def test_other_ranks_do_not_write_to_the_console(tmp_path, capsys):
+    setup_rank_logging(RunDirectory(tmp_path), 1)
+    logging.getLogger("library").warning("slow")
+    assert capsys.readouterr().err == ""
+    assert "slow" in RunDirectory(tmp_path).rank_log(1).read_text()
+
+
+def test_services_are_light():
+    code = (
+        "import sys, toolkit.launchers, toolkit.train.run_dir, toolkit.train.events, "
+        "toolkit.train.wandb_service;"
+        "print({'torch', 'numpy', 'transformers', 'wandb', 'deepspeed'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,313 @@
+"""W&B with the real package, offline or against this machine: training never notices."""
+
+import http.server
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from wandb.proto import wandb_internal_pb2
+
+from toolkit.recipe.schema import WandbSection
+from toolkit.train import jsonl
+from toolkit.train.events import EventLog
+from toolkit.train.metrics import Metrics, MetricsLog
+from toolkit.train.run_dir import RunDirectory
+from toolkit.train.wandb_service import WandbFollower
+
+pytestmark = pytest.mark.slow
+
+OFFLINE = WandbSection(project="tests", tags=("a", "b"))
+ONLINE = WandbSection(project="tests", mode="online")
+CANARY = "canary-7d1f2c9b"
+
+
+class Trainer:
+    """What rank 0 does: metrics, events, and a follower."""
+
+    def __init__(self, path: Path, resume: int = 0, section: WandbSection = OFFLINE) -> None:
+        self.run = RunDirectory(path)
+        self.run.logs.mkdir(exist_ok=True)
+        self.events = EventLog(self.run.events)
+        self.metrics = MetricsLog.resume(self.run.metrics, resume, self.events)
+        started = time.monotonic()
+        self.follower = WandbFollower.start(self.run, section, "a run", self.events)
+        assert time.monotonic() - started < 0.5, "starting W&B must not hold up the training"
+
+    def step(self, step: int, loss: float = 1.0) -> None:
+        self.metrics.write(
+            Metrics(step, loss, 1.0, 1e-3, 64, 100.0, 0.1, None, 8 * step, False, None)
+        )
+
+    def problem_within(self, timeout_s: float) -> str | None:
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if problem := self.follower.problem():
+                return problem
+            time.sleep(0.05)
+        return None
+
+    def finish(self, timeout_s: float = 18.0) -> str | None:
+        self.events.write("end", exit_code=0)
+        return self.follower.finish(timeout_s)
+
+    def warnings(self) -> list[str]:
+        return [e["message"] for e in jsonl.read(self.run.events) if e["kind"] == "warning"]
+
+
+def stored_blobs(data: bytes) -> Iterator[bytes]:
+    """Split a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    block_size, header_size, last_part = 2**15, 7, (1, 4)
+    position, blob = 7, b""
+    while position + header_size <= len(data):
+        if block_size - position % block_size < header_size:
+            position += block_size - position % block_size
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += header_size
+        blob += data[position : position + length]
+        position += length
+        if kind in last_part:
+            yield blob
+            blob = b""
+
+
+def offline_records(run: RunDirectory) -> list[wandb_internal_pb2.Record]:
+    """Read what W&B would upload, in the order of its directories."""
+    records = []
+    for file in sorted(run.wandb.glob("offline-run-*/*.wandb")):
+        for blob in stored_blobs(file.read_bytes()):
+            records.append(wandb_internal_pb2.Record.FromString(blob))
+    return records
+
+
+def history(records: list[wandb_internal_pb2.Record]) -> list[dict[str, object]]:
+    return [
+        {
+            (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.HasField("history")
+    ]
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path_factory):
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    home = str(tmp_path_factory.mktemp("home"))
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("NETRC", f"{home}/netrc")
+
+
+def test_offline_run_and_its_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", CANARY + "0" * 24)
+    monkeypatch.setenv("SOME_TOKEN", CANARY)
+    (tmp_path / "recipe.yaml").write_text("name: a\noptimizer: {learning_rate: 0.5}\n")
+    (tmp_path / "plan.json").write_text('{"engine": "ddp"}')
+    first = Trainer(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.step(step, loss=float("nan") if step == 3 else step)
+    first.events.write("evaluation", step=4, loss=0.25)
+    assert first.finish() is None
+    # Stopped behind the checkpoint of step 2: steps 3 and 4 are done again.
+    second = Trainer(tmp_path, resume=2)
+    for step in (3, 4, 5):
+        second.step(step, loss=step)
+    second.events.write("evaluation", step=5, loss=0.125)
+    assert second.finish() is None
+
+    records = offline_records(second.run)
+    rows = history(records)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5], "no step is posted twice"
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5], "W&B's own count does not restart"
+    assert [row.get("evaluation/loss") for row in rows] == [None, None, None, 0.25, 0.125]
+    assert str(rows[2]["loss"]) in ("nan", "NaN")
+    assert "mfu" not in rows[0]
+    assert len({r.run.run_id for r in records if r.HasField("run")}) == 1, "one id"
+    metrics = [record.metric for record in records if record.HasField("metric")]
+    assert ("*", "step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
+    config = {u.key: json.loads(u.value_json) for r in records for u in r.run.config.update}
+    assert config["recipe"] == {"name": "a", "optimizer": {"learning_rate": 0.5}}
+    assert config["plan"] == {"engine": "ddp"}
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or CANARY.encode() not in file.read_bytes(), file
+        if file.suffix == ".wandb":
+            assert sys.executable.encode() not in file.read_bytes()
+    environments = [r.environment for r in records if r.HasField("environment")]
+    assert not any(e.host or e.args or e.program or e.executable for e in environments)
+    uploaded = {file.name for file in tmp_path.glob("wandb/*/files/*") if file.is_file()}
+    assert not uploaded & {"wandb-metadata.json", "requirements.txt", "output.log"}
+
+
+def test_points_are_posted_while_the_run_goes_on(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.step(1)
+    end = time.monotonic() + 15
+    while not trainer.run.wandb_state.exists() or (
+        json.loads(trainer.run.wandb_state.read_text())["posted_step"] < 1
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert trainer.finish() is None
+
+
+def test_missing_package(tmp_path, monkeypatch):
+    shadow = tmp_path / "shadow" / "wandb"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(shadow.parent))
+    trainer = Trainer(tmp_path)
+    problem = trainer.problem_within(10)
+    assert "pip install wandb" in problem
+    assert "Training is not affected" in problem
+    trainer.step(1)
+    assert trainer.follower.problem() is None, "told once"
+    assert trainer.finish() is None
+    assert len(trainer.warnings()) == 1
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    # A file in its place: permissions would not stop root.
+    (tmp_path / "wandb").write_text("")
+    trainer = Trainer(tmp_path)
+    trainer.step(1)
+    assert "cannot be written" in trainer.finish()
+    assert len(trainer.warnings()) == 1
+
+
+def test_folder_removed_in_the_middle(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.step(1)
+    end = time.monotonic() + 15
+    while not list(tmp_path.glob("wandb/offline-run-*/files")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    shutil.rmtree(tmp_path / "wandb", ignore_errors=True)
+    trainer.step(2)
+    assert "was removed" in trainer.problem_within(10)
+    trainer.step(3)
+    assert trainer.finish() is None
+    assert len(trainer.warnings()) == 1
+
+
+class _Server:
+    """A W&B server on this machine that refuses every key, or never answers."""
+
+    def __init__(self, *, answers: bool) -> None:
+        gate = self._gate = threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                if not answers:
+                    gate.wait(60)
+                    return
+                self.send_response(401)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_GET = do_POST  # noqa: N815 - the base class's name
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def close(self) -> None:
+        self._gate.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def server(request, monkeypatch):
+    server = _Server(answers=request.param)
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("server", [True], indirect=True)
+@pytest.mark.usefixtures("server")
+def test_bad_key(tmp_path):
+    trainer = Trainer(tmp_path, section=ONLINE)
+    trainer.step(1)
+    assert "W&B is off" in trainer.problem_within(18)
+    assert trainer.finish() is None
+    assert len(trainer.warnings()) == 1
+    assert "0123456789" * 4 not in (tmp_path / "logs" / "wandb.log").read_text()
+
+
+def test_no_key(tmp_path):
+    trainer = Trainer(tmp_path, section=ONLINE)
+    assert "W&B is off" in trainer.problem_within(18)
+    trainer.finish()
+
+
+@pytest.mark.parametrize("server", [False], indirect=True)
+@pytest.mark.usefixtures("server")
+def test_server_that_never_answers(tmp_path):
+    trainer = Trainer(tmp_path, section=ONLINE)
+    trainer.step(1)
+    time.sleep(2.0)
+    children = psutil.Process().children(recursive=True)
+    started = time.monotonic()
+    assert "did not finish within 1 s" in trainer.finish(1.0)
+    assert time.monotonic() - started < 2.0
+    assert len(trainer.warnings()) == 1
+    _, alive = psutil.wait_procs(children, timeout=12)
+    assert not alive, "wandb-core ends with the follower"
+
+
+_KILLED_TRAINER = """
+import os, sys, time
+from pathlib import Path
+from tests.train.test_wandb import Trainer
+trainer = Trainer(Path(sys.argv[1]))
+trainer.step(1)
+child = os.fork()
+if child:
+    print(trainer.follower._process.pid, child, flush=True)
+time.sleep(60)  # The child holds the follower's pipe open, as a data loader's worker would.
+"""
+
+
+def test_a_killed_trainer_leaves_no_follower(tmp_path):
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _KILLED_TRAINER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    follower, child = map(psutil.Process, map(int, trainer.stdout.readline().split()))
+    try:
+        trainer.kill()
+        trainer.wait()
+        psutil.wait_procs([follower], timeout=15)
+        assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+        assert [row["step"] for row in history(offline_records(RunDirectory(tmp_path)))] == [1]
+    finally:
+        child.kill()
+        trainer.stdout.close()
+
+
+def test_disabled_starts_nothing(tmp_path):
+    trainer = Trainer(tmp_path, section=WandbSection(mode="disabled"))
+    assert trainer.finish() is None
+    assert not trainer.run.wandb_state.exists()

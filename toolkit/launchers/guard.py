@@ -1,0 +1,120 @@
+"""`python -m toolkit.launchers.guard GRACE_S COMMAND…`: a foreign launcher, and no orphan.
+
+torchrun and deepspeed differ in what they do with signals: deepspeed's runner dies alone
+on SIGTERM and leaves its workers, both kill workers that take longer than 30 s to save,
+and nobody stops the workers when the launcher is killed. So this process stands between:
+it signals the workers themselves, once each, and at the end no descendant is left. Its
+standard input is a pipe from DMT's launcher; when that is killed, the pipe closes.
+SIGTERM asks it to stop the workers in good order, SIGUSR2 to kill them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
+
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
+from toolkit.launchers.process import (
+    POLL_S,
+    Deadline,
+    StopSignals,
+    adopt_orphans,
+    die_with_parent,
+)
+
+
+class Guard:
+    """One foreign launcher and all processes below it."""
+
+    def __init__(self, command: Sequence[str], grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._signalled: set[int] = set()
+        self._deadline = Deadline()
+        self._parent_gone = threading.Event()
+        self._kill_requested = False
+        signal.signal(signal.SIGUSR2, self._request_kill)
+        adopt_orphans()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent(signal.SIGTERM)
+        )
+        threading.Thread(target=self._watch_parent, daemon=True).start()
+
+    def _request_kill(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._kill_requested = True
+
+    def _watch_parent(self) -> None:
+        # Not through sys.stdin, whose lock this thread would hold at the interpreter's end.
+        os.read(0, 1)
+        self._parent_gone.set()
+
+    def wait(self, signals: StopSignals) -> int:
+        """Return the foreign launcher's code when it and all its workers have ended."""
+        while self._process.poll() is None:
+            if self._parent_gone.is_set():
+                self._deadline.start(self._grace_s)
+            if signals.stop_requested or self._parent_gone.is_set():
+                self._stop_workers()
+            if self._kill_requested or self._deadline.passed:
+                kill_descendants()
+            time.sleep(POLL_S)
+        self._end_leftovers()
+        return self._process.returncode
+
+    def _stop_workers(self) -> None:
+        """Ask every worker once; those that are still to be started, when they appear."""
+        for worker in workers():
+            if worker.pid not in self._signalled:
+                self._signalled.add(worker.pid)
+                with suppress(psutil.NoSuchProcess):
+                    worker.send_signal(signal.SIGTERM)
+
+    def _end_leftovers(self) -> None:
+        """End workers that the foreign launcher left: ask, wait, kill."""
+        self._deadline.start(self._grace_s)
+        while list(workers()) and not self._deadline.passed:
+            self._stop_workers()
+            time.sleep(POLL_S)
+        for worker in workers():
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+
+def workers() -> Iterator[psutil.Process]:
+    """Yield the processes that a launcher gave a rank, not those that they started."""
+    below = [*psutil.Process().children()]
+    while below:
+        process = below.pop()
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if "RANK" in process.environ():
+                yield process
+            else:
+                below.extend(process.children())
+        except psutil.NoSuchProcess:
+            continue
+
+
+def kill_descendants() -> None:
+    """Kill everything below this process."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def main(grace_s: float, command: Sequence[str]) -> int:
+    """Run `command`; return its exit code (128 + n when signal n killed it)."""
+    with StopSignals() as signals:
+        code = Guard(command, grace_s).wait(signals)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

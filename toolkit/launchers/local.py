@@ -1,0 +1,186 @@
+"""`local`: DMT itself starts one process per rank on this machine."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError
+from toolkit.launchers.base import LaunchSpec, common_env, free_port, tell, worker_command
+from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.launchers.process import GRACE_S, POLL_S, Deadline, StopSignals, die_with_parent
+from toolkit.recipe.schema import ClusterSection
+from toolkit.redact import redact
+from toolkit.train.run_dir import RunDirectory
+
+
+class LocalLauncher:
+    """One process per rank, each with its rank in the environment.
+
+    Rank 0 has the terminal; what other ranks print goes to logs/rank-N.log. When one rank
+    fails, the others are asked to end and killed after `grace_s`. When the launcher is
+    killed, the kernel kills the ranks.
+    """
+
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+
+    def spec(
+        self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
+    ) -> LaunchSpec:
+        """Return one process per rank; raises PlanError for more than one machine."""
+        if cluster.nodes > 1:
+            raise PlanError(
+                f"launch.launcher: local starts processes on this machine only, but "
+                f"cluster.nodes is {cluster.nodes}",
+                fix="launch.launcher: torchrun or deepspeed, or cluster.nodes: 1",
+            )
+        world = cluster.gpus_per_node
+        rendezvous = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+        }
+        return LaunchSpec(
+            argv=(sys.executable, "-u", *(worker or worker_command(run_dir))),
+            run_dir=run_dir,
+            env={**common_env(cluster, world), **rendezvous},
+            rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)),
+        )
+
+    def run(self, spec: LaunchSpec) -> int:
+        """Start all ranks and wait for them; see Launcher."""
+        with StopSignals() as signals:
+            ranks = _Ranks(spec)
+            try:
+                return ranks.wait(signals, self._grace_s)
+            finally:
+                ranks.close()
+
+
+class _Ranks:
+    """The running processes of one launch."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._run_dir = spec.run_dir
+        run = RunDirectory(spec.run_dir)
+        run.logs.mkdir(parents=True, exist_ok=True)
+        self._processes: list[subprocess.Popen[str]] = []
+        self._copiers: list[threading.Thread] = []
+        self._stopping = False
+        self._failed: RankExit | None = None
+        self._deadline = Deadline()
+        try:
+            for rank in range(len(spec.rank_env)):
+                self._processes.append(_start(spec, rank))
+        except BaseException:
+            self.kill()
+            raise
+        self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
+        # Threads only now: no process is forked any more.
+        for rank, process in enumerate(self._processes):
+            if process.stdout is not None:
+                copier = threading.Thread(
+                    target=_copy, args=(process.stdout, run.rank_log(rank)), daemon=True
+                )
+                copier.start()
+                self._copiers.append(copier)
+
+    def wait(self, signals: StopSignals, grace_s: float) -> int:
+        """Return the launch's exit code when all ranks have ended."""
+        while any(process.poll() is None for process in self._processes):
+            if signals.kill_requested or self._deadline.passed:
+                self.kill()
+            if signals.stop_requested and not self._stopping:
+                self._stopping = True
+                tell("stopping: saving first; press Ctrl-C twice more to kill")
+                self._terminate()
+            self._note_failure(grace_s)
+            self._sleep_until_exit()
+        self._note_failure(grace_s)
+        for copier in self._copiers:
+            copier.join(timeout=1.0)
+        if self._failed is not None:
+            return report_failure(self._run_dir, self._failed)
+        codes = {process.returncode for process in self._processes}
+        return EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE
+
+    def _sleep_until_exit(self) -> None:
+        # Wakes at once: the rank that failed first must be seen before those that fail
+        # milliseconds later because it is gone.
+        poll = select.poll()
+        for process, descriptor in zip(self._processes, self._descriptors, strict=True):
+            if process.returncode is None:
+                poll.register(descriptor, select.POLLIN)
+        poll.poll(POLL_S * 1000)
+
+    def _note_failure(self, grace_s: float) -> None:
+        """Remember the first rank that failed, and ask the others to end."""
+        if self._failed is not None:
+            return
+        harmless = {None, EXIT_DONE, EXIT_RESUMABLE}
+        if self._stopping:
+            # Asked to stop before it listened: there was nothing to save yet.
+            harmless.add(-signal.SIGTERM)
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code not in harmless:
+                assert code is not None
+                self._failed = RankExit(rank, code)
+                self._end_others(grace_s)
+                return
+            if code == -signal.SIGTERM:
+                self._end_others(grace_s)
+
+    def _end_others(self, grace_s: float) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._terminate()
+        self._deadline.start(grace_s)
+
+    def _terminate(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)  # Does nothing when it has ended.
+
+    def close(self) -> None:
+        """Leave no process and no descriptor behind."""
+        self.kill()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def kill(self) -> None:
+        """Kill the ranks that are left, each with the children in its process group."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _start(spec: LaunchSpec, rank: int) -> "subprocess.Popen[str]":
+    own_terminal = rank == 0
+    return subprocess.Popen(
+        spec.argv,
+        env=spec.process_env(rank),
+        stdin=subprocess.DEVNULL,
+        stdout=None if own_terminal else subprocess.PIPE,
+        stderr=None if own_terminal else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # Ctrl-C at the terminal is for the launcher, which passes it on once.
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGKILL),
+    )
+
+
+def _copy(lines: TextIO, log: Path) -> None:
+    """Append a rank's output to its log, secrets masked."""
+    with log.open("a", encoding="utf-8") as file:
+        for line in lines:
+            file.write(redact(line))
+            file.flush()

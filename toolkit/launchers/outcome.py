@@ -1,0 +1,106 @@
+"""How a run ended: exit codes of its ranks, and what to show of a failed one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_RESUMABLE,
+    EXIT_UNAVAILABLE,
+    EXIT_USER_ERROR,
+)
+from toolkit.launchers.base import tell
+from toolkit.redact import redact
+from toolkit.train import jsonl
+from toolkit.train.run_dir import RunDirectory
+
+_KEPT_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
+_TAIL_LINES = 20
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended; a negative code is the signal that killed it."""
+
+    rank: int
+    code: int
+
+    def describe(self) -> str:
+        """Return e.g. `rank 1 was killed by SIGKILL`."""
+        if self.code >= 0:
+            return f"rank {self.rank} failed with exit code {self.code}"
+        try:
+            name = Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"rank {self.rank} was killed by {name}"
+
+
+def failure_code(code: int) -> int:
+    """Map a failed rank's code: a worker's user error (2) and lack (3) stay, the rest is 4."""
+    return code if code in _KEPT_CODES else EXIT_FAILED
+
+
+def report_failure(run_dir: Path, failed: RankExit) -> int:
+    """Name the rank and show the end of its log; return the launcher's exit code."""
+    log = RunDirectory(run_dir).rank_log(failed.rank)
+    tail = _tail(log)
+    shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
+    tell(f"error: {failed.describe()}{shown}")
+    return failure_code(failed.code)
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return redact("\n".join(text.splitlines()[-_TAIL_LINES:]))
+
+
+def events_offset(run_dir: Path) -> int:
+    """Return the present end of events.jsonl: events behind it belong to this launch."""
+    events = RunDirectory(run_dir).events
+    return events.stat().st_size if events.exists() else 0
+
+
+def outcome_from_events(
+    run_dir: Path, offset: int, launcher_code: int, stop_requested: bool
+) -> int:
+    """Return the exit code of a run that a foreign launcher started.
+
+    torchrun and deepspeed do not hand on which rank ended how, so the workers' own `end`
+    events name the first failure. A worker that saved and stopped means a stopped run
+    only when the stop was asked for here: these launchers also stop the other workers
+    when one was killed.
+    """
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    if failed := _first_failure(events):
+        return report_failure(run_dir, failed)
+    if launcher_code in (EXIT_DONE, EXIT_RESUMABLE):
+        return launcher_code
+    saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
+    nothing_started = all(event.get("kind") != "start" for event in events)
+    if stop_requested and (saved or nothing_started):
+        return EXIT_RESUMABLE
+    tell(f"error: the launcher ended with code {launcher_code}; its messages are above")
+    return failure_code(launcher_code)
+
+
+def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:
+    return event.get("kind") == "end" and event.get("exit_code") == exit_code
+
+
+def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
+    for event in events:
+        code = event.get("exit_code", EXIT_DONE)
+        if event.get("kind") == "end" and code not in (EXIT_DONE, EXIT_RESUMABLE):
+            return RankExit(rank=int(event.get("rank", 0)), code=int(code))
+    return None

@@ -1,0 +1,98 @@
+"""Processes that do not outlive their launcher, and signals that reach them once."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+GRACE_S = 30.0
+"""Seconds between asking a process to end and killing it."""
+POLL_S = 0.05
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_INTERRUPTS_TO_KILL = 3
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Loaded here: between fork and exec nothing may be imported or looked up.
+
+
+def die_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """Return a `preexec_fn`: the kernel sends `number` when the starting thread ends.
+
+    The *thread*: start such a process only from one that lives as long as it should. It
+    runs between fork and exec, so start it before any thread that may hold a lock.
+    """
+    parent = os.getpid()
+
+    def between_fork_and_exec() -> None:
+        # Foreign launchers have no answer to this signal and would end at once; neither
+        # should a worker that has not set its handler yet.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # It died before the line above.
+            os._exit(1)
+
+    return between_fork_and_exec
+
+
+def adopt_orphans() -> None:
+    """Let grandchildren whose parent died become children of this process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class StopSignals:
+    """While entered, the signals that stop a job only set flags; a loop looks at them.
+
+    SIGUSR1 is among them: SLURM sends it ahead of a time limit (`--signal=USR1@120`).
+    """
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def kill_requested(self) -> bool:
+        """True from the third SIGINT on: the user does not want to wait any more."""
+        return self._interrupts >= _INTERRUPTS_TO_KILL
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.stop_requested = True
+        if number == signal.SIGINT:
+            self._interrupts += 1
+
+
+class Deadline:
+    """A point in time that may not be set yet."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def start(self, seconds: float) -> None:
+        """Set it, unless it is set already."""
+        if self._at is None:
+            self._at = time.monotonic() + seconds
+
+    @property
+    def passed(self) -> bool:
+        """True when it was set and is over."""
+        return self._at is not None and time.monotonic() >= self._at

@@ -1,0 +1,356 @@
+"""pydantic's errors → one `Problem` per setting, in the user's words.
+
+pydantic reports one error per member of a union and names its own types; here each
+setting gets one problem that says what the schema as a whole accepts.
+"""
+
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from toolkit.errors import Problem
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.describe import (
+    Setting,
+    accepts,
+    allowed,
+    choices,
+    default_text,
+    fields_of,
+    kind_of,
+    members,
+    plain_text,
+    settings,
+)
+from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.layers import describe_node
+from toolkit.recipe.schema import Recipe, Section
+from toolkit.recipe.yaml_nodes import Node, Place, Scalar
+
+_YES_NO = {
+    "yes": "true",
+    "on": "true",
+    "y": "true",
+    "no": "false",
+    "off": "false",
+    "n": "false",
+}
+_MOST_PLACES = 3
+"""A key that more sections have (`name`) says nothing about which one was meant."""
+_BOUNDS = (
+    ("ge", operator.lt, "write {} or more"),
+    ("gt", operator.le, "write more than {}"),
+    ("le", operator.gt, "write {} or less"),
+    ("lt", operator.ge, "write less than {}"),
+)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A problem, and the settings that it makes unusable for further checks."""
+
+    problem: Problem
+    blames: frozenset[str]
+    """Dotted keys: the setting itself and, for a misspelt one, what was meant."""
+
+
+def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Explained]:
+    """One explanation per wrong setting, missing settings last.
+
+    A missing setting is left out when an unknown key is explained as its misspelling.
+    """
+    by_key: dict[str, tuple[list[str | int], str]] = {}
+    for error in errors:
+        path = _path(error["loc"])
+        kind = error["type"]
+        if kind == "missing" and path and isinstance(path[-1], int):
+            path, kind = path[:-1], "too_short"
+        by_key.setdefault(dotted(path), (path, kind))
+    found = [
+        _explain(path, kind, root)
+        for key, (path, kind) in by_key.items()
+        # A list is also reported as too short when one of its items is wrong.
+        if kind != "missing" and not any(other.startswith(f"{key}[") for other in by_key)
+    ]
+    meant = {key for item in found for key in item.blames}
+    for key, (path, kind) in by_key.items():
+        if kind == "missing" and not any(_inside(other, key) for other in meant):
+            found.append(_missing(path, key, root))
+    return found
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`["data", "train", "files", 0]` → `data.train.files[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Place:
+    """Where a setting is stated: its value, else the nearest section around it."""
+    place = root.place
+    for end in range(1, len(path) + 1):
+        parent, node = node_at(path[: end - 1], root), node_at(path[:end], root)
+        if node is None:
+            break
+        if (isinstance(node, Scalar) and node.text) or not isinstance(
+            parent, yaml_nodes.Mapping
+        ):
+            place = node.place
+        else:
+            place = parent.entries[str(path[end - 1])].place
+    return place
+
+
+def place_of_key(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Place:
+    """Where the key of a stated setting stands."""
+    parent = node_at(path[:-1], root)
+    assert isinstance(parent, yaml_nodes.Mapping)
+    return parent.entries[str(path[-1])].place
+
+
+def node_at(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Node | None:
+    """The node at a path; None when the recipe does not state it."""
+    node: Node = root
+    for part in path:
+        if isinstance(node, yaml_nodes.Mapping) and part in node.entries:
+            node = node.entries[str(part)].node
+        elif isinstance(node, yaml_nodes.Sequence) and isinstance(part, int):
+            if part >= len(node.items):
+                return None
+            node = node.items[part]
+        else:
+            return None
+    return node
+
+
+def _inside(key: str, section: str) -> bool:
+    return key == section or key.startswith((f"{section}.", f"{section}["))
+
+
+def _path(loc: Sequence[str | int]) -> list[str | int]:
+    """The recipe's own path in pydantic's location, without names of union members."""
+    path: list[str | int] = []
+    sections: Sequence[type[Section]] = (Recipe,)
+    for part in loc:
+        if isinstance(part, int):
+            path.append(part)
+        elif len(sections) > 1:
+            sections = [section for section in sections if kind_of(section) == part]
+        elif sections:
+            path.append(part)
+            info = sections[0].model_fields.get(part)
+            sections = Setting(part, info).sections if info else ()
+        else:
+            break  # a member of a union of plain values
+    return path
+
+
+def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Explained:
+    key = dotted(path)
+    if error == "extra_forbidden":
+        return _unknown(path, root)
+    if error in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_kind(path, root)
+    node = node_at(path, root)
+    assert node is not None, f"pydantic reports {key}, which the recipe does not state"
+    annotation, metadata, info = _expected(path)
+    found = describe_node(node)
+    if isinstance(node, yaml_nodes.Sequence) and error in ("too_short", "too_long"):
+        found = f"a list of {len(node.items)}"
+    fix = _fix(key, node, annotation, metadata, info)
+    problem = _problem(key, place_of(path, root), found, allowed(annotation, metadata), fix)
+    return Explained(problem, frozenset((key,)))
+
+
+def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]:
+    """What the setting (or the list's item) at `path` accepts."""
+    names = [part for part in path if isinstance(part, str)]
+    info = settings()[".".join(names)].info
+    if not isinstance(path[-1], int):
+        return info.annotation, info.metadata, info
+    (listed, _), *_ = members(info.annotation)
+    arguments = get_args(listed)
+    item = arguments[0] if arguments[-1] is Ellipsis else arguments[path[-1]]
+    return item, (), info
+
+
+def _problem(key: str, place: Place, found: str, accepted: str, fix: str) -> Problem:
+    return Problem(key, found, accepted, fix, place.file, place.line)
+
+
+def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
+    kinds = [kind_of(section) for section in settings()[dotted(path)].sections]
+    node = node_at([*path, "kind"], root)
+    key = f"{dotted(path)}.kind"
+    found = describe_node(node) if node else "nothing"
+    value = node.value if isinstance(node, Scalar) else None
+    fix = _similar(value, kinds) or f"add `kind: {kinds[0]}`"
+    place = place_of([*path, "kind"], root)
+    problem = _problem(key, place, found, f"one of {', '.join(kinds)}", fix)
+    return Explained(problem, frozenset((dotted(path),)))
+
+
+def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Explained:
+    info = settings()[key].info
+    accepted = allowed(info.annotation, info.metadata)
+    section = dotted(path[:-1])
+    where = f"under `{section}`" if section else "at the top level"
+    place = place_of(path[:-1], root)
+    problem = _problem(key, place, "nothing", accepted, f"add `{path[-1]}:` {where}")
+    return Explained(problem, frozenset((key,)))
+
+
+def _unknown(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
+    """An unknown key: another tool's name, a key of another section, or a misspelling."""
+    key, name, section = dotted(path), str(path[-1]), dotted(path[:-1])
+    here = fields_of(section, _kind(path[:-1], root))
+    where = f"`{section}`" if section else "the top level"
+    fix, meant = _what_was_meant(name, section, here)
+    problem = _problem(
+        key, place_of_key(path, root), "an unknown key", f"in {where}: {', '.join(here)}", fix
+    )
+    return Explained(problem, frozenset((key, *meant)))
+
+
+def _what_was_meant(
+    name: str, section: str, here: Mapping[str, FieldInfo]
+) -> tuple[str, list[str]]:
+    """The fix for an unknown key, and the settings that the user may have meant."""
+    elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
+    other = foreign(name)
+    # A name that some section has is at the wrong place, unless it is everywhere.
+    if 0 < len(elsewhere) <= _MOST_PLACES:
+        parents = [path.rpartition(".")[0] for path in elsewhere]
+        if not any(parents):
+            return f"`{name}` belongs at the top level", elsewhere
+        named = " or ".join(f"`{parent}`" for parent in parents if parent)
+        return f"`{name}` belongs under {named}", elsewhere
+    if other is not None:
+        return other.advice, [other.target] if other.target else []
+    prefix = f"{section}." if section else ""
+    if close := _closest(name, here):
+        return f"did you mean `{close}`?", [prefix + close]
+    if close := _closest(name, [path.rpartition(".")[2] for path in settings()]):
+        paths = [path for path in settings() if path.rpartition(".")[2] == close]
+        return f"did you mean `{paths[0]}`?", paths
+    return "remove it; docs/recipe.md lists every setting", []
+
+
+def _fix(
+    key: str, node: Node, annotation: Any, metadata: Sequence[Any], info: FieldInfo
+) -> str:
+    """What to type instead of a value that does not fit."""
+    if isinstance(node, Scalar):
+        fix = _fix_scalar(key, node, annotation, metadata)
+    elif isinstance(node, yaml_nodes.Sequence):
+        single = len(node.items) == 1 and not _takes_list(annotation)
+        fix = f"without brackets: {describe_node(node.items[0])}" if single else ""
+    else:
+        fix = ""
+    if fix:
+        return fix
+    if not info.is_required() and not isinstance(info.default, Section):
+        return f"remove it for the default, {default_text(info)}"
+    return f"write {allowed(annotation, metadata)}"
+
+
+def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]) -> str:
+    if isinstance(node.value, str):
+        return _fix_text(key, node, annotation)
+    if _takes_list(annotation) and node.value is not None:
+        return f"put it in brackets: [{node.text}]"
+    if isinstance(node.value, bool):
+        word = "auto" if node.value else "none"
+        return f"write {word}" if word in choices(annotation) else ""
+    if isinstance(node.value, float) and accepts(annotation, int) and abs(node.value) < 1e18:
+        if node.value.is_integer():
+            return f"write {int(node.value)}"
+        return f"write a whole number, e.g. {round(node.value)}"
+    if isinstance(node.value, int | float):
+        if accepts(annotation, str) and not choices(annotation):
+            return f'put it in quotes: "{node.text}"'
+        return _nearest(float(node.value), annotation, metadata)
+    return ""
+
+
+def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
+    text = str(node.value)
+    wants_number = accepts(annotation, int) or accepts(annotation, float)
+    if accepts(annotation, bool) and text.lower() in _YES_NO:
+        return f"write {_YES_NO[text.lower()]}"
+    value = _plain_value(text) if node.quoted else None
+    fits = accepts(annotation, type(value)) or (wants_number and isinstance(value, int))
+    if value is not None and fits:
+        return f"remove the quotes: {text}"
+    if wants_number and (number := _spelt_out(text)):
+        return f"write {number}"
+    if translated := FOREIGN_VALUES.get(key, {}).get(text.lower()):
+        return f"write {translated}"
+    if _takes_list(annotation):
+        return f"put it in brackets: [{describe_node(node)}]"
+    if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
+        return f"write {slug}"
+    return _similar(text, choices(annotation))
+
+
+def _takes_list(annotation: Any) -> bool:
+    return any(get_origin(member) is tuple for member, _ in members(annotation))
+
+
+def _plain_value(text: str) -> object:
+    """What the text would be without its quotes, unless that is text as well."""
+    try:
+        value = yaml_nodes.resolve_plain(text)
+    except yaml_nodes.NumberError:
+        return None
+    return None if isinstance(value, str) else value
+
+
+def _spelt_out(text: str) -> str:
+    """`1_000`, `1,000` and `8k` as plain numbers; empty for anything else."""
+    bare = text.replace("_", "").replace(",", "").strip().lower()[:30]
+    factor = _SUFFIXES.get(bare[-1:], 1)
+    digits = bare[:-1] if factor > 1 else bare
+    number = _plain_value(digits) if digits else None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return ""
+    product = number * factor
+    return plain_text(int(product) if product == int(product) else product)
+
+
+def _nearest(value: float, annotation: Any, metadata: Sequence[Any]) -> str:
+    """For a number out of range: the bound that it misses."""
+    for _, constraints in members(annotation, metadata):
+        for bound in constraints:
+            for name, misses, fix in _BOUNDS:
+                limit = getattr(bound, name, None)
+                if limit is not None and misses(value, limit):
+                    return fix.format(limit)
+    return ""
+
+
+def _similar(value: object, words: Iterable[str]) -> str:
+    close = _closest(value, words)
+    return f"did you mean {close}?" if close else ""
+
+
+def _closest(value: object, words: Iterable[str]) -> str:
+    if not isinstance(value, str):
+        return ""
+    close = get_close_matches(value.lower()[:80], list(words), 1, cutoff=0.6)
+    return close[0] if close else ""
+
+
+def _kind(path: Sequence[str | int], root: yaml_nodes.Mapping) -> object:
+    node = node_at([*path, "kind"], root)
+    return node.value if isinstance(node, Scalar) else None

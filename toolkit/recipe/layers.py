@@ -1,0 +1,331 @@
+"""From a recipe file to one merged tree: reading, `extends`, `--set`, relative paths.
+
+The tree is a chain of layers, each on top of the one that it extends, with the
+overrides of the command line on top of all. Every node still knows the file and line
+that state it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from os.path import normpath
+from pathlib import Path
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.yaml_nodes import TOP, WHOLE_FILE, Entry, Mapping, Node, Place, Scalar
+
+OVERRIDE_FILE = "--set"
+"""Stands for the file in problems of command-line overrides."""
+MAX_CHAIN = 16
+"""Longest `extends` chain."""
+
+_TAGS = ("kind", "model_type")
+"""Keys that say what the other keys of their map mean."""
+_PATH_BEGINNINGS = ("./", "../", "/", "~")
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Everything that was read for one recipe."""
+
+    root: Mapping
+    """The merged recipe, without `extends`."""
+    trees: tuple[Mapping, ...]
+    """Each file's own tree and the overrides', the recipe itself first."""
+    problems: tuple[Problem, ...]
+    """Mistakes that did not stop reading."""
+    files: tuple[str, ...]
+    """File names as shown in problems, the recipe itself first, `--set` last."""
+
+
+def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
+    """Read a recipe, the files that it extends, and the overrides.
+
+    Raises RecipeError when a file cannot be read or is no YAML map.
+    """
+    problems: list[Problem] = []
+    trees: list[Mapping] = []
+    chain: list[Path] = []
+    next_file: Path | None = path
+    origin = Problem(WHOLE_FILE, "", "a readable file", file=str(path))
+    while next_file is not None:
+        tree, next_file, origin = _read_file(next_file, chain, origin, problems)
+        trees.append(tree)
+    root = trees[-1]
+    for tree in reversed(trees[:-1]):
+        root = merge(root, tree)
+    files = [str(path), *(_shown(file) for file in chain[1:]), OVERRIDE_FILE]
+    if overrides:
+        layer = _absolute_paths(_overrides(overrides, problems), Path.cwd())
+        root = merge(root, layer)
+        trees.append(layer)
+    return Layers(root, tuple(trees), tuple(problems), tuple(files))
+
+
+def merge(base: Mapping, over: Mapping) -> Mapping:
+    """`over` on top of `base`: maps deeply, lists and values replaced.
+
+    A map whose `kind` (or `model_type`) differs replaces the other whole, because the
+    rest of its keys then mean something else.
+    """
+    for tag in _TAGS:
+        old, new = base.entries.get(tag), over.entries.get(tag)
+        if old and new and yaml_nodes.to_data(old.node) != yaml_nodes.to_data(new.node):
+            return over
+    entries = dict(base.entries)
+    for key, entry in over.entries.items():
+        below = entries.get(key)
+        if below and isinstance(below.node, Mapping) and isinstance(entry.node, Mapping):
+            entries[key] = Entry(entry.place, merge(below.node, entry.node))
+        else:
+            entries[key] = entry
+    return Mapping(over.place, entries)
+
+
+def _read_file(
+    path: Path, chain: list[Path], origin: Problem, problems: list[Problem]
+) -> tuple[Mapping, Path | None, Problem]:
+    """One file's tree, the file that it extends, and where it says so.
+
+    `origin` is the place to blame when the file cannot be read.
+    """
+    name = _shown(path) if chain else str(path)
+    text = _read_text(path, name, origin, problems)
+    chain.append(path)
+    try:
+        node, found = yaml_nodes.parse(text, name)
+    except RecipeError as error:
+        raise RecipeError([*problems, *error.problems]) from None
+    problems.extend(found)
+    if not isinstance(node, Mapping):
+        raise RecipeError([*problems, _not_a_map(node, name)])
+    entry = node.entries.get("extends")
+    own = {key: value for key, value in node.entries.items() if key != "extends"}
+    tree = _absolute_paths(Mapping(node.place, own), path.parent)
+    if entry is None:
+        return tree, None, origin
+    parent, origin = _extended(entry, path, chain, problems)
+    return tree, parent, origin
+
+
+def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) -> str:
+    def stop(found: str, allowed: str, fix: str) -> RecipeError:
+        at = Problem(origin.key, found, allowed, fix, origin.file, origin.line)
+        return RecipeError([*problems, at])
+
+    try:
+        if not path.exists():
+            raise stop(f"no file {name}", "an existing file", _similar_file(path))
+        if not path.is_file():
+            raise stop(f"{name}, which is no regular file", "a YAML file", "name a file")
+        with path.open("rb") as file:
+            data = file.read(yaml_nodes.MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise stop(f"{name}: {reason}", "a readable file", "check name and rights") from None
+    if len(data) > yaml_nodes.MAX_BYTES:
+        limit = f"at most {yaml_nodes.MAX_BYTES // 1024} KiB"
+        raise stop(f"{name} with more than that", limit, "is this the right file?")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
+        at = Problem(WHOLE_FILE, "bytes that are no UTF-8", "UTF-8 text", fix, name, line)
+        raise RecipeError([*problems, at]) from None
+
+
+def _extended(
+    entry: Entry, path: Path, chain: list[Path], problems: list[Problem]
+) -> tuple[Path, Problem]:
+    """The file named by `extends`; raises RecipeError when it cannot be followed."""
+    node, place = entry.node, entry.node.place
+    value = node.value if isinstance(node, Scalar) else None
+    if not isinstance(value, str) or not value:
+        found = describe_node(node)
+        raise _stop(problems, place, found, "one file name", "extends: ../base/pretrain.yaml")
+    parent = path.parent / value
+    if _real(parent) in map(_real, chain):
+        circle = " → ".join(_shown(file) for file in [*chain, parent])
+        raise _stop(
+            problems, place, f"a cycle: {circle}", "a chain that ends", "break the cycle"
+        )
+    if len(chain) >= MAX_CHAIN:
+        found = "a longer chain of files"
+        raise _stop(problems, place, found, f"at most {MAX_CHAIN}", "extend fewer files")
+    return parent, Problem("extends", "", "", file=place.file, line=place.line)
+
+
+def _stop(
+    problems: list[Problem], place: Place, found: str, allowed: str, fix: str
+) -> RecipeError:
+    at = Problem("extends", found, allowed, fix, place.file, place.line)
+    return RecipeError([*problems, at])
+
+
+def describe_node(node: Node) -> str:
+    """What a node holds, as the user wrote it."""
+    if isinstance(node, Mapping):
+        return "a map"
+    if isinstance(node, yaml_nodes.Sequence):
+        return "a list"
+    if node.value is None:
+        return "nothing" if not node.text else node.text
+    return f'"{node.text}"' if node.quoted else node.text
+
+
+def _not_a_map(node: Node, name: str) -> Problem:
+    empty = isinstance(node, Scalar) and node.value is None
+    found = "an empty file" if empty else describe_node(node)
+    fix = "copy a recipe from recipes/ and change it" if empty else "write `key: value` lines"
+    line = max(node.place.line, 1)
+    return Problem(TOP, found, "a map of settings", fix, name, line)
+
+
+def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Mapping:
+    """One tree of all `KEY.PATH=VALUE` texts; later ones win."""
+    root = Mapping(Place(OVERRIDE_FILE, 0), {})
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts) or len(parts) > yaml_nodes.MAX_DEPTH:
+            allowed, fix = "KEY.PATH=VALUE", "e.g. --set parallel.tensor=4"
+            problems.append(Problem(OVERRIDE_FILE, text, allowed, fix, OVERRIDE_FILE))
+            continue
+        if parts == ["extends"]:
+            fix = "write it into the recipe file"
+            problems.append(Problem("extends", text, "settings", fix, OVERRIDE_FILE))
+            continue
+        try:
+            node, found = yaml_nodes.parse(value, OVERRIDE_FILE, has_lines=False)
+        except RecipeError as error:
+            problems.extend(
+                Problem(key, problem.found, problem.allowed, problem.fix, OVERRIDE_FILE)
+                for problem in error.problems
+            )
+            continue
+        problems.extend(
+            Problem(key, problem.found, problem.allowed, problem.fix, OVERRIDE_FILE)
+            for problem in found
+        )
+        _put(root, parts, node)
+    return root
+
+
+def _put(root: Mapping, parts: Sequence[str], node: Node) -> None:
+    for part in parts[:-1]:
+        entry = root.entries.get(part)
+        if entry is None or not isinstance(entry.node, Mapping):
+            entry = Entry(root.place, Mapping(root.place, {}))
+            root.entries[part] = entry
+        assert isinstance(entry.node, Mapping)
+        root = entry.node
+    root.entries[parts[-1]] = Entry(root.place, node)
+
+
+def _absolute_paths(tree: Mapping, folder: Path, prefix: str = "") -> Mapping:
+    """The tree with every setting that names a file or folder made absolute."""
+    entries = {}
+    for key, entry in tree.entries.items():
+        path = f"{prefix}{key}"
+        node = entry.node
+        if isinstance(node, Mapping):
+            node = _absolute_paths(node, folder, f"{path}.")
+        elif resolve := _PATHS.get(path):
+            node = _absolute(node, folder, resolve)
+        entries[key] = Entry(entry.place, node)
+    return Mapping(tree.place, entries)
+
+
+def _absolute(node: Node, folder: Path, resolve: Callable[[str, Path], bool]) -> Node:
+    if isinstance(node, yaml_nodes.Sequence):
+        items = tuple(_absolute(item, folder, resolve) for item in node.items)
+        return yaml_nodes.Sequence(node.place, items)
+    if not isinstance(node, Scalar) or not isinstance(node.value, str) or not node.value:
+        return node
+    if not resolve(node.value, folder):
+        return node
+    return Scalar(node.place, _join(folder, node.value), node.text, node.quoted)
+
+
+def _join(folder: Path, value: str) -> str:
+    try:
+        return str(folder.absolute() / Path(value).expanduser())
+    except RuntimeError:  # `~someone` without a home directory
+        return str(folder.absolute() / value)
+
+
+def _is_file_name(value: str, folder: Path) -> bool:  # noqa: ARG001 - one signature
+    return not value.startswith("{stdlib}")
+
+
+def _is_local(value: str, folder: Path) -> bool:
+    """A path rather than a hub id or a preset: by its beginning, or because it exists."""
+    return value.startswith(_PATH_BEGINNINGS) or _exists(folder / value)
+
+
+def _is_local_model(value: str, folder: Path) -> bool:
+    return value != "bytes" and _is_local(value, folder)
+
+
+def _is_local_data(value: str, folder: Path) -> bool:
+    return (
+        value.endswith(_DATA_SUFFIXES)
+        or bool(set("*?[") & set(value))
+        or _is_local(value, folder)
+    )
+
+
+def _is_local_config(value: str, folder: Path) -> bool:
+    if value.endswith(".json") or value.startswith(_PATH_BEGINNINGS):
+        return True
+    return _exists(folder / value) and (folder / value).is_file()
+
+
+_PATHS: dict[str, Callable[[str, Path], bool]] = {
+    "model.hub": _is_local_model,
+    "data.tokenizer": _is_local_model,
+    "data.cache": _is_file_name,
+    "parallel.zero.nvme_path": _is_file_name,
+    "parallel.zero.config": _is_local_config,
+    **{
+        f"data.{part}.{key}": is_path
+        for part in ("train", "validation")
+        for key, is_path in (
+            ("files", _is_file_name),
+            ("exclude", _is_file_name),
+            ("prefix", _is_file_name),
+            ("path", _is_local_data),
+        )
+    },
+}
+"""Settings that may name a path, each with the test whether a value does."""
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or characters that no path has
+        return False
+
+
+def _real(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of symbolic links
+        return path
+
+
+def _shown(path: Path) -> str:
+    return normpath(path)
+
+
+def _similar_file(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
+    except OSError:
+        return f"there is no folder {_shown(path.parent)}"
+    close = get_close_matches(path.name, names, 1)
+    return f"did you mean `{_shown(path.parent / close[0])}`?" if close else "check the name"

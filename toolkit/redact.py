@@ -1,0 +1,187 @@
+"""Keep credentials out of recipes, error texts and everything that a run writes.
+
+Two questions are answered here: does a setting hold a secret (`looks_secret`), and
+what does a text look like with every secret masked (`redact`, `Redactor`).
+"""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+MASK = "***"
+MIN_SECRET_LENGTH = 8
+"""Shorter environment values (`1`, `true`, `prod`) are no secrets."""
+
+_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+_INNOCENT_VARIABLE = re.compile(r"TOKENIZ|KEYBOARD|KEYMAP|KEYRING|KEYWORD|MONKEY")
+
+_SECRET_WORDS = frozenset(
+    [
+        "secret",
+        "secrets",
+        "password",
+        "passwords",
+        "passwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "apikey",
+        "authorization",
+        "bearer",
+    ]
+)
+_KEY_OWNERS = frozenset(
+    ["api", "access", "private", "secret", "wandb", "ssh", "encryption", "signing"]
+)
+_TOKEN_OWNERS = frozenset(
+    [
+        "hf",
+        "auth",
+        "access",
+        "api",
+        "wandb",
+        "hub",
+        "bearer",
+        "session",
+        "refresh",
+        "github",
+        "gitlab",
+        "security",
+        "secret",
+    ]
+)
+_DIGEST_WORDS = frozenset(
+    ["revision", "commit", "sha", "sha1", "sha256", "md5", "hash", "digest", "checksum", "ref"]
+)
+
+# Each begins at a word boundary; counts are bounded so that matching stays linear.
+_CREDENTIALS = (
+    r"hf_[A-Za-z0-9]{16,}",
+    r"wandb_v\d_[A-Za-z0-9_]{16,}",
+    r"sk-(?=[A-Za-z0-9_-]{0,200}\d)[A-Za-z0-9_-]{16,}",
+    r"gh[pousr]_[A-Za-z0-9]{16,}",
+    r"github_pat_[A-Za-z0-9_]{16,}",
+    r"glpat-[A-Za-z0-9_-]{16,}",
+    r"xox[abprs]-[A-Za-z0-9-]{10,}",
+    r"AKIA[0-9A-Z]{16}",
+    r"AIza[0-9A-Za-z_-]{30,}",
+    r"eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{5,}",
+)
+_CREDENTIAL = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(_CREDENTIALS)})")
+_URL_LOGIN = re.compile(
+    r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{0,20}://)[^/\s@'\"]{1,256}@(?=[^\s/])"
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]{0,20000}"
+    r"(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?"
+)
+_SECRET_NAME = (
+    r"(?:[A-Za-z0-9]{1,30}[_-]){0,6}"
+    r"(?:api[_-]?key|access[_-]?key|private[_-]?key|secret[_-]?key|secret|password|passwd|"
+    r"(?:hf|auth|access|api|wandb|hub|bearer|session)[_-]?token)"
+)
+_ASSIGNED = re.compile(
+    rf"(?<![A-Za-z0-9])({_SECRET_NAME}[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?|--{_SECRET_NAME}\s)"
+    r"([^\s\"',;&]{6,})",
+    re.IGNORECASE,
+)
+_LONG_HEX = re.compile(r"[0-9a-fA-F]{32,128}")
+_LONG_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+]{40,}={0,2}")
+
+
+def secret_variable(name: str) -> bool:
+    """Does an environment variable's name say that its value is a secret?"""
+    name = name.upper()
+    return bool(_SECRET_VARIABLE.search(name)) and not _INNOCENT_VARIABLE.search(name)
+
+
+def secret_key(key: str) -> bool:
+    """Does a setting's dotted name say that its value is a secret?
+
+    `api_key`, `hf_token`, `secrets.login` do; `tokens`, `tokenizer`, `pad_token` do not.
+    """
+    return any(_secret_words(_words(part)) for part in key.split("."))
+
+
+def looks_secret(key: str, value: object) -> bool:
+    """Is `value`, stated under the dotted `key`, a credential that must not be written?
+
+    See `Redactor.looks_secret`; this takes the secrets of the current environment.
+    """
+    return _redactor(_environment_secrets(os.environ)).looks_secret(key, value)
+
+
+def redact(text: str) -> str:
+    """`text` with the secrets of the current environment masked (see Redactor)."""
+    return _redactor(_environment_secrets(os.environ)).redact(text)
+
+
+class Redactor:
+    """Masks the secrets of one environment; build once, use for every text."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: names and values to take secrets from; default `os.environ`."""
+        self._secrets = _environment_secrets(os.environ if environment is None else environment)
+        escaped = {json.dumps(secret)[1:-1] for secret in self._secrets}
+        longest_first = sorted(self._secrets | escaped, key=len, reverse=True)
+        self._values = (
+            re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        )
+
+    def looks_secret(self, key: str, value: object) -> bool:
+        """Is `value`, stated under the dotted `key`, a credential?
+
+        Judged by the key's name, by the value's shape (tokens, logins in URLs, long hex or
+        base64 outside of revisions and hashes) and by this environment's secrets.
+        """
+        if value is None or isinstance(value, bool):
+            return False
+        if secret_key(key):
+            return True
+        if not isinstance(value, str):
+            return False
+        if value in self._secrets:
+            return True
+        if any(pattern.search(value) for pattern in (_CREDENTIAL, _URL_LOGIN, _PRIVATE_KEY)):
+            return True
+        if _DIGEST_WORDS.intersection(_words(key.rpartition(".")[2])):
+            return False
+        return bool(_LONG_HEX.fullmatch(value) or _LONG_BASE64.fullmatch(value))
+
+    def redact(self, text: str) -> str:
+        """`text` with every known or credential-shaped part replaced by `***`."""
+        if self._values is not None:
+            text = self._values.sub(MASK, text)
+        text = _PRIVATE_KEY.sub(MASK, text)
+        text = _URL_LOGIN.sub(rf"\1{MASK}@", text)
+        text = _ASSIGNED.sub(rf"\1{MASK}", text)
+        return _CREDENTIAL.sub(MASK, text)
+
+
+@lru_cache(maxsize=8)
+def _redactor(secrets: frozenset[str]) -> Redactor:
+    return Redactor({f"SECRET_{index}": secret for index, secret in enumerate(secrets)})
+
+
+def _environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
+    values = (value.strip() for name, value in environment.items() if secret_variable(name))
+    return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
+
+
+def _words(key: str) -> list[str]:
+    """`HFToken`, `hf-token` and `hf_token` → [hf, token]."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", key)
+    return [word for word in re.split(r"[^A-Za-z0-9]+", spaced.lower()) if word]
+
+
+def _secret_words(words: list[str]) -> bool:
+    if _SECRET_WORDS.intersection(words) or words == ["token"]:
+        return True
+    return any(
+        (second == "key" and first in _KEY_OWNERS)
+        or (second == "token" and first in _TOKEN_OWNERS)
+        for first, second in itertools.pairwise(words)
+    )

@@ -1,0 +1,86 @@
+"""Append-only JSON Lines files that survive a kill at any moment.
+
+JSON has no NaN or infinity. They are written as the strings "NaN", "Infinity" and
+"-Infinity" (the convention of Protocol Buffers' JSON mapping): every JSON parser reads
+the line, and `float()` turns the string back into the number.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.redact import redact
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with non-finite numbers as strings and secrets masked in texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line with a single write, so that writers do not cut each other's lines."""
+    text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n"
+    line = text.encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, "line cut short, is the disk full?", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Return the complete objects from byte `offset` on; none when there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(offset)
+        return list(parse(file.read()))
+
+
+def parse(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the object of every complete line; a torn or foreign line is passed over."""
+    for line in data.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def mend_tail(path: Path) -> None:
+    """Cut off a last line without its newline: what a kill in the middle of a write leaves."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    complete = data.rfind(b"\n") + 1
+    if complete < len(data):
+        os.truncate(path, complete)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file in one step: a reader sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Stopping a run in good order: signals set a flag, and all ranks act on the same step."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Work
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_INTERRUPTS_TO_FORCE = 3
+
+
+class StopRequest:
+    """Turns SIGTERM, SIGINT and SIGUSR1 into a flag that the loop asks for once per step.
+
+        with StopRequest() as stop:
+            for step in …:
+                …
+                if stop.agreed():
+                    save and leave
+
+    The third SIGINT raises KeyboardInterrupt: the way out when saving does not end.
+    Creating one is collective when there are several ranks (it makes a gloo group); it
+    must be entered in the main thread, since Python delivers signals there.
+    """
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+        self._group = _gloo_group()
+        self._pending: tuple[torch.Tensor, Work] | None = None
+
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the first signal that this rank got, e.g. `SIGTERM`."""
+        return self._signal.name if self._signal else None
+
+    def __enter__(self) -> "StopRequest":
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        # After an error the other ranks may never join the reduction: do not wait then.
+        if error_type is None and self._pending is not None:
+            self._pending[1].wait()
+        self._pending = None
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._signal = self._signal or signal.Signals(number)
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts >= _INTERRUPTS_TO_FORCE:
+                raise KeyboardInterrupt
+
+    def agreed(self) -> bool:
+        """Say whether to stop now; every rank calls it once per step, all get one answer.
+
+        With several ranks the answer is about the flags at the *previous* call: that
+        reduction ran while the step did, so asking costs no latency, and a signal takes
+        effect one step later.
+        """
+        if self._group is None:
+            return self._signal is not None
+        answer = self._finish_pending()
+        if not answer:
+            self._start_reduction(self._group)
+        return answer
+
+    def _finish_pending(self) -> bool:
+        if self._pending is None:
+            return False
+        flag, work = self._pending
+        work.wait()
+        self._pending = None
+        return bool(flag.item())
+
+    def _start_reduction(self, group: "ProcessGroup") -> None:
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([int(self._signal is not None)], dtype=torch.int32)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
+        self._pending = (flag, work)
+
+
+def _gloo_group() -> "ProcessGroup | None":
+    """Return an own gloo group of all ranks; None for a single process."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group: ProcessGroup = dist.new_group(backend="gloo")
+    return group
