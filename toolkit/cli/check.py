@@ -12,7 +12,7 @@ from rich.text import Text
 
 from toolkit.errors import EXIT_USER_ERROR, Problem, RecipeError
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.checks import total_steps
+from toolkit.plan.layout import total_steps
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -90,7 +90,7 @@ def _parameters(recipe: Recipe) -> str:
 
 
 def _length(recipe: Recipe) -> str:
-    training, steps = recipe.training, total_steps(recipe)
+    training, steps = recipe.training, total_steps(recipe.training)
     if steps is None:
         return f"{training.epochs:g} epochs"
     tokens = steps * training.global_batch_size * training.sequence_length

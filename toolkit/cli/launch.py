@@ -21,7 +21,9 @@ def launch(
     run_dir: RunDir = None,
     launcher: Annotated[
         str | None,
-        typer.Option(help="local, torchrun or deepspeed; default: the recipe's launch.launcher"),
+        typer.Option(
+            help="local, torchrun or deepspeed; default: the recipe's launch.launcher"
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")

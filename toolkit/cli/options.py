@@ -12,6 +12,4 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set training.steps=20."
     ),
 ]
-RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Default: runs/<recipe name>.")
-]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Default: runs/<recipe name>.")]

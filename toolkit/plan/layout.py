@@ -1,7 +1,10 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from toolkit.recipe.schema import TrainingSection
 
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
@@ -34,3 +37,19 @@ class Layout:
     def global_batch(self) -> int:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.gradient_accumulation * self.dp
+
+
+def total_steps(training: TrainingSection, samples_per_epoch: int | None = None) -> int | None:
+    """Optimizer steps of the run.
+
+    `samples_per_epoch` counts packed sequences; without it, a run whose length is given
+    in epochs has no known number of steps: None.
+    """
+    if training.steps is not None:
+        return training.steps
+    if training.tokens is not None:
+        per_step = training.global_batch_size * training.sequence_length
+        return math.ceil(training.tokens / per_step)
+    if training.epochs is None or samples_per_epoch is None:
+        return None
+    return math.ceil(training.epochs * samples_per_epoch / training.global_batch_size)

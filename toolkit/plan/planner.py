@@ -6,7 +6,6 @@ a coarse memory estimate, good enough to choose a ZeRO stage.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -230,14 +229,3 @@ def _recompute(recipe: Recipe, spec: ModelSpec, device: Gpu) -> tuple[Recompute,
     if needed <= room:
         return "none", f"recompute none: {needed:.1f} GiB of activations per sequence fit"
     return "full", f"recompute full: {needed:.1f} GiB of activations per sequence do not fit"
-
-
-def total_steps(training: TrainingSection, samples_per_epoch: int) -> int:
-    """Optimizer steps of the run; `samples_per_epoch` counts packed sequences."""
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        per_step = training.global_batch_size * training.sequence_length
-        return -(-training.tokens // per_step)
-    assert training.epochs is not None, "checked at load"
-    return math.ceil(training.epochs * samples_per_epoch / training.global_batch_size)

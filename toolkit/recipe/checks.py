@@ -6,7 +6,6 @@ legal in `parallel` is decided in `toolkit.plan.legality`, what a model config m
 `toolkit.models.spec`; here they are only asked.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, gpu
 from toolkit.models.spec import ModelSpec, check_config
 from toolkit.plan import legality
+from toolkit.plan.layout import total_steps
 from toolkit.recipe.schema import Recipe
 
 
@@ -23,17 +23,6 @@ class Rule:
 
     reads: tuple[str, ...]
     check: Callable[[Recipe], Iterable[Problem]]
-
-
-def total_steps(recipe: Recipe) -> int | None:
-    """Optimizer steps of the run; None when only epochs say how long it is."""
-    training = recipe.training
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        per_step = training.global_batch_size * training.sequence_length
-        return math.ceil(training.tokens / per_step)
-    return None
 
 
 def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]:
@@ -65,7 +54,7 @@ def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
-    steps, schedule = total_steps(recipe), recipe.schedule
+    steps, schedule = total_steps(recipe.training), recipe.schedule
     if steps is None:
         return
     if schedule.warmup_steps > steps:

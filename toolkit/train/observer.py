@@ -24,8 +24,8 @@ from toolkit.train.tensorboard import TensorBoardLog
 from toolkit.train.wandb_service import WandbFollower
 
 GIB = 2**30
-WANDB_GRACE_S = 30.0
-"""How long the end of a run waits for W&B."""
+WANDB_GRACE_S = 15.0
+"""How long the end of a run waits for W&B; launchers give a stopping run 30 s."""
 
 
 class Reporter:

@@ -6,6 +6,7 @@ the run directory and hands recipe and plan to the others, who need no shared di
 """
 
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig
 
@@ -31,7 +33,7 @@ from toolkit.errors import (
     Stopped,
 )
 from toolkit.models import huggingface as hf
-from toolkit.plan.planner import total_steps
+from toolkit.plan.layout import total_steps
 from toolkit.redact import redact
 from toolkit.train.assignment import Assignment, assign, read_assignment
 from toolkit.train.events import EventLog
@@ -60,22 +62,24 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.captureWarnings(True)
+    # Until training starts there is nothing to save: Ctrl-C ends the process at once.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     run: RunDirectory | None = None
     ranks: Ranks | None = None
     try:
         ranks = here = join()
         together = Together(here)
-        with StopRequest() as stop:
-            assignment = together.rank_zero(lambda: make_assignment(here))
-            run = RunDirectory(assignment.run_dir)
-            setup_rank_logging(run, here.rank)
-            _Worker(assignment, here, together, stop).run()
+        assignment = together.rank_zero(lambda: make_assignment(here))
+        run = RunDirectory(assignment.run_dir)
+        setup_rank_logging(run, here.rank)
+        _Worker(assignment, here, together).run()
         leave()
         return EXIT_DONE
     except PeerFailed as error:
         return error.code
     except Stopped as error:
-        _end(run, ranks, error.exit_code, str(error), show=ranks is None or ranks.rank == 0)
+        if ranks is not None and ranks.rank == 0:
+            _say(f"dmt: {error}")
         leave()
         return error.exit_code
     except DmtError as error:
@@ -116,7 +120,6 @@ class _Worker:
     assignment: Assignment
     ranks: Ranks
     together: Together
-    stop: StopRequest
 
     def run(self) -> None:
         recipe, plan = self.assignment.recipe, self.assignment.plan
@@ -131,6 +134,7 @@ class _Worker:
             config.eos_token_id = data.tokenizer.eos_token_id
             config.bos_token_id = data.tokenizer.bos_token_id
         steps = total_steps(recipe.training, len(data.train))
+        assert steps is not None, "known once the data is"
         store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
         engine = self._build_engine(config)
         progress = self._resume(store, engine, data.fingerprint)
@@ -154,17 +158,24 @@ class _Worker:
         )
         try:
             with Observer(observed, store, reporter) as observer:
-                train(job, progress, observer, self.stop)
+                with StopRequest() as stop:
+                    train(job, progress, observer, stop)
                 observer.evaluate_now(progress)
                 observer.save_now(progress)
             if recipe.checkpoint.export:
                 self._export(engine, data, run)
-            if events is not None:
-                events.write("end", exit_code=EXIT_DONE, rank=0, step=progress.step)
-        finally:
-            if reporter is not None:
-                reporter.finish()
+        except Stopped as stopped:
+            self._finish(reporter, stopped.exit_code, progress)
+            raise
+        self._finish(reporter, EXIT_DONE, progress)
         engine.close()
+
+    def _finish(self, reporter: Reporter | None, code: int, progress: Progress) -> None:
+        """Record a good end; no rank leaves before rank 0's reports are out."""
+        if reporter is not None:
+            reporter.events.write("end", exit_code=code, rank=0, step=progress.step)
+            reporter.finish()
+        dist.barrier()
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:
         recipe = self.assignment.recipe
