@@ -1,0 +1,40 @@
+# Each target does all its own set-up in .venv; a second run starts within seconds.
+#   make demo    train a small model on this machine and check the result
+#   make test    run the tests
+#   make check   lint, format, types (what CI checks, too)
+#   make soak    long fault and stress runs (not part of CI)
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test check soak
+
+setup: $(READY)
+
+# A CPU-only build of torch is taken where there is no NVIDIA driver and an index has one.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; ok = (3, 11) <= v < (3, 14); sys.exit(None if ok else f"error: Python 3.11 to 3.13 is needed, {sys.executable} is {v.major}.{v.minor}\n  fix: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	  torch=$$(grep '^torch==' constraints.txt); \
+	  if command -v nvidia-smi >/dev/null; then $(BIN)/pip install -q "$$torch"; \
+	  else $(BIN)/pip install -q "$$torch+cpu" 2>/dev/null || $(BIN)/pip install -q "$$torch"; fi; \
+	fi
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,tensorboard]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/python launch/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m toolkit.recipe.docs --check
+
+soak: setup
+	$(BIN)/python -m pytest -m soak --timeout 3600
