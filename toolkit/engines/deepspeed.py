@@ -50,7 +50,9 @@ class DeepSpeedEngine:
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(
-            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
         )
         model = self._build_model(deepspeed)
         if setup.layout.recompute == "full":
@@ -66,13 +68,14 @@ class DeepSpeedEngine:
     def _build_model(self, deepspeed: Any) -> PreTrainedModel:
         """The model with its initial weights, sharded from the start under stage 3."""
         config, weights = self.setup.model_config, self.setup.weights
+        dtype = DTYPES[self.setup.precision]
         if self.stage < 3:
-            model = hf.empty_model(config, torch.device("cpu"))
+            model = hf.empty_model(config, self.device, dtype)
             hf.fill(model, weights)
             return model
         sharded = deepspeed.zero.Init(config_dict_or_path=self.setup.engine_config)
         with hf_initialization.no_init_weights(), sharded:
-            model = hf.new_model(config, DTYPES[self.setup.precision])
+            model = hf.new_model(config, dtype)
         model.tie_weights()
         for name, parameter in model.named_parameters():
             _fill_shard(deepspeed, name, parameter, weights)

@@ -61,8 +61,10 @@ class _Missing:
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The ops that DeepSpeed will load for a rendered config, in the order to build them."""
     zero = config.get("zero_optimization", {})
-    optimizer_device = zero.get("offload_optimizer", {}).get("device", "none")
-    parameter_device = zero.get("offload_param", {}).get("device", "none")
+    optimizer_device, parameter_device = (
+        (zero.get(block) or {}).get("device", "none")  # an offload block may be null
+        for block in ("offload_optimizer", "offload_param")
+    )
     torch_adam = config.get("optimizer", {}).get("params", {}).get("torch_adam", False)
     ops: list[str] = []
     if not torch_adam:

@@ -65,6 +65,9 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             fix="remove output_router_logits from model.config",
         )
     config.use_cache = False
+    if not torch.cuda.is_available():
+        # The grouped matrix products that are the default need 16-byte strides on CPUs.
+        config._experts_implementation = "eager"
     return config
 
 
@@ -93,10 +96,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
         return new_model(config, torch.float32)
 
 
-def empty_model(config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
-    """The fp32 model on `device`, its buffers computed, its parameters not yet filled."""
-    with hf_initialization.no_init_weights(), torch.device(device):
-        model = new_model(config, torch.float32)
+def empty_model(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model on `device`, its buffers computed, its parameters not yet filled."""
+    with hf_initialization.no_init_weights(), device:
+        model = new_model(config, dtype)
     model.tie_weights()
     return model
 

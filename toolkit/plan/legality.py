@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from toolkit.errors import Problem
-from toolkit.plan.layout import Placement
+from toolkit.plan.layout import Placement, Recompute
 from toolkit.recipe.schema import ClusterSection, ParallelSection
 
 EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]
 ModelName = Literal["hf", "megatron"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Stage = Literal[0, 1, 2, 3]
 
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
@@ -21,6 +23,9 @@ ANY = 65536
 _EVERYWHERE: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
 _ON_DEVICE: frozenset[Placement] = frozenset(("none",))
 _ON_DEVICE_OR_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8", "fp16", "bf16")
+_PLAIN_PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
+_MEGATRON_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 class Pair(NamedTuple):
@@ -45,10 +50,14 @@ class Support:
     expert: int = 1
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
-    zero_stages: tuple[int, ...] = (0,)
+    zero_stages: tuple[Stage, ...] = (0,)
     """ZeRO stages; (0,) where the engine does not read `parallel.zero`."""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    """Activation recompute; `selective` is megatron-core's own attention recompute."""
+    precisions: frozenset[Precision] = field(default=_PLAIN_PRECISIONS)
+    """What it computes in, where the device can."""
 
     @property
     def reads_zero(self) -> bool:
@@ -68,9 +77,17 @@ TABLE: dict[Pair, Support] = {
         zero_stages=(0, 1, 2, 3),
         offload_optimizer=_ON_DEVICE_OR_CPU,
         offload_parameters=_ON_DEVICE_OR_CPU,
+        recompute=_MEGATRON_RECOMPUTE,
     ),
     Pair("megatron", "megatron"): Support(
-        tensor=ANY, pipeline=ANY, virtual_pipeline=ANY, context=ANY, expert=ANY, sequence=True
+        tensor=ANY,
+        pipeline=ANY,
+        virtual_pipeline=ANY,
+        context=ANY,
+        expert=ANY,
+        sequence=True,
+        recompute=_MEGATRON_RECOMPUTE,
+        precisions=frozenset(_PRECISIONS),
     ),
 }
 """Every legal pair, the preferred one first."""
@@ -85,12 +102,44 @@ _PIPELINE_AND_ZERO = (
 )
 
 
-def pairs(parallel: ParallelSection) -> list[Pair]:
-    """The available pairs that can carry out what `parallel` asks for, preferred first."""
+def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
+    """The available pairs that can carry out what `parallel` asks for, preferred first.
+
+    With a `precision`, only those that compute in it.
+    """
     return [
         pair
-        for pair in TABLE
-        if pair in AVAILABLE and _matches(parallel, pair) and not _violations(parallel, pair)
+        for pair, support in TABLE.items()
+        if pair in AVAILABLE
+        and _matches(parallel, pair)
+        and not _violations(parallel, pair)
+        and (precision is None or precision in support.precisions)
+    ]
+
+
+def precisions(parallel: ParallelSection) -> list[Precision]:
+    """What the pairs that can carry out `parallel` compute in, the most usual last.
+
+    Where no pair can, which `problems` reports, what the available pairs compute in.
+    """
+    able = pairs(parallel) or AVAILABLE
+    return [name for name in _PRECISIONS if any(name in TABLE[p].precisions for p in able)]
+
+
+def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
+    """The ZeRO stages in which `pair` can do the asked offload, lowest first.
+
+    Only the asked one where `parallel` names it; at least one where `problems` finds none.
+    """
+
+    def in_stage(stage: Stage) -> ParallelSection:
+        zero = parallel.zero.model_copy(update={"stage": stage})
+        return parallel.model_copy(update={"zero": zero})
+
+    return [
+        stage
+        for stage in TABLE[pair].zero_stages
+        if parallel.zero.stage in ("auto", stage) and not list(_needs(in_stage(stage)))
     ]
 
 
@@ -146,7 +195,15 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "true only inside a tensor-parallel group",
             "set parallel.sequence to auto, or parallel.tensor to 2 or more",
         )
-    if zero.offload_optimizer != "none" and zero.stage == 0:
+    if zero.offload_optimizer == "nvme" and zero.stage not in (3, "auto"):
+        yield Problem(
+            "parallel.zero.offload_optimizer",
+            f"nvme with stage: {zero.stage}",
+            "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory "
+            "without a word",
+            "set parallel.zero.stage to 3 (or auto)",
+        )
+    elif zero.offload_optimizer != "none" and zero.stage == 0:
         yield Problem(
             "parallel.zero.offload_optimizer",
             f"{zero.offload_optimizer} with stage: 0",
@@ -268,6 +325,11 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             nearest = "cpu" if "cpu" in places else "none"
             fix = f"set parallel.zero.{name} to {nearest}{or_engine}"
             refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
+    recompute = parallel.recompute
+    if recompute != "auto" and recompute not in support.recompute:
+        ways = ", ".join(support.recompute)
+        why = ": selective is megatron-core's, and the model here is transformers'"
+        refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
     if zero.config is not None and not support.reads_zero:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
     return found

@@ -7,20 +7,18 @@ a coarse memory estimate, good enough to choose a ZeRO stage.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.models.spec import ModelSpec
+from toolkit.models.spec import ModelSpec, check_config
+from toolkit.plan import legality
 from toolkit.plan.layout import Layout, Recompute
+from toolkit.plan.legality import EngineName, ModelName, Pair, Stage
 from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
 
-MODEL_STATE_BYTES = 16
-"""Bytes per parameter of AdamW training: fp32 weights and two moments (12), compute
-weights and gradients (4 in bf16; in fp32 weights are shared, gradients take 4).
-Source: ZeRO, arXiv:1910.02054, section 3.1."""
 STATE_SHARE = 0.6
 """Share of a device's memory that model states may fill; activations need the rest."""
 MICRO_BATCH_TOKENS = 8192
@@ -32,8 +30,8 @@ GIB = 2**30
 class Plan:
     """How a recipe is carried out, and why."""
 
-    engine: Literal["deepspeed", "ddp"]
-    model: Literal["hf"]
+    engine: EngineName
+    model: ModelName
     layout: Layout
     parameters: int
     """Parameters of the model."""
@@ -42,7 +40,7 @@ class Plan:
     peak_flops_per_gpu: float | None
     """Peak of one device in the recipe's precision; None where it is unknown."""
     model_states_gib: float
-    """Parameters, gradients and optimizer states on the fullest rank, in GiB."""
+    """Parameters, gradients and optimizer states on the fullest device, in GiB."""
     reasons: tuple[str, ...]
     """One line per decision."""
 
@@ -66,61 +64,75 @@ class Plan:
 def plan_recipe(recipe: Recipe) -> Plan:
     """Decide everything that the recipe leaves open.
 
-    Raises PlanError when the batch cannot be spread over the cluster.
+    Raises PlanError when the batch cannot be spread over the cluster or the model's shape
+    cannot be found out, RecipeError when `parallel` is illegal after all: the recipe was
+    checked at load, but its own DeepSpeed file may have set the ZeRO stage since.
     """
+    parallel, training = recipe.parallel, recipe.training
+    if found := legality.problems(parallel, recipe.cluster):
+        raise RecipeError(found)
     spec = ModelSpec.from_config(model_config(recipe.model))
     device = gpu(recipe.cluster.gpu)
-    parameters = spec.parameters.total
-    precision = recipe.training.precision
-    engine, engine_reason = _engine(recipe)
-    stage, stage_reason = _zero_stage(recipe, engine, parameters, device)
-    dp = recipe.cluster.world_size
-    micro_batch, micro_reason = _micro_batch(recipe.training, dp)
-    recompute, recompute_reason = _recompute(recipe, spec, device)
-    zero = recipe.parallel.zero
+    pair, pair_reason = _pair(recipe)
+    dp = legality.data_parallel(parallel, recipe.cluster)
+    assert dp is not None, "every degree is fixed in the pairs of this release"
+    micro_batch, micro_reason = _micro_batch(training, dp)
     layout = Layout(
         dp=dp,
-        zero_stage=stage,
-        offload_optimizer=zero.offload_optimizer,
-        offload_parameters=zero.offload_parameters,
-        recompute=recompute,
+        offload_optimizer=parallel.zero.offload_optimizer,
+        offload_parameters=parallel.zero.offload_parameters,
         micro_batch=micro_batch,
-        gradient_accumulation=recipe.training.global_batch_size // (dp * micro_batch),
+        gradient_accumulation=training.global_batch_size // (dp * micro_batch),
     )
+    states = ModelStates(spec.parameters.total, training.precision)
+    layout, stage_reason = _with_zero_stage(recipe, pair, layout, states, device)
+    recompute, recompute_reason = _recompute(recipe, micro_batch, spec, device)
     return Plan(
-        engine=engine,
-        model="hf",
-        layout=layout,
-        parameters=parameters,
-        flops_per_token=spec.flops_per_token_causal(recipe.training.sequence_length),
-        peak_flops_per_gpu=device.peak_flops(precision),
-        model_states_gib=model_state_bytes(parameters, stage, dp) / GIB,
-        reasons=(engine_reason, stage_reason, micro_reason, recompute_reason),
+        engine=pair.engine,
+        model=pair.model,
+        layout=replace(layout, recompute=recompute),
+        parameters=states.parameters,
+        flops_per_token=spec.flops_per_token_causal(training.sequence_length),
+        peak_flops_per_gpu=device.peak_flops(training.precision),
+        model_states_gib=states.gib(layout),
+        reasons=(pair_reason, stage_reason, micro_reason, recompute_reason),
     )
 
 
-def model_config(model: ModelSection) -> dict[str, Any]:
+def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
     """The Hugging Face config of a recipe's model: stated, or read from `hub`.
 
-    Raises PlanError when it is not stated and cannot be read.
+    Without `download`, a hub id is looked for only in the hub's local cache. Raises
+    PlanError when it cannot be read, ShapeUnknown where that is because of the network.
     """
     if model.config is not None:
         return model.config
     assert model.hub is not None, "checked at load"
     path = Path(model.hub) / "config.json"
     if not Path(model.hub).is_dir():
-        path = _download_config(model.hub, model.revision)
+        path = _hub_config(model.hub, model.revision, download)
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        problems = check_config(config)
+    except (OSError, ValueError, AttributeError) as error:
         raise PlanError(
             f"model.hub: cannot read {path}: {error}",
             fix="check the folder, or set model.config",
         ) from error
+    if problems:
+        raise PlanError(
+            f"model.hub: {path} says {problems[0].key}: {problems[0].found}; planned are "
+            f"{problems[0].allowed}",
+            fix="choose another model",
+        )
     return config
 
 
-def _download_config(hub: str, revision: str | None) -> Path:
+class ShapeUnknown(PlanError):
+    """The model's shape is only on the hub, and not reachable now."""
+
+
+def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     """The cached or downloaded config.json of a hub id."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
@@ -130,102 +142,147 @@ def _download_config(hub: str, revision: str | None) -> Path:
     )
 
     try:
-        return Path(hf_hub_download(hub, "config.json", revision=revision))
+        return Path(
+            hf_hub_download(
+                hub, "config.json", revision=revision, local_files_only=not download
+            )
+        )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise PlanError(
-            f"model.hub: {hub!r} is neither a local folder nor reachable on the hub "
-            f"({type(error).__name__})",
+        raise ShapeUnknown(
+            f"model.hub: {hub!r} is neither a local folder nor "
+            + (
+                f"reachable on the hub ({type(error).__name__})" if download else "in the cache"
+            ),
             fix="state the shape in model.config to plan offline, or point at a local folder",
         ) from error
 
 
-def model_state_bytes(parameters: int, stage: int, dp: int) -> float:
-    """Bytes of model states per rank under a ZeRO stage.
+@dataclass(frozen=True)
+class ModelStates:
+    """What AdamW training keeps of a model: 16 bytes per parameter, spread by ZeRO."""
 
-    Source: ZeRO, arXiv:1910.02054, figure 1: 2Ψ weights, 2Ψ gradients, 12Ψ optimizer.
-    """
-    weights, gradients, optimizer = 2.0, 2.0, 12.0
-    if stage >= 1:
-        optimizer /= dp
-    if stage >= 2:
-        gradients /= dp
-    if stage >= 3:
-        weights /= dp
-    return parameters * (weights + gradients + optimizer)
+    parameters: int
+    precision: str
+
+    def gib(self, layout: Layout) -> float:
+        """GiB of weights, gradients and optimizer states on the fullest device.
+
+        Source: ZeRO, arXiv:1910.02054, figure 1: 2Ψ weights, 2Ψ gradients, 12Ψ optimizer
+        (fp32 weights and two moments). In fp32 the weights need no second copy: 4, 4, 8.
+        What is offloaded counts as away, although parts of it pass through the device.
+        """
+        weights, gradients, optimizer = (
+            (4.0, 4.0, 8.0) if self.precision == "fp32" else (2.0, 2.0, 12.0)
+        )
+        if layout.zero_stage >= 1:
+            optimizer /= layout.dp
+        if layout.zero_stage >= 2:
+            gradients /= layout.dp
+        if layout.zero_stage >= 3:
+            weights /= layout.dp
+        if layout.offload_optimizer != "none":
+            optimizer = 0.0
+        if layout.offload_parameters != "none":
+            weights = 0.0
+        return self.parameters * (weights + gradients + optimizer) / GIB
 
 
-def _engine(recipe: Recipe) -> tuple[Literal["deepspeed", "ddp"], str]:
-    wanted = recipe.parallel.engine
-    if wanted == "ddp":
-        return "ddp", "engine ddp: asked for"
-    assert wanted in ("auto", "deepspeed"), "checked at load"
-    reason = "asked for" if wanted == "deepspeed" else "auto; ZeRO shards what ddp would copy"
-    return "deepspeed", f"engine deepspeed: {reason}"
+def _pair(recipe: Recipe) -> tuple[Pair, str]:
+    """The preferred pair of engine and model that can do all that the recipe asks."""
+    able = legality.pairs(recipe.parallel, recipe.training.precision)
+    assert able, "checked at load"
+    best = able[0]
+    if recipe.parallel.engine != "auto":
+        return best, f"{best}: asked for"
+    others = ", ".join(pair.engine for pair in able[1:])
+    why = f"auto; preferred to {others}" if others else "auto; the only one that can do this"
+    return best, f"{best}: {why}"
 
 
-def _zero_stage(
-    recipe: Recipe, engine: str, parameters: int, device: Gpu
-) -> tuple[Literal[0, 1, 2, 3], str]:
-    """The smallest sharding that leaves room for activations."""
-    zero = recipe.parallel.zero
-    if engine == "ddp":
-        return 0, "zero 0: ddp shards nothing"
-    if zero.stage != "auto":
-        return zero.stage, f"zero {zero.stage}: asked for"
-    if zero.offload_parameters != "none" or zero.offload_optimizer == "nvme":
-        return 3, "zero 3: parameter offload and NVMe need it"
-    dp = recipe.cluster.world_size
-    if device.memory_gib is None:
-        stage: Literal[0, 1, 2, 3] = 2 if dp > 1 or zero.offload_optimizer != "none" else 0
-        return stage, f"zero {stage}: auto on CPU, where memory is not the limit"
-    least: Literal[1, 2] = 2 if zero.offload_optimizer != "none" else 1
-    budget = device.memory_gib * GIB * STATE_SHARE
-    for candidate in (least, 2, 3):
-        needed = model_state_bytes(parameters, candidate, dp)
-        if needed <= budget:
-            return candidate, (
-                f"zero {candidate}: model states take {needed / GIB:.1f} GiB of "
-                f"{device.memory_gib:g} GiB per GPU"
-            )
-    needed = model_state_bytes(parameters, 3, dp)
-    return 3, (
-        f"zero 3: WARNING: model states take {needed / GIB:.1f} GiB of {device.memory_gib:g} "
-        "GiB per GPU even so; use more GPUs or offload"
-    )
+def _with_zero_stage(
+    recipe: Recipe, pair: Pair, layout: Layout, states: ModelStates, device: Gpu
+) -> tuple[Layout, str]:
+    """The layout in the lowest ZeRO stage that leaves room for activations."""
+    wanted, legal = recipe.parallel.zero.stage, legality.zero_stages(recipe.parallel, pair)
+    least = _least_stage(recipe, layout.dp, device)
+    candidates = [stage for stage in legal if stage >= least] or legal
+    for stage in candidates:
+        chosen = replace(layout, zero_stage=stage)
+        fits = (
+            device.memory_gib is None or states.gib(chosen) <= device.memory_gib * STATE_SHARE
+        )
+        if fits:
+            break
+    if wanted != "auto":
+        why = "asked for"
+    elif len(legal) == 1:
+        why = f"the only stage of {pair} with this offload"
+    elif device.memory_gib is None:
+        why = "auto on CPU, where memory is not the limit"
+    else:
+        why = "the lowest stage that leaves room for activations" if fits else "auto"
+    if device.memory_gib is not None:
+        taken = (
+            f"model states take {states.gib(chosen):.1f} of {device.memory_gib:g} GiB per GPU"
+        )
+        why += (
+            f"; {taken}" if fits else f"; WARNING: {taken}: use more GPUs, more ZeRO or offload"
+        )
+    return chosen, f"zero {chosen.zero_stage}: {why}"
+
+
+def _least_stage(recipe: Recipe, dp: int, device: Gpu) -> Stage:
+    """The stage to begin with where the recipe leaves it open."""
+    if recipe.parallel.zero.offload_optimizer != "none":
+        return 2  # gradients are needed where the optimizer is
+    if device.memory_gib is not None:
+        return 1
+    if dp > 1:
+        return 2
+    # In 16 bits, DeepSpeed's stage 0 sums micro batches in 16 bits.
+    return 0 if recipe.training.precision == "fp32" else 1
 
 
 def _micro_batch(training: TrainingSection, dp: int) -> tuple[int, str]:
-    """The recipe's micro batch, or the largest divisor of a rank's share that is efficient."""
-    share, rest = divmod(training.global_batch_size, dp)
-    if rest:
-        near = max(dp, training.global_batch_size // dp * dp)
+    """The recipe's micro batch, or the largest divisor of a rank's share that is efficient.
+
+    Raises PlanError, naming the nearest global batches that can be spread evenly.
+    """
+    wanted, batch = training.micro_batch_size, training.global_batch_size
+    unit = dp if wanted == "auto" else dp * wanted
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
         raise PlanError(
-            f"training.global_batch_size: {training.global_batch_size} sequences cannot be "
-            f"spread evenly over {dp} ranks",
-            fix=f"set it to {near} or {near + dp}",
+            f"training.global_batch_size: {batch} sequences cannot be spread evenly over "
+            f"{dp} ranks{micro}",
+            fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
         )
-    if training.micro_batch_size != "auto":
-        return training.micro_batch_size, f"micro batch {training.micro_batch_size}: asked for"
+    if wanted != "auto":
+        return wanted, f"micro batch {wanted}: asked for"
+    share = batch // dp
     limit = max(1, MICRO_BATCH_TOKENS // training.sequence_length)
     size = max(n for n in range(1, min(share, limit) + 1) if share % n == 0)
-    return size, (
-        f"micro batch {size}: {size * training.sequence_length:,} tokens per forward pass, "
-        f"{share // size} times a step"
-    )
+    times = "once" if share == size else f"{share // size} times"
+    tokens = size * training.sequence_length
+    return size, f"micro batch {size}: {tokens:,} tokens per forward pass, {times} a step"
 
 
-def _recompute(recipe: Recipe, spec: ModelSpec, device: Gpu) -> tuple[Recompute, str]:
+def _recompute(
+    recipe: Recipe, micro_batch: int, spec: ModelSpec, device: Gpu
+) -> tuple[Recompute, str]:
     """Full recompute where stored activations would not fit beside the model states."""
     wanted = recipe.parallel.recompute
     if wanted != "auto":
         return wanted, f"recompute {wanted}: asked for"
     if device.memory_gib is None:
         return "none", "recompute none: auto on CPU"
-    length = recipe.training.sequence_length
+    tokens = micro_batch * recipe.training.sequence_length
     # Korthikanti et al., arXiv:2205.05198, eq. 2, without the attention scores, which
     # fused attention does not store: 34 bytes per token, hidden unit and layer.
-    needed = 34 * length * spec.hidden * spec.layers / GIB
+    needed = 34 * tokens * spec.hidden * spec.layers / GIB
     room = device.memory_gib * (1 - STATE_SHARE)
+    stored = f"{needed:.1f} GiB of activations per micro batch"
     if needed <= room:
-        return "none", f"recompute none: {needed:.1f} GiB of activations per sequence fit"
-    return "full", f"recompute full: {needed:.1f} GiB of activations per sequence do not fit"
+        return "none", f"recompute none: {stored} fit in {room:.0f} GiB"
+    return "full", f"recompute full: {stored} do not fit in {room:.0f} GiB"

@@ -181,26 +181,28 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
         device = gpu(recipe.cluster.gpu)
     except PlanError:
         return  # reported by `_accelerator`
-    precision = recipe.training.precision
-    if precision not in _precisions(device):
-        allowed = ", ".join(_precisions(device))
-        why = _CPU_REASONS.get(precision, "") if device.name == "cpu" else ""
-        found = f"{precision} on {device.name}{why}"
-        fix = f"set training.precision to {_precisions(device)[-1]}"
-        yield Problem("training.precision", found, allowed, fix)
+    precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
+    if precision in engines and _computes(device, precision):
+        return
+    here = [name for name in engines if _computes(device, name)]
+    found = f"{precision} on {device.name}{_why_not(device, precision)}"
+    fix = f"set training.precision to {here[-1]}"
+    yield Problem("training.precision", found, ", ".join(here), fix)
 
 
-def _precisions(device: Gpu) -> list[str]:
-    """Precisions that the device computes in, the most usual last."""
+def _computes(device: Gpu, precision: str) -> bool:
+    """Does the device compute in a precision?"""
     if device.name == "cpu":
-        return ["fp32", "bf16"]
-    return [name for name in ("fp32", "fp8", "fp16", "bf16") if device.peak_flops(name)]
+        return precision in ("fp32", "bf16")
+    return device.peak_flops(precision) is not None
 
 
-_CPU_REASONS = {
-    "fp16": " (torch on CPU has no fp16 training path that DeepSpeed supports)",
-    "fp8": " (fp8 needs a GPU with fp8 tensor cores)",
-}
+def _why_not(device: Gpu, precision: str) -> str:
+    if _computes(device, precision):
+        return f" (no engine of this release that fits the recipe trains in {precision})"
+    if device.name == "cpu" and precision == "fp16":
+        return " (torch on CPU has no fp16 training path that DeepSpeed supports)"
+    return f" (it has no {precision} units)"
 
 
 def _validation_data(recipe: Recipe) -> Iterator[Problem]:
@@ -240,7 +242,9 @@ RULES: tuple[Rule, ...] = (
         _batch,
     ),
     Rule(("cluster.gpu",), _accelerator),
-    Rule(("cluster.gpu", "training.precision"), _precision),
+    Rule(
+        ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
+    ),
     Rule(
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,

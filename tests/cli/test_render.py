@@ -1,0 +1,60 @@
+"""`dmt render`: the same JSON as the run directory's, or one clear error."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from toolkit.cli.render import render
+from toolkit.errors import PlanError, RecipeError
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny" / "llama-bytes.yaml")
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(render)
+    result = CliRunner().invoke(app, [RECIPE, *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_prints_complete_json() -> None:
+    config = json.loads(run("--to", "deepspeed"))
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["train_batch_size"] == 16
+    assert config["optimizer"]["params"]["lr"] == 3.0e-3
+
+
+def test_overrides_choose_another_preset() -> None:
+    config = json.loads(
+        run("--set", "parallel.zero.stage=3", "--set", "parallel.zero.offload_optimizer=cpu")
+    )
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_an_own_file_decides_an_open_stage(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}')
+    config = json.loads(
+        run("--set", f"parallel.zero.config={own}", "--set", "parallel.zero.stage=auto")
+    )
+    assert config["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000}
+    with pytest.raises(RecipeError, match=f"{own}:1: zero_optimization.stage: found 1"):
+        run("--set", f"parallel.zero.config={own}")
+
+
+def test_writes_a_file(tmp_path: Path) -> None:
+    out = tmp_path / "ds.json"
+    assert run("--out", str(out)) == ""
+    assert json.loads(out.read_text()) == json.loads(run())
+    with pytest.raises(RecipeError, match="--out"):
+        run("--out", str(tmp_path / "no" / "ds.json"))
+
+
+def test_other_engines_have_no_deepspeed_configuration() -> None:
+    with pytest.raises(PlanError, match="runs on the engine ddp"):
+        run("--set", "parallel.engine=ddp", "--set", "parallel.zero.stage=auto")
