@@ -29,7 +29,7 @@ def main() -> None:
     accumulation = settings["gradient_accumulation_steps"]
     length = recipe["training"]["sequence_length"]
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # minutes of compiling
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**recipe["model"]["config"])

@@ -251,6 +251,7 @@ def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
         build(["cpu_adam"], lambda _: None, limit_s=9)
     Path(error.value.fix.rpartition(" ")[2]).unlink()
     assert not (build_folder("cpu_adam") / "lock").exists()
+    assert _working_in(build_folder("cpu_adam")) == []
     preflight(["cpu_adam"])
 
 
@@ -259,13 +260,12 @@ def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
 def test_sigterm_ends_the_build_too() -> None:
     code = "from toolkit.engines.deepspeed_ops import build; build(['cpu_adam'], print)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    lock = build_folder("cpu_adam") / "lock"
-    _until(lock.exists, 60)
+    folder = build_folder("cpu_adam")
+    _until(lambda: "cc1plus" in _working_in(folder), 60)
     process.terminate()
     assert process.wait(10) == 128 + signal.SIGTERM
-    assert not lock.exists()
-    working = [path.readlink() for path in Path("/proc").glob("[0-9]*/cwd") if path.exists()]
-    assert lock.parent not in working  # ninja and the compilers
+    assert _working_in(folder) == []
+    assert not (folder / "lock").exists()
 
 
 @pytest.mark.usefixtures("extensions")
@@ -283,7 +283,10 @@ def test_a_real_build_that_is_killed_is_found() -> None:
         _until(lock.exists, 60)
         preflight(["cpu_adam"])  # a live build is no obstacle
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGSTOP)  # so that ninja starts no more compilers
+        members = deepspeed_ops._session_members(process.pid)
+        for member in members:
+            os.kill(member, signal.SIGKILL)
         process.wait()
     with pytest.raises(BackendUnavailable, match="left its lock"):
         preflight(["cpu_adam"])
@@ -303,6 +306,18 @@ def test_cpu_adam_is_built_once() -> None:
     build(["cpu_adam"], messages.append)
     assert messages == []
     assert time.monotonic() - start < 1
+
+
+def _working_in(folder: Path) -> list[str]:
+    """Names of the processes whose working directory is `folder`: ninja and compilers."""
+    names = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder:
+                names.append((process / "comm").read_text().strip())
+        except OSError:  # gone meanwhile
+            continue
+    return names
 
 
 def _until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:

@@ -1,8 +1,13 @@
-"""`dmt check`: read recipes and report every mistake at once."""
+"""`dmt check`: read recipes and report every mistake at once.
+
+A recipe that reads well is also planned and rendered, because some mistakes show only
+there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. Nothing is
+downloaded and nothing written.
+"""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +15,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.errors import EXIT_USER_ERROR, Problem, RecipeError
+from toolkit.engines.setup import adopt_engine_config
+from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import total_steps
+from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.recipe.explain import place_of
+from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.redact import redact
+from toolkit.train.assignment import decide
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class Verdict:
     recipe: Recipe | None
     """None when there are problems."""
     problems: tuple[Problem, ...] = ()
+    note: str | None = None
+    """What could not be checked, and why."""
 
 
 def check(
@@ -44,7 +57,7 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
-    Example: `dmt check recipes/tiny/*.yaml --set parallel.zero.stage=3`
+    Example: dmt check recipes/*/*.yaml --set parallel.zero.stage=3
     """
     verdicts = [judge(path, overrides or ()) for path in recipes]
     if as_json:
@@ -56,17 +69,50 @@ def check(
 
 
 def judge(path: Path, overrides: Sequence[str] = ()) -> Verdict:
-    """Load one recipe; its mistakes become part of the verdict."""
+    """Load, plan and render one recipe; its mistakes become part of the verdict."""
     try:
-        return Verdict(str(path), load_recipe(path, overrides))
+        recipe = load_recipe(path, overrides)
     except RecipeError as error:
         return Verdict(str(path), None, error.problems)
+    try:
+        note = _plan(recipe)
+    except RecipeError as error:
+        found = error.problems
+    except PlanError as error:
+        key, _, reason = error.message.partition(": ")
+        found = (Problem(key, reason, "a recipe that can be planned", error.fix),)
+    else:
+        return Verdict(str(path), recipe, note=note)
+    return Verdict(str(path), None, tuple(_placed(p, path, overrides) for p in found))
+
+
+def _plan(recipe: Recipe) -> str | None:
+    """Plan and render without the network; returns why it could not be done.
+
+    Raises RecipeError or PlanError when the recipe is wrong.
+    """
+    try:
+        config = model_config(recipe.model, download=False)
+    except ShapeUnknown as error:
+        adopt_engine_config(recipe)
+        return f"not planned: {error.message}"
+    model = recipe.model.model_copy(update={"config": config})
+    decide(recipe.model_copy(update={"model": model}), None)
+    return None
+
+
+def _placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
+    """With the place in the recipe, unless it is in another file; secrets masked."""
+    file, line = problem.file, problem.line
+    if not file:
+        file, line = place_of(problem.key.split("."), read_layers(path, overrides).root)
+    return replace(problem, found=redact(problem.found), file=file, line=line)
 
 
 def summary(recipe: Recipe) -> str:
     """One line: what is trained, for how long, in which batches."""
     training = recipe.training
-    parts = [f"{_parameters(recipe)} parameters", _length(recipe)]
+    parts = [_model(recipe), _length(recipe)]
     parts.append(f"batch {training.global_batch_size} × {training.sequence_length}")
     parts.append(training.precision)
     ranks = recipe.cluster.world_size
@@ -82,11 +128,11 @@ def human(number: float) -> str:
     return f"{number:g}"
 
 
-def _parameters(recipe: Recipe) -> str:
+def _model(recipe: Recipe) -> str:
     config = recipe.model.config
     if config is None:
-        return f"{recipe.model.hub}:"
-    return human(ModelSpec.from_config(config).parameters.total)
+        return str(recipe.model.hub)
+    return f"{human(ModelSpec.from_config(config).parameters.total)} parameters"
 
 
 def _length(recipe: Recipe) -> str:
@@ -99,7 +145,12 @@ def _length(recipe: Recipe) -> str:
 
 def _record(verdict: Verdict) -> dict[str, object]:
     problems = [asdict(problem) for problem in verdict.problems]
-    return {"file": verdict.file, "ok": not problems, "problems": problems}
+    return {
+        "file": verdict.file,
+        "ok": not problems,
+        "problems": problems,
+        "note": verdict.note,
+    }
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
@@ -117,6 +168,8 @@ def _print(verdicts: Sequence[Verdict]) -> None:
                 f"  {summary(verdict.recipe)}",
             )
             line.append(f"  {verdict.file}", "dim")
+            if verdict.note:
+                line.append(f"\n  note  {verdict.note}", "yellow")
             out.print(line, soft_wrap=True)
         else:
             err.print(_problem_list(verdict), soft_wrap=True)

@@ -1,13 +1,31 @@
 """`dmt plan`: how a recipe would be laid out, without starting anything."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, RecipePath
+from toolkit.hardware.catalogue import Gpu, gpu
+from toolkit.plan.planner import Plan
 from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import ClusterSection
+from toolkit.train.assignment import decide
+
+_DEGREES = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "virtual pipeline": "vpp",
+    "context": "cp",
+    "expert": "ep",
+}
+"""Degrees of parallelism that are shown when they are not 1, and their layout fields."""
+_MIB_PER_GIB = 1024
 
 
 def plan(
@@ -17,20 +35,90 @@ def plan(
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Say how a recipe would be laid out, and why.
+    """Say how a recipe would be laid out, and why; starts and writes nothing.
 
-    Example: dmt plan recipes/llama/llama-3.1-8b-pretrain.yaml
+    Example: dmt plan recipes/llama/llama-3.1-8b-pretrain.yaml --set cluster.nodes=4
     """
-    from toolkit.train.assignment import decide
-
-    assignment = decide(load_recipe(recipe, overrides), None)
-    decided = assignment.plan
+    decided = decide(load_recipe(recipe, overrides), None)
+    device = gpu(decided.recipe.cluster.gpu)
     if as_json:
-        typer.echo(json.dumps(decided.to_dict()))
-        return
-    layout = {key: value for key, value in asdict(decided.layout).items() if value != 1}
-    typer.echo(f"{recipe}: {decided.parameters / 1e9:.3g} B parameters")
-    typer.echo(f"  engine {decided.engine}, model {decided.model}")
-    typer.echo("  " + ", ".join(f"{key} {value}" for key, value in layout.items()))
-    for reason in decided.reasons:
-        typer.echo(f"  - {reason}")
+        typer.echo(json.dumps(machine_output(decided.plan, device)))
+    else:
+        _print(decided.recipe.name, decided.plan, decided.recipe.cluster, device)
+
+
+def machine_output(plan: Plan, device: Gpu) -> dict[str, Any]:
+    """The plan as `--json` prints it; null is what this release does not predict.
+
+    Plans are made by rules, not by search: one is considered and none rejected.
+    """
+    states, capacity = plan.model_states_gib, device.memory_gib
+    # Activations are not predicted: only too large model states decide alone.
+    too_large = capacity is not None and states > capacity
+    entry = {
+        "engine": plan.engine,
+        "model": plan.model,
+        "layout": asdict(plan.layout),
+        "memory_gib": {
+            "model_states": states,
+            "activations": None,
+            "other": None,
+            "total": None,
+        },
+        "step_time_s": None,
+        "tokens_per_s_per_gpu": None,
+        "mfu": None,
+        "fits": False if too_large else None,
+        "parameters": plan.parameters,
+        "reasons": list(plan.reasons),
+    }
+    return {"plans": [entry], "considered": 1, "rejected": {}}
+
+
+def _print(name: str, plan: Plan, cluster: ClusterSection, device: Gpu) -> None:
+    """A small table of what was decided, then why."""
+    console = Console(highlight=False)
+    title = Text.assemble((name, "bold"), f"  {human(plan.parameters)} parameters")
+    console.print(title, soft_wrap=True)
+    for label, value in _rows(plan, cluster, device):
+        console.print(Text.assemble((f"  {label:<16}", "dim"), value), soft_wrap=True)
+    console.print("\n  why", style="dim")
+    for reason in plan.reasons:
+        style = "yellow" if "WARNING" in reason else ""
+        console.print(Text(f"  - {reason}", style), soft_wrap=True)
+
+
+def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
+    layout = plan.layout
+    machines = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    yield "engine", plan.engine
+    yield "model", plan.model
+    yield "ranks", f"{layout.world:,} = {machines} × {cluster.gpus_per_node} {device.name}"
+    yield "data parallel", f"{layout.dp:,}"
+    for label, field in _DEGREES.items():
+        if (degree := getattr(layout, field)) != 1:
+            yield label, str(degree)
+    yield "ZeRO stage", str(layout.zero_stage)
+    yield "offload", _offload(plan)
+    yield (
+        "global batch",
+        f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
+        f"{layout.dp:,} dp = {layout.global_batch:,} sequences",
+    )
+    yield "recompute", layout.recompute
+    of = "per process" if device.memory_gib is None else f"of {device.memory_gib:g} GiB per GPU"
+    yield "model states", f"{_memory(plan.model_states_gib)} {of}"
+
+
+def _memory(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * _MIB_PER_GIB:.1f} MiB"
+
+
+def _offload(plan: Plan) -> str:
+    """What leaves the device, and where it goes."""
+    places = {
+        "optimizer": plan.layout.offload_optimizer,
+        "parameters": plan.layout.offload_parameters,
+    }
+    away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
+    return ", ".join(away) or "none"

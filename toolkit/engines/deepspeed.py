@@ -28,14 +28,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def import_deepspeed() -> Any:
     """DeepSpeed, quietly: its own INFO lines are not for our users.
 
-    On a CPU it would compile a shared-memory all-reduce at the first use, for a minute
-    or more without a word; gloo does the same work.
+    It would probe every operator with the compiler, and on a CPU compile a shared-memory
+    all-reduce at its first use, for a minute or more without a word. gloo does that work.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
 
@@ -62,6 +62,8 @@ class DeepSpeedEngine:
             model_parameters=hf.parameter_groups(model, setup.optimizer.weight_decay),
             config=setup.engine_config,
         )
+        if self.stage == 0 and setup.precision != "fp32":
+            _undo_first_step(self.optimizer)
         hf.restore_buffers(self.engine.module, setup.model_config)
         self.engine.train()
 
@@ -156,6 +158,19 @@ class DeepSpeedEngine:
         """See `Engine.close`."""
         self.engine.destroy()
         del self.engine, self.optimizer
+
+
+@torch.no_grad()
+def _undo_first_step(optimizer: Any) -> None:
+    """Take back the AdamW step that DeepSpeed's 16-bit stage 0 does while it is built.
+
+    Its constructor steps once on zero gradients to allocate the states, which decays the
+    weights and leaves the bias correction one step ahead of every other stage.
+    """
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight)
 
 
 @torch.no_grad()

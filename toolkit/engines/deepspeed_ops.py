@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ OLD_LOCK_S = 600.0
 """Age at which a lock counts as left behind where its holder cannot be looked up."""
 
 _POLL_S = 0.2
+_GRACE_S = 3.0
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
 
@@ -292,14 +293,13 @@ def _build(op: str, limit_s: float) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that ninja and the compilers end with it
+            start_new_session=True,  # so that ninja and the compilers can be found
         )
         try:
             with _sigterm_as_exit():
                 code = process.wait(limit_s)
         except BaseException as error:  # also Ctrl-C: leave no build and no lock behind
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end_session(process)
             lock = build_folder(op) / "lock"
             if not _is_held(lock):
                 lock.unlink(missing_ok=True)
@@ -310,6 +310,32 @@ def _build(op: str, limit_s: float) -> None:
     if code != 0:
         raise _failed(op, f"failed (exit code {code})", log)
     log.unlink()
+
+
+def _end_session(leader: "subprocess.Popen[bytes]") -> None:
+    """End a build with all its compilers.
+
+    ninja gives each compiler a process group of its own, and ends them when it gets
+    SIGTERM; whatever is still in the session after a while is killed.
+    """
+    os.killpg(leader.pid, signal.SIGTERM)
+    leader.wait()
+    deadline = time.monotonic() + _GRACE_S
+    while _session_members(leader.pid) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for member in _session_members(leader.pid):
+        with suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
+def _session_members(session: int) -> list[int]:
+    """Ids of the living processes of a session."""
+    members = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(process.name)) == session:
+                members.append(int(process.name))
+    return members
 
 
 @contextmanager

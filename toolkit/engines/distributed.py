@@ -47,6 +47,7 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     else:
         # Spares DeepSpeed a search and a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        _share_cores(local_world)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
@@ -55,6 +56,16 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(rank, world, local_rank, local_world, device)
+
+
+def _share_cores(processes: int) -> None:
+    """Divide the cores between the machine's processes, unless the launcher did.
+
+    `deepspeed` leaves every process all cores: two of them on two cores then wait for
+    each other's threads and train fifty times slower.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def leave() -> None:

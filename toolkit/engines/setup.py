@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engines import deepspeed_ops
 from toolkit.engines.base import Engine
-from toolkit.engines.deepspeed_config import DeepSpeedRequest, open_config, render, stage_of
+from toolkit.engines.deepspeed_config import (
+    DeepSpeedRequest,
+    offload_of,
+    open_config,
+    render,
+    stage_of,
+)
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
@@ -58,17 +64,25 @@ def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 
 def adopt_engine_config(recipe: Recipe) -> Recipe:
-    """The recipe with the ZeRO stage of its own DeepSpeed file where it says `auto`."""
+    """The recipe with stage and offload of its own DeepSpeed file where it leaves them open.
+
+    `parallel.zero.config` names that file; a stage of `auto` and an offload of `none` are
+    the recipe's defaults, so what the file states is meant.
+    """
     zero = recipe.parallel.zero
-    if zero.config is None or zero.stage != "auto":
+    if zero.config is None:
         return recipe
-    stage = stage_of(open_config(zero.config))
-    if stage is None:
-        return recipe
-    changed = recipe.parallel.model_copy(
-        update={"zero": zero.model_copy(update={"stage": stage})}
-    )
-    return recipe.model_copy(update={"parallel": changed})
+    file = open_config(zero.config)
+    optimizer, parameters = offload_of(file)
+    update: dict[str, object] = {}
+    if zero.stage == "auto" and (stage := stage_of(file)) is not None:
+        update["stage"] = stage
+    if zero.offload_optimizer == "none" and optimizer is not None:
+        update["offload_optimizer"] = optimizer
+    if zero.offload_parameters == "none" and parameters is not None:
+        update["offload_parameters"] = parameters
+    parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
+    return recipe.model_copy(update={"parallel": parallel})
 
 
 def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], None]) -> None:
@@ -77,6 +91,7 @@ def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], Non
     Raises BackendUnavailable naming what is missing and how to get it.
     """
     if engine == "deepspeed":
+        deepspeed_ops.put_ninja_on_path()
         ops = deepspeed_ops.required_ops(config)
         deepspeed_ops.preflight(ops)
         deepspeed_ops.build(ops, report)

@@ -8,6 +8,7 @@ a coarse memory estimate, good enough to choose a ZeRO stage.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ STATE_SHARE = 0.6
 MICRO_BATCH_TOKENS = 8192
 """Tokens of one forward pass at which matrix products are large enough to be efficient."""
 GIB = 2**30
+
+
+class ShapeUnknown(PlanError):
+    """The model's shape is only on the hub, and not reachable now."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
         gradient_accumulation=training.global_batch_size // (dp * micro_batch),
     )
     states = ModelStates(spec.parameters.total, training.precision)
-    layout, stage_reason = _with_zero_stage(recipe, pair, layout, states, device)
+    layout, stage_reason = _in_zero_stage(recipe, pair, layout, states, device)
     recompute, recompute_reason = _recompute(recipe, micro_batch, spec, device)
     return Plan(
         engine=pair.engine,
@@ -128,10 +133,6 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
     return config
 
 
-class ShapeUnknown(PlanError):
-    """The model's shape is only on the hub, and not reachable now."""
-
-
 def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     """The cached or downloaded config.json of a hub id."""
     from huggingface_hub import hf_hub_download
@@ -141,20 +142,23 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
         LocalEntryNotFoundError,
     )
 
+    fix = "state the shape in model.config to plan offline, or point at a local folder"
     try:
-        return Path(
-            hf_hub_download(
-                hub, "config.json", revision=revision, local_files_only=not download
-            )
+        found = hf_hub_download(
+            hub, "config.json", revision=revision, local_files_only=not download
         )
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ShapeUnknown(
-            f"model.hub: {hub!r} is neither a local folder nor "
-            + (
-                f"reachable on the hub ({type(error).__name__})" if download else "in the cache"
-            ),
-            fix="state the shape in model.config to plan offline, or point at a local folder",
+    except HFValidationError as error:
+        raise PlanError(
+            f"model.hub: {hub} is neither a folder nor a hub id", fix=fix
         ) from error
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        missing = "reachable on the hub" if download else "in the hub's local cache"
+        raise ShapeUnknown(
+            f"model.hub: {hub!r} is neither a local folder nor {missing} "
+            f"({type(error).__name__})",
+            fix=fix,
+        ) from error
+    return Path(found)
 
 
 @dataclass(frozen=True)
@@ -199,36 +203,40 @@ def _pair(recipe: Recipe) -> tuple[Pair, str]:
     return best, f"{best}: {why}"
 
 
-def _with_zero_stage(
+def _in_zero_stage(
     recipe: Recipe, pair: Pair, layout: Layout, states: ModelStates, device: Gpu
 ) -> tuple[Layout, str]:
     """The layout in the lowest ZeRO stage that leaves room for activations."""
-    wanted, legal = recipe.parallel.zero.stage, legality.zero_stages(recipe.parallel, pair)
+    legal = legality.zero_stages(recipe.parallel, pair)
     least = _least_stage(recipe, layout.dp, device)
-    candidates = [stage for stage in legal if stage >= least] or legal
-    for stage in candidates:
-        chosen = replace(layout, zero_stage=stage)
-        fits = (
-            device.memory_gib is None or states.gib(chosen) <= device.memory_gib * STATE_SHARE
-        )
-        if fits:
-            break
-    if wanted != "auto":
+    candidates = [
+        replace(layout, zero_stage=stage)
+        for stage in legal
+        if stage >= least or stage == legal[-1]
+    ]
+    room = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
+    chosen = next((one for one in candidates if states.gib(one) <= room), candidates[-1])
+    if recipe.parallel.zero.stage != "auto":
         why = "asked for"
+    elif not legality.TABLE[pair].reads_zero:
+        why = f"{pair.engine} shards nothing"
     elif len(legal) == 1:
-        why = f"the only stage of {pair} with this offload"
-    elif device.memory_gib is None:
-        why = "auto on CPU, where memory is not the limit"
+        why = "the only stage with this offload"
     else:
-        why = "the lowest stage that leaves room for activations" if fits else "auto"
-    if device.memory_gib is not None:
-        taken = (
-            f"model states take {states.gib(chosen):.1f} of {device.memory_gib:g} GiB per GPU"
-        )
-        why += (
-            f"; {taken}" if fits else f"; WARNING: {taken}: use more GPUs, more ZeRO or offload"
-        )
-    return chosen, f"zero {chosen.zero_stage}: {why}"
+        why = "auto" if device.memory_gib else "auto on CPU, where memory is not the limit"
+    return chosen, f"zero {chosen.zero_stage}: {why}{_memory_note(states.gib(chosen), device)}"
+
+
+def _memory_note(needed_gib: float, device: Gpu) -> str:
+    if device.memory_gib is None:
+        return ""
+    note = f"model states take {needed_gib:.1f} of {device.memory_gib:g} GiB per GPU"
+    if needed_gib <= device.memory_gib * STATE_SHARE:
+        return f"; {note}"
+    return (
+        f"; WARNING: {note}, which leaves little for activations: use more GPUs, a higher "
+        "stage or offload"
+    )
 
 
 def _least_stage(recipe: Recipe, dp: int, device: Gpu) -> Stage:

@@ -1,0 +1,182 @@
+"""The product as its users run it: real commands with a time limit and no leftovers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.processes import ROOT
+
+LIMIT_S = 90.0
+"""A run takes about six seconds on a quiet machine; a hang must not take for ever."""
+_MARK = "DMT_TEST_COMMAND"
+_USERS_OWN = ("WANDB_", "DMT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+
+
+def dmt(verb: str, *arguments: str | Path) -> list[str]:
+    """`dmt VERB …` with this Python."""
+    return [sys.executable, "-m", "toolkit.cli.main", verb, *map(str, arguments)]
+
+
+def tool(name: str, *arguments: str | Path) -> list[str]:
+    """A program that was installed beside this Python: `torchrun`, `deepspeed`."""
+    return [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
+
+
+def settings(changes: Mapping[str, object]) -> list[str]:
+    """`--set KEY=VALUE` for each change."""
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Command:
+    """One running command: the foreground job of a shell, in its own process group."""
+
+    def __init__(
+        self, argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self._outputs = [folder / f".{self._mark}.{name}" for name in ("out", "err")]
+        self._began = time.monotonic()
+        with self._outputs[0].open("wb") as out, self._outputs[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                argv,
+                cwd=folder,
+                env={**_clean_environment(), **(env or {}), _MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                process_group=0,
+            )
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process that inherited this command's mark, oldest first."""
+        found = [process for process in psutil.process_iter() if self._is_mine(process)]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return (
+                process.environ().get(_MARK) == self._mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        return False
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The workers that run now, by rank."""
+        found: dict[int, psutil.Process] = {}
+        for process in self.alive():
+            with suppress(psutil.Error, KeyError):
+                # What a worker starts comes later and does not replace it.
+                found.setdefault(int(process.environ()["RANK"]), process)
+        return found
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until `condition` holds; fails when the command ends before that."""
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            ended = self.process.poll() is not None
+            assert not ended, f"ended before {what}:\n{self.printed()}"
+            assert time.monotonic() < end, f"{what} not within {LIMIT_S} s:\n{self.printed()}"
+            time.sleep(0.01)
+
+    def printed(self) -> str:
+        """Standard error until now."""
+        return self._outputs[1].read_text(errors="replace")
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C: SIGINT to the process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self, timeout_s: float = LIMIT_S) -> Ended:
+        """Wait for the end; assert that no process of this command is left then."""
+        self.process.wait(timeout_s)
+        seconds = time.monotonic() - self._began
+        out, err = (path.read_text(errors="replace") for path in self._outputs)
+        left = [(p.pid, p.cmdline()) for p in self.alive()]
+        assert not left, f"left behind: {left}"
+        return Ended(self.process.returncode, out, err, seconds)
+
+    def kill(self) -> None:
+        """Kill whatever is left of it."""
+        for process in self.alive():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+        for path in self._outputs:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def started(
+    argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Command]:
+    """Start a command in `folder`; kill what is left of it at the end of the block."""
+    command = Command(argv, folder, env)
+    try:
+        yield command
+    finally:
+        command.kill()
+
+
+def run(argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> Ended:
+    """Run a command to its end."""
+    with started(argv, folder, env) as command:
+        return command.end()
+
+
+def _clean_environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_USERS_OWN)}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl or events.jsonl; a line that is being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def steps_logged(run_dir: Path) -> int:
+    """The last step in metrics.jsonl; 0 when there is none."""
+    metrics = records(run_dir / "metrics.jsonl")
+    return int(metrics[-1]["step"]) if metrics else 0
+
+
+def curve(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step; fails when a step is logged twice."""
+    metrics = records(run_dir / "metrics.jsonl")
+    found = {m["step"]: (m["loss"], m["grad_norm"]) for m in metrics}
+    assert len(found) == len(metrics), "a step is logged twice"
+    return found
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind."""
+    return [event for event in records(run_dir / "events.jsonl") if event["kind"] == kind]
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints."""
+    folders = (run_dir / "checkpoints").glob("step-????????/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folders)

@@ -1,0 +1,113 @@
+"""The same recipe under every way to start it: the same losses, a complete run directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import ZERO_2, Project
+from tests.e2e.product import checkpoints, curve, events, run, settings, tool
+from tests.processes import ROOT
+from toolkit.data.split import held_out_documents
+from toolkit.launchers.base import free_port
+
+pytestmark = pytest.mark.slow
+
+STEPS = {"training.steps": 6}
+WORKER = ROOT / "launch" / "train.py"
+
+
+def assert_same_start(run_dir: Path, reference: Path, relative: float = 1e-5) -> None:
+    """The run's steps are the reference's first ones."""
+    found, expected = curve(run_dir), curve(reference)
+    assert found
+    assert found == {
+        step: pytest.approx(expected[step], rel=relative) for step in range(1, len(found) + 1)
+    }
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_dmt_launch_with_another_launcher(project: Project, ddp_run: Path, launcher):
+    ended = project.launch(launcher, STEPS, "--launcher", launcher)
+    assert ended.code == 0, ended.err
+    run_dir = project.folder / launcher
+    assert_same_start(run_dir, ddp_run)
+    assert checkpoints(run_dir) == [6]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["torchrun", "--standalone", "--nproc-per-node", "2"],
+        ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port())],
+    ],
+    ids=lambda start: start[0],
+)
+def test_started_directly(project: Project, ddp_run: Path, start):
+    run_dir = f"direct-{start[0]}"
+    ended = run(
+        tool(*start, WORKER, project.recipe, "--run-dir", run_dir, *settings(STEPS)),
+        project.folder,
+    )
+    assert ended.code == 0, ended.err
+    assert_same_start(project.folder / run_dir, ddp_run)
+
+
+def test_a_single_process(project: Project, ddp_run: Path):
+    changes = {**STEPS, "cluster.gpus_per_node": 1}
+    argv = tool("python", WORKER, project.recipe, "--run-dir", "single", *settings(changes))
+    ended = run(argv, project.folder)
+    assert ended.code == 0, ended.err
+    assert_same_start(project.folder / "single", ddp_run)
+
+
+def test_zero_2_trains_like_ddp(ddp_run: Path, zero_2_run: Path):
+    assert_same_start(zero_2_run, ddp_run)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero_2"])
+def test_run_directory_is_complete(request, engine):
+    run_dir = request.getfixturevalue(f"{engine}_run")
+    files = {"recipe.yaml", "plan.json", "command.txt", "environment.json"}
+    files |= {"metrics.jsonl", "events.jsonl", "logs/rank-0.log", "logs/rank-1.log"}
+    files |= {"export/config.json", "export/model.safetensors", "export/tokenizer.json"}
+    files |= {"deepspeed.json"} if engine == "zero_2" else set()
+    assert {name for name in files if not (run_dir / name).is_file()} == set()
+    assert sorted(curve(run_dir)) == list(range(1, 21))
+    assert checkpoints(run_dir) == [20]
+    assert not list(run_dir.rglob("*.tmp"))
+    (end,) = events(run_dir, "end")
+    assert (end["exit_code"], end["rank"], end["step"]) == (0, 0, 20)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero_2"])
+def test_export_reproduces_the_validation_loss(request, project: Project, engine):
+    """A plain transformers loop over the held-out documents gets the run's last number."""
+    run_dir = request.getfixturevalue(f"{engine}_run")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
+    files = sorted((project.folder / "data").iterdir())
+    stream, ends = [], set()
+    for document in held_out_documents(len(files), 0.2, 7).tolist():
+        stream += [*tokenizer(files[document].read_text())["input_ids"], tokenizer.eos_token_id]
+        ends.add(len(stream) - 1)
+    n_samples = min((len(stream) - 1) // 32, 4 * 8)
+    tokens = torch.tensor(stream[: n_samples * 32 + 1])
+    labels = tokens[1:].clone()
+    labels[[end for end in ends if end < len(labels)]] = -100
+    with torch.no_grad():
+        logits = model.eval()(tokens[:-1].view(-1, 32)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
+    last = events(run_dir, "evaluation")[-1]
+    assert last["tokens"] == int((labels != -100).sum())
+    assert loss.item() == pytest.approx(last["loss"], rel=1e-5)
+
+
+def test_a_finished_run_that_is_started_again_only_says_so(project: Project, zero_2_run: Path):
+    before = curve(zero_2_run)
+    ended = project.launch("zero-2", ZERO_2)
+    assert ended.code == 0, ended.err
+    assert curve(zero_2_run) == before
+    assert json.loads((zero_2_run / "plan.json").read_text())["engine"] == "deepspeed"
