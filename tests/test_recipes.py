@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli.main import main
 from toolkit.hardware.catalogue import gpu
 from toolkit.models.spec import ModelSpec, check_config
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import HfSource, Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-SIZED = sorted(
-    path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("base", "tiny")
-)
+SIZED = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name != "tiny")
 NAMES = [path.stem for path in SIZED]
 
 PARAMETERS = {
@@ -46,6 +45,13 @@ def load(path: Path) -> Recipe:
 
 def size_of(path: Path) -> str:
     return path.stem.rsplit("-", 1)[0]
+
+
+def test_every_yaml_is_a_run_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in `dmt check recipes/**/*.yaml`: what only others extend ends in .yml."""
+    files = sorted(map(str, RECIPES.rglob("*.yaml")))
+    assert main(["check", *files]) == 0
+    assert capsys.readouterr().out.count("\n") == len(files) > len(SIZED)
 
 
 def test_there_is_a_recipe_for_every_size() -> None:

@@ -1,9 +1,11 @@
 """`dmt` and `dmt check` as a user meets them."""
 
 import json
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ def test_json_is_alone_on_standard_output(
     assert main(["check", "--json", str(good), str(missing)]) == 2
     captured = capsys.readouterr()
     fine, bad = json.loads(captured.out)["recipes"]
-    assert fine == {"file": str(good), "ok": True, "problems": []}
+    assert fine == {"file": str(good), "ok": True, "problems": [], "note": None}
     assert (bad["file"], bad["ok"]) == (str(missing), False)
     assert bad["problems"][0].keys() == {"key", "found", "allowed", "fix", "file", "line"}
     assert captured.err == ""
@@ -54,6 +56,114 @@ def test_overrides(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 50 steps" in capsys.readouterr().out
     assert main(["check", str(good), "--set", "training.steps=x"]) == 2
     assert "  --set  training.steps\n" in capsys.readouterr().err
+
+
+@pytest.fixture
+def zero_config(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a recipe with a DeepSpeed file of its own that says `text`."""
+
+    def write(text: str) -> Path:
+        (tmp_path / "own.json").write_text(text)
+        path = tmp_path / "own.yaml"
+        path.write_text(GOOD.replace("stage: auto", "stage: auto\n    config: own.json"))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line", "fix"),
+    [
+        ('{"zero_optimization":\n{"stage": 2}}', "", 0, ""),
+        ('{\n"gradient_cliping": 1}', "gradient_cliping", 2, "`gradient_clipping`"),
+        ('{\n\n"train_batch_size": 9}', "train_batch_size", 3, "training.global_batch_size"),
+        ('{"zero_optimization":\n{"stage": 7}}', "zero_optimization.stage", 2, ""),
+        ('{"steps_per_print":\n', "DeepSpeed config", 2, ""),
+    ],
+)
+def test_mistakes_of_an_own_deepspeed_file(
+    zero_config: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    key: str,
+    line: int,
+    fix: str,
+) -> None:
+    recipe = zero_config(text)
+    assert main(["check", "--json", str(recipe)]) == (2 if key else 0)
+    (verdict,) = json.loads(capsys.readouterr().out)["recipes"]
+    if not key:
+        assert verdict["ok"]
+        return
+    (problem,) = verdict["problems"]
+    assert problem["file"] == str(recipe.with_name("own.json"))
+    assert (problem["key"], problem["line"]) == (key, line)
+    assert fix in problem["fix"]
+
+
+def test_stage_of_an_own_file_must_be_legal(
+    zero_config: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = zero_config('{"zero_optimization": {"stage": 2}}')
+    offload = ["--set", "parallel.zero.offload_parameters=cpu"]
+    assert main(["check", "--json", str(recipe), *offload]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["recipes"][0]["problems"]
+    assert (problem["key"], problem["file"]) == ("parallel.zero.offload_parameters", "--set")
+    assert problem["found"] == "cpu with stage: 2"
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"), [("absent.json", ""), ("zero2_ofload", "did you mean `zero2_offload`?")]
+)
+def test_own_file_that_is_not_there(
+    tmp_path: Path, good: Path, capsys: pytest.CaptureFixture[str], config: str, fix: str
+) -> None:
+    text = GOOD.replace("stage: auto", f"stage: auto\n    config: {config}")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(text)
+    assert main(["check", "--json", str(wrong), str(good)]) == 2
+    (verdict, other) = json.loads(capsys.readouterr().out)["recipes"]
+    (problem,) = verdict["problems"]
+    assert other["ok"]
+    assert fix in problem["fix"]
+    if fix:
+        assert problem["file"] == str(wrong)
+        assert config in text.splitlines()[problem["line"] - 1]
+    else:
+        assert problem["file"] == str(tmp_path / config)
+
+
+def without_config(tmp_path: Path, hub: str) -> Path:
+    """A recipe whose model's shape is not in it."""
+    begin, end = GOOD.index("  config:"), GOOD.index("data:")
+    path = tmp_path / "hub.yaml"
+    path.write_text(f"{GOOD[:begin]}  hub: {hub}\n{GOOD[end:]}")
+    return path
+
+
+def test_shape_only_on_the_hub_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("the network was used"))
+    path = without_config(tmp_path, "nobody/nothing")
+    assert main(["check", str(path)]) == 0
+    shown, note = capsys.readouterr().out.splitlines()
+    assert "nobody/nothing, 51.2k tokens" in shown
+    assert "not planned: model.hub: 'nobody/nothing'" in note
+    assert main(["check", "--json", str(path)]) == 0
+    assert "not planned" in json.loads(capsys.readouterr().out)["recipes"][0]["note"]
+
+
+def test_shape_in_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = without_config(tmp_path, "./weights")
+    assert main(["check", "--json", str(path)]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["recipes"][0]["problems"]
+    assert (problem["key"], problem["file"]) == ("model.hub", str(path))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/config.json").write_text('{"model_type": "llama"}')
+    assert main(["check", str(path)]) == 0
 
 
 def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:

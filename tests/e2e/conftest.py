@@ -41,7 +41,19 @@ parallel: {engine: ddp}
 cluster: {nodes: 1, gpus_per_node: 2, gpu: cpu}
 logging: {every_steps: 1}
 """
-WORDS = "a model reads one token after another and learns which of them comes next".split()
+WORDS = (
+    "a",
+    "model",
+    "reads",
+    "tokens",
+    "and",
+    "learns",
+    "which",
+    "of",
+    "them",
+    "comes",
+    "next",
+)
 ZERO_2 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 2}
 WANDB = {"logging.wandb.project": "e2e"}
 

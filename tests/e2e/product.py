@@ -20,7 +20,15 @@ from tests.processes import ROOT
 LIMIT_S = 90.0
 """A run takes about six seconds on a quiet machine; a hang must not take for ever."""
 _MARK = "DMT_TEST_COMMAND"
-_USERS_OWN = ("WANDB_", "DMT_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+_USERS_OWN = (
+    "WANDB_",
+    "DMT_",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "OMP_NUM_THREADS",
+)
 
 
 def dmt(verb: str, *arguments: str | Path) -> list[str]:

@@ -1,13 +1,12 @@
 """The same recipe under every way to start it: the same losses, a complete run directory."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import ZERO_2, Project
+from tests.e2e.conftest import Project
 from tests.e2e.product import checkpoints, curve, events, run, settings, tool
 from tests.processes import ROOT
 from toolkit.data.split import held_out_documents
@@ -103,11 +102,3 @@ def test_export_reproduces_the_validation_loss(request, project: Project, engine
     last = events(run_dir, "evaluation")[-1]
     assert last["tokens"] == int((labels != -100).sum())
     assert loss.item() == pytest.approx(last["loss"], rel=1e-5)
-
-
-def test_a_finished_run_that_is_started_again_only_says_so(project: Project, zero_2_run: Path):
-    before = curve(zero_2_run)
-    ended = project.launch("zero-2", ZERO_2)
-    assert ended.code == 0, ended.err
-    assert curve(zero_2_run) == before
-    assert json.loads((zero_2_run / "plan.json").read_text())["engine"] == "deepspeed"

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from toolkit.plan.legality import AVAILABLE, TABLE, Pair, data_parallel, pairs, problems
+from toolkit.plan.legality import (
+    AVAILABLE,
+    TABLE,
+    Pair,
+    data_parallel,
+    pairs,
+    precisions,
+    problems,
+    zero_stages,
+)
 from toolkit.recipe.schema import ClusterSection, ParallelSection
 
 EIGHT = ClusterSection(gpus_per_node=8)
@@ -29,7 +38,10 @@ def test_table_is_the_designs() -> None:
         {"engine": "ddp"},
         {"engine": "ddp", "zero": {"stage": 0}},
         {"zero": {"stage": 3, "offload_parameters": "nvme", "nvme_path": "/x"}},
+        {"zero": {"offload_optimizer": "nvme"}},
         {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1},
+        {"recompute": "full"},
+        {"engine": "ddp", "recompute": "none"},
     ],
 )
 def test_legal(settings: dict[str, Any]) -> None:
@@ -54,6 +66,25 @@ def test_ddp_for_zero_is_no_choice() -> None:
             ["parallel.zero.stage", "parallel.zero.offload_parameters"],
             "deepspeed",
         ),
+        # DeepSpeed would keep the states in CPU memory without a word
+        (
+            {"zero": {"stage": 2, "offload_optimizer": "nvme"}},
+            ["parallel.zero.offload_optimizer"],
+            "to 3 (or auto)",
+        ),
+        (
+            {"zero": {"stage": 0, "offload_optimizer": "nvme"}},
+            ["parallel.zero.offload_optimizer"],
+            "to 3 (or auto)",
+        ),
+        (
+            {"zero": {"stage": 1, "offload_parameters": "nvme"}},
+            ["parallel.zero.offload_parameters"],
+            "to 3 (or auto)",
+        ),
+        ({"recompute": "selective"}, ["parallel.recompute"], "to full (or auto)"),
+        ({"engine": "ddp", "recompute": "selective"}, ["parallel.recompute"], "to full"),
+        ({"model": "hf", "recompute": "selective"}, ["parallel.recompute"], "to full"),
         ({"model": "hf", "tensor": 4}, ["parallel.tensor"], "to 1"),
         ({"tensor": 4}, ["parallel.tensor"], "to 1"),
         ({"engine": "megatron"}, ["parallel.engine"], "deepspeed"),
@@ -75,9 +106,47 @@ def test_nearest_legal(settings: dict[str, Any], keys: list[str], fix: str) -> N
     assert all(fix in problem.fix for problem in found)
 
 
+def test_why_pipeline_stages_exclude_zero() -> None:
+    (problem,) = problems(intent(pipeline=2, zero={"stage": 2}), EIGHT)
+    assert "pipeline stages exclude ZeRO 2 and 3" in problem.allowed
+
+
 def test_what_is_to_come_is_named() -> None:
     (problem,) = problems(intent(context=2), EIGHT)
     assert "engine megatron with model megatron is not in this release" in problem.allowed
+
+
+def test_selective_recompute_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems(intent(recompute="selective"), EIGHT)
+    assert problem.allowed.startswith("none, full for engine deepspeed with model hf: sel")
+    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
+    assert problems(intent(recompute="selective"), EIGHT) == []
+    assert {pair.model for pair in pairs(intent(recompute="selective"))} == {"megatron"}
+
+
+def test_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    illegal = intent(engine="fsdp", model="megatron")
+    for parallel in (intent(), intent(engine="ddp"), illegal):
+        assert precisions(parallel) == ["fp32", "fp16", "bf16"]
+    assert pairs(intent(), "fp16") == pairs(intent())
+    assert pairs(intent(), "fp8") == []
+    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
+    assert precisions(intent()) == ["fp32", "fp8", "fp16", "bf16"]
+    assert pairs(intent(), "fp8") == [Pair("megatron", "megatron")]
+
+
+@pytest.mark.parametrize(
+    ("zero", "stages"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"stage": 1}, [1]),
+        ({"offload_optimizer": "cpu"}, [1, 2, 3]),
+        ({"offload_optimizer": "nvme"}, [3]),
+        ({"offload_parameters": "cpu"}, [3]),
+    ],
+)
+def test_zero_stages(zero: dict[str, Any], stages: list[int]) -> None:
+    assert zero_stages(intent(zero=zero), Pair("deepspeed", "hf")) == stages
 
 
 def test_degrees_must_divide_the_world(monkeypatch: pytest.MonkeyPatch) -> None:

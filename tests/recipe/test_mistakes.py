@@ -313,6 +313,20 @@ MISTAKES = {
     "fp16 on CPU": M("precision: fp32", "precision: fp16", "training.precision", "to bf16"),
     "fp8 on CPU": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
     "fp8 on A100": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
+    "fp8 on H100": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
+    "NVMe below stage 3": M(
+        "stage: auto",
+        "stage: 2\n    offload_optimizer: nvme\n    nvme_path: /x",
+        "parallel.zero.offload_optimizer",
+        "to 3",
+        at="offload_optimizer",
+    ),
+    "selective recompute": M(
+        "engine: auto",
+        "recompute: selective",
+        "parallel.recompute",
+        "to full",
+    ),
     "unknown gpu": M("gpu: cpu", "gpu: h100-80", "cluster.gpu", "h100-80gb"),
     "evaluation without data": M(
         "  validation_fraction: 0.05\n",
@@ -358,6 +372,7 @@ MISTAKES = {
 }  # fmt: skip
 EXTRA = {
     "fp8 on A100": ("gpu: cpu", "gpu: a100-80gb"),
+    "fp8 on H100": ("gpu: cpu", "gpu: h100-80gb"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
 }
 """A second replacement that a mistake needs to be one."""

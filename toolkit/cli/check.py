@@ -57,7 +57,7 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
-    Example: dmt check recipes/*/*.yaml --set parallel.zero.stage=3
+    Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
     """
     verdicts = [judge(path, overrides or ()) for path in recipes]
     if as_json:

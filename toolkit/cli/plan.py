@@ -37,7 +37,7 @@ def plan(
 ) -> None:
     """Say how a recipe would be laid out, and why; starts and writes nothing.
 
-    Example: dmt plan recipes/llama/llama-3.1-8b-pretrain.yaml --set cluster.nodes=4
+    Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --set cluster.nodes=4`
     """
     decided = decide(load_recipe(recipe, overrides), None)
     device = gpu(decided.recipe.cluster.gpu)

@@ -66,8 +66,8 @@ def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 def adopt_engine_config(recipe: Recipe) -> Recipe:
     """The recipe with stage and offload of its own DeepSpeed file where it leaves them open.
 
-    `parallel.zero.config` names that file; a stage of `auto` and an offload of `none` are
-    the recipe's defaults, so what the file states is meant.
+    `parallel.zero.config` names that file. What the recipe states itself stays, and must
+    agree with the file (`render` checks that).
     """
     zero = recipe.parallel.zero
     if zero.config is None:
@@ -77,9 +77,9 @@ def adopt_engine_config(recipe: Recipe) -> Recipe:
     update: dict[str, object] = {}
     if zero.stage == "auto" and (stage := stage_of(file)) is not None:
         update["stage"] = stage
-    if zero.offload_optimizer == "none" and optimizer is not None:
+    if "offload_optimizer" not in zero.model_fields_set and optimizer is not None:
         update["offload_optimizer"] = optimizer
-    if zero.offload_parameters == "none" and parameters is not None:
+    if "offload_parameters" not in zero.model_fields_set and parameters is not None:
         update["offload_parameters"] = parameters
     parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
     return recipe.model_copy(update={"parallel": parallel})

@@ -47,7 +47,12 @@ def failure_code(code: int) -> int:
 
 
 def report_failure(run_dir: Path, failed: RankExit) -> int:
-    """Name the rank and show the end of its log; return the launcher's exit code."""
+    """Name the rank and show the end of its log; return the launcher's exit code.
+
+    Rank 0 has the terminal: what it told the user there is not told again.
+    """
+    if failed.rank == 0 and failed.code in _KEPT_CODES:
+        return failed.code
     log = RunDirectory(run_dir).rank_log(failed.rank)
     tail = _tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""

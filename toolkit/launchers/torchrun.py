@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import BackendUnavailable, PlanError
@@ -42,5 +43,7 @@ class TorchrunLauncher:
         )
 
     def run(self, spec: LaunchSpec) -> int:
-        """Start the agent and wait; see Launcher."""
-        return run_guarded(spec)
+        """Start the agent, without its traceback, and wait; see Launcher."""
+        python, _, _, *arguments = spec.argv
+        quiet = (python, "-m", "toolkit.launchers.quiet_torchrun", *arguments)
+        return run_guarded(replace(spec, argv=quiet))

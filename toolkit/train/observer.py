@@ -82,17 +82,21 @@ class Observed:
 
 
 class Observer:
-    """The hooks of the loop. `reporter` is None on every rank but 0."""
+    """The hooks of the loop.
+
+    `reporter` is None on every rank but 0. `saved_at` is the step of the checkpoint that
+    the run continues from: it is not written again when there is nothing left to train.
+    """
 
     def __init__(
-        self, run: Observed, store: CheckpointStore, reporter: Reporter | None
+        self, run: Observed, store: CheckpointStore, reporter: Reporter | None, saved_at: int
     ) -> None:
         self.run = run
         self.store = store
         self.reporter = reporter
         self._window = _Window()
         self._validated_at = -1
-        self._saved_at = -1
+        self._saved_at = saved_at
         self._exit = ExitStack()
 
     def __enter__(self) -> "Observer":

@@ -31,7 +31,11 @@ class Together:
         self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
 
     def run(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on every rank. Raises its DmtError here, PeerFailed elsewhere."""
+        """Run `action` on every rank.
+
+        Raises its DmtError on the first rank that met one, PeerFailed on all others: the
+        user reads one message, also about a mistake that every rank finds.
+        """
         error: DmtError | None = None
         try:
             result = action()
@@ -40,9 +44,9 @@ class Together:
         codes: list[int] = [EXIT_DONE] * self.ranks.world
         mine = EXIT_DONE if error is None else error.exit_code
         dist.all_gather_object(codes, mine, group=self._group)
-        if error is not None:
-            raise error
-        for code in codes:
+        for rank, code in enumerate(codes):
+            if rank == self.ranks.rank and error is not None:
+                raise error
             if code != EXIT_DONE:
                 raise PeerFailed(code)
         return result

@@ -8,6 +8,7 @@ the run directory and hands recipe and plan to the others, who need no shared di
 import logging
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ from toolkit.train.together import PeerFailed, Together
 
 logger = logging.getLogger(__name__)
 
+PEER_FAILED_PAUSE_S = 1.0
+"""How much later than the rank with the message the others leave."""
+
 
 def train_run_directory(path: Path) -> int:
     """Train what the run directory says; return the exit code of this rank."""
@@ -76,6 +80,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         leave()
         return EXIT_DONE
     except PeerFailed as error:
+        # Launchers end all ranks at the first exit: let the one with the message be first.
+        time.sleep(PEER_FAILED_PAUSE_S)
         return error.code
     except Stopped as error:
         if ranks is not None and ranks.rank == 0:
@@ -147,28 +153,35 @@ class _Worker:
         observed = Observed(
             recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
         )
-        job = Job(
+        job = self._job(engine, data, steps)
+        with StopRequest() as stop:
+            try:
+                with Observer(observed, store, reporter, progress.step) as observer:
+                    train(job, progress, observer, stop)
+                    # A signal from here on changes nothing: what is left is short. Saved
+                    # first, so that not even a kill costs a step.
+                    observer.save_now(progress)
+                    observer.evaluate_now(progress)
+                if recipe.checkpoint.export:
+                    self._export(engine, data, run)
+            except Stopped as stopped:
+                self._finish(reporter, stopped.exit_code, progress)
+                raise
+            self._finish(reporter, EXIT_DONE, progress)
+        engine.close()
+
+    def _job(self, engine: Engine, data: TrainingData, steps: int) -> Job:
+        recipe, plan = self.assignment.recipe, self.assignment.plan
+        training = recipe.training
+        return Job(
             engine,
-            GlobalBatches(data.train, recipe.training.seed, recipe.training.global_batch_size),
+            GlobalBatches(data.train, training.seed, training.global_batch_size),
             plan.layout,
             self.ranks.rank,
             steps,
             recipe.optimizer,
             recipe.schedule,
         )
-        try:
-            with Observer(observed, store, reporter) as observer:
-                with StopRequest() as stop:
-                    train(job, progress, observer, stop)
-                observer.evaluate_now(progress)
-                observer.save_now(progress)
-            if recipe.checkpoint.export:
-                self._export(engine, data, run)
-        except Stopped as stopped:
-            self._finish(reporter, stopped.exit_code, progress)
-            raise
-        self._finish(reporter, EXIT_DONE, progress)
-        engine.close()
 
     def _finish(self, reporter: Reporter | None, code: int, progress: Progress) -> None:
         """Record a good end; no rank leaves before rank 0's reports are out."""
@@ -211,24 +224,29 @@ class _Worker:
 
     def _resume(self, store: CheckpointStore, engine: Engine, fingerprint: str) -> Progress:
         """Continue from the newest complete checkpoint of the run directory, if any."""
-        recipe, plan = self.assignment.recipe, self.assignment.plan
         folder = store.newest()
         if folder is None:
             return Progress()
+        manifest = self.together.run(lambda: self._readable(folder, fingerprint))
+        self.together.run(lambda: engine.load_state(folder))
+        return Progress(manifest.step, manifest.consumed_samples)
+
+    def _readable(self, folder: Path, fingerprint: str) -> Manifest:
+        """The manifest of a checkpoint that this run may and can continue from."""
+        recipe, plan = self.assignment.recipe, self.assignment.plan
         if recipe.checkpoint.resume == "never":
             raise CheckpointError(
-                f"{store.folder} holds checkpoints and checkpoint.resume is never",
+                f"{folder.parent} holds checkpoints and checkpoint.resume is never",
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
-        manifest = self.together.run(lambda: Manifest.read(folder))
+        manifest = Manifest.read(folder)
         check_fits(manifest, folder, plan.engine, plan.layout)
         if manifest.data_fingerprint != fingerprint:
             raise CheckpointError(
                 f"{folder} was trained on other data: its cursor means nothing in this one",
                 fix="restore the data files, or start in another directory (--run-dir)",
             )
-        self.together.run(lambda: engine.load_state(folder))
-        return Progress(manifest.step, manifest.consumed_samples)
+        return manifest
 
     def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
         validation = data.validation

@@ -1,0 +1,126 @@
+"""Stopped, killed or extended: a run that is started again is the uninterrupted one."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import WANDB, ZERO_2, Project
+from tests.e2e.product import checkpoints, curve, events, started, steps_logged
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"training.steps": 100_000}
+
+
+@pytest.fixture(scope="module")
+def extended_run(project: Project) -> Path:
+    """Ten steps, then the same command for twenty."""
+    for steps in (10, 20):
+        ended = project.launch("extended", {**WANDB, "training.steps": steps})
+        assert ended.code == 0, ended.err
+        assert "W&B is off" not in ended.err
+    return project.folder / "extended"
+
+
+def test_continued_metrics_equal_the_uninterrupted_run_to_the_bit(extended_run, ddp_run):
+    assert curve(extended_run) == curve(ddp_run)
+    losses = [events(run, "evaluation")[-1]["loss"] for run in (extended_run, ddp_run)]
+    assert losses[0] == losses[1]
+    model = "export/model.safetensors"
+    assert (extended_run / model).read_bytes() == (ddp_run / model).read_bytes()
+
+
+def test_the_resume_is_recorded_and_old_checkpoints_stay(extended_run):
+    (resume,) = events(extended_run, "resume")
+    assert (resume["step"], resume["dropped_metrics_lines"]) == (10, 0)
+    assert checkpoints(extended_run) == [10, 20]
+    assert len((extended_run / "command.txt").read_text().splitlines()) == 2
+
+
+def test_wandb_keeps_its_run(extended_run):
+    """wandb#8428, #335: a resumed run must not appear as two."""
+    parts = list(extended_run.glob("wandb/offline-run-*"))
+    assert len(parts) == 2
+    (run_id,) = {part.name.rpartition("-")[2] for part in parts}
+    state = json.loads((extended_run / "wandb.json").read_text())
+    assert (state["run_id"], state["posted_step"]) == (run_id, 20)
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(project: Project, extended_run):
+    before = curve(extended_run)
+    manifest = extended_run / "checkpoints" / "step-00000020" / "manifest.json"
+    written = manifest.stat().st_mtime_ns
+    ended = project.launch("extended", {**WANDB, "training.steps": 20})
+    assert ended.code == 0, ended.err
+    assert curve(extended_run) == before
+    assert checkpoints(extended_run) == [10, 20]
+    assert manifest.stat().st_mtime_ns == written, "not written again, where a kill could harm"
+
+
+@pytest.mark.usefixtures("extended_run")
+@pytest.mark.parametrize("change", [{"training.seed": 8}, {"model.config.hidden_size": 64}])
+def test_another_recipe_is_refused(project: Project, change):
+    ended = project.launch("extended", {**WANDB, "training.steps": 20, **change})
+    assert ended.code == 2
+    (key,) = change
+    assert f"{key}: found {change[key]}" in ended.err
+    assert "--run-dir OTHER" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_changed_data_are_refused(own_project: Project):
+    """accelerate#2016, transformers#40691: a cursor in other data would replay or skip."""
+    assert own_project.launch("run", {"training.steps": 2}).code == 0
+    (own_project.folder / "data" / "07.txt").write_text("This was not here before.\n" * 9)
+    ended = own_project.launch("run", {"training.steps": 4})
+    assert ended.code == 2
+    assert ended.err.count("was trained on other data") == 1, ended.err
+    assert "fix: restore the data files" in ended.err
+    assert "Traceback" not in ended.err
+    assert steps_logged(own_project.folder / "run") == 2
+
+
+def test_a_killed_rank(project: Project, ddp_run):
+    """DeepSpeed#7741, transformers#25129: what a kill leaves is no checkpoint."""
+    run_dir = project.folder / "killed"
+    often = {"checkpoint.every_steps": 3}
+    with started(project.command("killed", ENDLESS | often), project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 5, "the fifth step")
+        ranks = command.ranks()
+        for rank in ranks.values():
+            rank.suspend()
+        ranks[1].kill()
+        ranks[0].resume()
+        ended = command.end()
+    assert ended.code == 4
+    assert "rank 1 was killed by SIGKILL" in ended.err
+    saved = checkpoints(run_dir)[-1]
+    assert saved <= 17, "the reference has 20 steps"
+    partial = run_dir / "checkpoints" / f"step-{saved + 3:08}.tmp"
+    partial.mkdir(exist_ok=True)
+    (partial / "model.safetensors").write_bytes(b"torn")
+
+    ended = project.launch("killed", {"training.steps": 20} | often)
+    assert ended.code == 0, ended.err
+    assert events(run_dir, "resume")[-1]["step"] == saved
+    assert curve(run_dir) == curve(ddp_run)
+    assert not partial.exists()
+
+
+def test_zero_2_stopped_and_resumed(project: Project, zero_2_run):
+    run_dir = project.folder / "zero-2-stopped"
+    with started(project.command(run_dir.name, ENDLESS | ZERO_2), project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
+        os.kill(command.process.pid, signal.SIGTERM)
+        ended = command.end()
+    assert ended.code == 75, ended.err
+    assert checkpoints(run_dir) == [steps_logged(run_dir)]
+    assert steps_logged(run_dir) < 20, "the reference has 20 steps"
+    ended = project.launch(run_dir.name, {"training.steps": 20} | ZERO_2)
+    assert ended.code == 0, ended.err
+    assert curve(run_dir) == {
+        step: pytest.approx(expected, rel=1e-6) for step, expected in curve(zero_2_run).items()
+    }

@@ -1,0 +1,125 @@
+"""Ctrl-C, preemption and impatience: the run saves, says how to go on, and is gone."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import (
+    Command,
+    Ended,
+    checkpoints,
+    events,
+    settings,
+    started,
+    steps_logged,
+    tool,
+)
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"training.steps": 100_000}
+WORKER = str(ROOT / "launch" / "train.py")
+
+
+def ctrl_c(command: Command) -> None:
+    command.interrupt()
+
+
+def terminate_launcher(command: Command) -> None:
+    os.kill(command.process.pid, signal.SIGTERM)
+
+
+def terminate_rank_1(command: Command) -> None:
+    command.ranks()[1].send_signal(signal.SIGTERM)
+
+
+def assert_saved_and_stopped(ended: Ended, run_dir: Path) -> None:
+    assert ended.code == 75, ended.err
+    last = steps_logged(run_dir)
+    assert checkpoints(run_dir) == [last], "saved at the step where it stopped"
+    assert f"stopped by a signal after saving step {last} of 100000" in ended.err
+    assert ended.err.count("fix: start the same command again to resume") == 1
+    assert "Traceback" not in ended.err
+    assert events(run_dir, "end")[-1]["exit_code"] == 75
+    assert not (run_dir / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "stop"),
+    [
+        ("local", ctrl_c),
+        ("local", terminate_launcher),
+        ("local", terminate_rank_1),
+        ("torchrun", ctrl_c),
+        ("deepspeed", terminate_launcher),
+    ],
+)
+def test_a_signal_while_training(
+    project: Project, launcher: str, stop: Callable[[Command], None]
+):
+    run_dir = project.folder / f"{launcher}-{stop.__name__}"
+    argv = project.command(run_dir.name, ENDLESS, "--launcher", launcher)
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        stop(command)
+        sent = time.monotonic()
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+    assert time.monotonic() - sent < 20
+
+
+def test_ctrl_c_on_a_worker_without_a_launcher(project: Project):
+    run_dir = project.folder / "single-ctrl-c"
+    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
+    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        command.interrupt()
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+
+
+@pytest.mark.parametrize("stop", [ctrl_c, terminate_launcher])
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_signal_before_the_first_step(
+    project: Project, launcher: str, stop: Callable[[Command], None]
+):
+    run_dir = project.folder / f"early-{launcher}-{stop.__name__}"
+    argv = project.command(run_dir.name, ENDLESS, "--launcher", launcher)
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: len(command.ranks()) == 2, "both workers")
+        stop(command)
+        sent = time.monotonic()
+        ended = command.end()
+    assert time.monotonic() - sent < 5
+    assert ended.code == 75
+    assert "Traceback" not in ended.err
+    assert checkpoints(run_dir) == []
+
+
+def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
+    """Automodel#405: the weights of a whole run must not hang on its last second."""
+    run_dir = project.folder / "late"
+    with started(project.command("late", {"training.steps": 3}), project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) == 3, "the last step")
+        command.interrupt()
+        ended = command.end()
+    assert ended.code == 0, ended.err
+    assert checkpoints(run_dir) == [3]
+    assert (run_dir / "export" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3])
+def test_ctrl_c_before_a_worker_is_started(project: Project, delay_s: float):
+    with started(project.command(f"at-once-{delay_s}"), project.folder) as command:
+        time.sleep(delay_s)
+        command.interrupt()
+        ended = command.end(5)
+    assert ended.code in (-signal.SIGINT, 75, 130)
+    assert "Traceback" not in ended.err
