@@ -44,6 +44,7 @@ def run_ranks(
                 "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
+                "PYTHONWARNINGS": "ignore::FutureWarning",
                 **(env or {}),
             },
         )

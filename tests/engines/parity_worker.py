@@ -9,12 +9,14 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.engines.base import IGNORE_INDEX, Engine, MicroBatch
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
 from toolkit.models import huggingface as hf
@@ -22,6 +24,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
 STEPS = 20
+SEED = 1234
 GLOBAL_BATCH = 8
 LENGTH = 16
 VOCABULARY = 101
@@ -52,11 +55,14 @@ class Case:
     nvme_path: str | None = None
     steps: int = STEPS
     wide: bool = False
+    resume_in: str | None = None
+    """Folder: half-way, save there, go on in a new engine with other initial weights."""
 
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
-        return "-".join([*parts, f"micro{self.micro_batch}"])
+        resumed = ["resumed"] if self.resume_in else []
+        return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
 
 def recipe(case: Case, world: int) -> Recipe:
@@ -106,7 +112,7 @@ def reference(*, wide: bool = False) -> dict[str, list[float]]:
     wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide), world=1)
     config = hf.build_config(wanted.model)
     model = hf.empty_model(config, torch.device("cpu"))
-    hf.fill(model, hf.weight_source(wanted.model, config, wanted.training.seed))
+    hf.fill(model, hf.weight_source(wanted.model, config, SEED))
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -137,25 +143,38 @@ def micro_batches(
     return [MicroBatch(*pair) for pair in pairs]
 
 
-def train(case: Case, ranks: Ranks) -> dict[str, Any]:
-    """Train one case; loss and gradient norm per step, and a validation loss."""
+def new_engine(case: Case, ranks: Ranks, seed: int) -> Engine:
+    """The engine of a case, built as the worker builds it."""
     wanted = recipe(case, ranks.world)
     plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
     setup = EngineSetup(
         config,
-        hf.weight_source(wanted.model, config, wanted.training.seed),
+        hf.weight_source(wanted.model, config, seed),
         plan.layout,
         case.precision,
         wanted.optimizer,
         ranks,
         render_engine_config(wanted, plan),
     )
-    engine = build_engine(plan.engine, setup)
-    results = [
-        engine.train_step(micro_batches(inputs, labels, ranks, case.micro_batch), 1e-3)
-        for inputs, labels in global_batches(case.steps)
-    ]
+    return build_engine(plan.engine, setup)
+
+
+def train(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Train one case; loss and gradient norm per step, and a validation loss."""
+    engine = new_engine(case, ranks, SEED)
+    results = []
+    for step, (inputs, labels) in enumerate(global_batches(case.steps)):
+        if case.resume_in is not None and step == case.steps // 2:
+            folder = Path(case.resume_in) / case.name
+            folder.mkdir(parents=True, exist_ok=True)
+            engine.save_state(folder)
+            dist.barrier()
+            engine.close()
+            engine = new_engine(case, ranks, SEED + 1)
+            engine.load_state(folder)
+        batches = micro_batches(inputs, labels, ranks, case.micro_batch)
+        results.append(engine.train_step(batches, 1e-3))
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, case.micro_batch))
     engine.close()

@@ -76,18 +76,38 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_cpu_offload(compiled_ops: None) -> None:
-    for name, result in run(OFFLOADED, world=2, timeout_s=240).items():
+@pytest.mark.usefixtures("compiled_ops")
+def test_two_processes_with_cpu_offload(tmp_path: Path) -> None:
+    resumed = Case("deepspeed", 4, stage=3, offload="cpu", resume_in=str(tmp_path))
+    for name, result in run([*OFFLOADED, resumed], world=2, timeout_s=240).items():
         print(name)
         assert_equals_reference(result, OFFLOAD_TOLERANCE)
 
 
 @pytest.mark.slow
-def test_two_processes_with_nvme_offload(compiled_ops: None, tmp_path: Path) -> None:
-    case = Case("deepspeed", 2, stage=3, offload="nvme", nvme_path=str(tmp_path), wide=True)
+def test_resumed_runs(tmp_path: Path) -> None:
+    """A load that did nothing would go on from weights of another seed."""
+    cases = [Case("ddp", 4, resume_in=str(tmp_path))] + [
+        Case("deepspeed", 4, stage=stage, resume_in=str(tmp_path)) for stage in range(4)
+    ]
+    for name, result in run(cases, world=2).items():
+        print(name)
+        assert_equals_reference(result, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_ops")
+def test_two_processes_with_nvme_offload(tmp_path: Path) -> None:
+    """Resumed half-way: DeepSpeed's own NVMe checkpoint goes on with other weights."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    case = Case(
+        "deepspeed", 2, stage=3, offload="nvme", nvme_path=str(swap), wide=True,
+        resume_in=str(tmp_path / "checkpoint"),
+    )  # fmt: skip
     (result,) = run([case], world=2, timeout_s=240).values()
     assert_equals_reference(result, OFFLOAD_TOLERANCE, wide=True)
-    swapped = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    swapped = sum(path.stat().st_size for path in swap.rglob("*") if path.is_file())
     assert swapped > 10 * 2**20, "nothing was swapped to disk"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
@@ -21,6 +22,9 @@ from toolkit.models.weights import WeightSource
 
 TAG = "state"
 """DeepSpeed's name for the one checkpoint inside the folder that we give it."""
+
+SWAPPED_STATES = (None, "exp_avg", "exp_avg_sq")
+"""DeepSpeed's keys of a shard's states: fp32 weights, first and second moment."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,13 +132,61 @@ class DeepSpeedEngine:
 
     def save_state(self, folder: Path) -> None:
         """See `Engine.save_state`; writes DeepSpeed's own files."""
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self._swaps:
+            save_file(self._read_swapped(), self._swapped_file(folder))
+        else:
+            self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
 
     def load_state(self, folder: Path) -> None:
         """See `Engine.load_state`."""
+        if self._swaps:
+            self._write_swapped(load_file(self._swapped_file(folder)))
+            return
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise CheckpointError(f"{folder} holds no DeepSpeed checkpoint")
+
+    # DeepSpeed's own checkpoints do not bring back what was swapped to NVMe: a resumed run
+    # silently goes on with other weights. So these states go through its debugging API.
+
+    @property
+    def _swaps(self) -> bool:
+        layout = self.setup.layout
+        return "nvme" in (layout.offload_optimizer, layout.offload_parameters)
+
+    def _swapped_file(self, folder: Path) -> Path:
+        return folder / f"rank-{self.setup.ranks.rank}.safetensors"
+
+    def _read_swapped(self) -> dict[str, Tensor]:
+        """This rank's shard of every parameter and moment, and the optimizer's step."""
+        shards: dict[str, Tensor] = {}
+        for name, parameter in self.engine.module.named_parameters():
+            for key in SWAPPED_STATES:
+                shard = self.optimizer.get_local_fp32_param(parameter, key)
+                shards[f"{name}/{key}"] = shard.detach().to("cpu", copy=True)
+        steps = [state["step"] for state in self._group_states()]
+        return shards | {"step": torch.tensor(steps, dtype=torch.int64)}
+
+    def _group_states(self) -> list[dict[str, Any]]:
+        """AdamW's state of each group of shards."""
+        groups = self.optimizer.fp32_partitioned_groups_flat
+        return [self.optimizer.optimizer.state[weights] for weights in groups]
+
+    def _write_swapped(self, shards: dict[str, Tensor]) -> None:
+        """Put the shards back: first the states, then the compute weights made from them."""
+        deepspeed = import_deepspeed()
+        # The moments exist only after a first step; what it does is overwritten.
+        tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
+        batch = MicroBatch(tokens, tokens)
+        self.train_step([batch] * self.setup.layout.gradient_accumulation, 0.0)
+        for name, parameter in self.engine.module.named_parameters():
+            for key in SWAPPED_STATES:
+                self.optimizer.set_local_hp_param(shards[f"{name}/{key}"], parameter, key)
+            full = self.optimizer.get_full_hp_param(parameter)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(full)
+        for state, step in zip(self._group_states(), shards["step"].tolist(), strict=True):
+            state["step"] = step
 
     def export_hf(self, folder: Path) -> None:
         """See `Engine.export_hf`. Under stage 3 one parameter is gathered at a time."""
