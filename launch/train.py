@@ -7,12 +7,10 @@ Rank 0 plans the recipe, writes the run directory and tells the others.
 """
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("recipe", type=Path, help="recipe YAML")
     parser.add_argument(
@@ -24,14 +22,11 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
 
+    from toolkit.engines.distributed import end_process
     from toolkit.train.worker import train_recipe
 
-    return train_recipe(arguments.recipe, arguments.overrides, arguments.run_dir)
+    end_process(train_recipe(arguments.recipe, arguments.overrides, arguments.run_dir))
 
 
 if __name__ == "__main__":
-    code = main()
-    if code:
-        # Threads of an unfinished collective must not keep a failed rank alive.
-        sys.stdout.flush()
-        os._exit(code)
+    main()

@@ -188,3 +188,15 @@ def checkpoints(run_dir: Path) -> list[int]:
     """Steps of the complete checkpoints."""
     folders = (run_dir / "checkpoints").glob("step-????????/manifest.json")
     return sorted(int(path.parent.name.removeprefix("step-")) for path in folders)
+
+
+def assert_saved_and_stopped(ended: Ended, run_dir: Path) -> None:
+    """A signal ended the run in good order, and the user reads how to go on."""
+    assert ended.code == 75, ended.err
+    last = steps_logged(run_dir)
+    assert checkpoints(run_dir) == [last], "saved at the step where it stopped"
+    assert f"stopped by a signal after saving step {last} of" in ended.err
+    assert ended.err.count("fix: start the same command again to resume") == 1
+    assert "Traceback" not in ended.err
+    assert events(run_dir, "end")[-1]["exit_code"] == 75
+    assert not (run_dir / "export").exists()

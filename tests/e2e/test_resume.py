@@ -2,13 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import WANDB, ZERO_2, Project
-from tests.e2e.product import checkpoints, curve, events, started, steps_logged
+from tests.e2e.product import (
+    assert_saved_and_stopped,
+    checkpoints,
+    curve,
+    events,
+    started,
+    steps_logged,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +61,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(project: Project, 
     before = curve(extended_run)
     manifest = extended_run / "checkpoints" / "step-00000020" / "manifest.json"
     written = manifest.stat().st_mtime_ns
-    ended = project.launch("extended", {**WANDB, "training.steps": 20})
+    ended = project.launch("extended")
     assert ended.code == 0, ended.err
     assert curve(extended_run) == before
     assert checkpoints(extended_run) == [10, 20]
@@ -71,16 +79,21 @@ def test_another_recipe_is_refused(project: Project, change):
     assert "Traceback" not in ended.err
 
 
-def test_changed_data_are_refused(own_project: Project):
+def test_changed_data_are_refused(project: Project, ddp_run):
     """accelerate#2016, transformers#40691: a cursor in other data would replay or skip."""
-    assert own_project.launch("run", {"training.steps": 2}).code == 0
-    (own_project.folder / "data" / "07.txt").write_text("This was not here before.\n" * 9)
-    ended = own_project.launch("run", {"training.steps": 4})
+    run_dir = shutil.copytree(ddp_run, project.folder / "other-data")
+    document = project.folder / "data" / "07.txt"
+    text = document.read_text()
+    document.write_text("This was not here before.\n" * 9)
+    try:
+        ended = project.launch(run_dir.name, {"training.steps": 22})
+    finally:
+        document.write_text(text)
     assert ended.code == 2
     assert ended.err.count("was trained on other data") == 1, ended.err
     assert "fix: restore the data files" in ended.err
     assert "Traceback" not in ended.err
-    assert steps_logged(own_project.folder / "run") == 2
+    assert steps_logged(run_dir) == 20
 
 
 def test_a_killed_rank(project: Project, ddp_run):
@@ -110,16 +123,18 @@ def test_a_killed_rank(project: Project, ddp_run):
     assert not partial.exists()
 
 
-def test_zero_2_stopped_and_resumed(project: Project, zero_2_run):
+def test_zero_2_stopped_and_resumed_under_another_launcher(project: Project, zero_2_run):
+    """The deepspeed launcher: a stop by SIGTERM, then the same steps as the local one's."""
     run_dir = project.folder / "zero-2-stopped"
-    with started(project.command(run_dir.name, ENDLESS | ZERO_2), project.folder) as command:
+    launcher = ["--launcher", "deepspeed"]
+    argv = project.command(run_dir.name, ENDLESS | ZERO_2, *launcher)
+    with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
         os.kill(command.process.pid, signal.SIGTERM)
         ended = command.end()
-    assert ended.code == 75, ended.err
-    assert checkpoints(run_dir) == [steps_logged(run_dir)]
+    assert_saved_and_stopped(ended, run_dir)
     assert steps_logged(run_dir) < 20, "the reference has 20 steps"
-    ended = project.launch(run_dir.name, {"training.steps": 20} | ZERO_2)
+    ended = project.launch(run_dir.name, {"training.steps": 20} | ZERO_2, *launcher)
     assert ended.code == 0, ended.err
     assert curve(run_dir) == {
         step: pytest.approx(expected, rel=1e-6) for step, expected in curve(zero_2_run).items()

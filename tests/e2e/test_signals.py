@@ -4,16 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import (
     Command,
-    Ended,
+    assert_saved_and_stopped,
     checkpoints,
-    events,
     settings,
     started,
     steps_logged,
@@ -39,17 +37,6 @@ def terminate_rank_1(command: Command) -> None:
     command.ranks()[1].send_signal(signal.SIGTERM)
 
 
-def assert_saved_and_stopped(ended: Ended, run_dir: Path) -> None:
-    assert ended.code == 75, ended.err
-    last = steps_logged(run_dir)
-    assert checkpoints(run_dir) == [last], "saved at the step where it stopped"
-    assert f"stopped by a signal after saving step {last} of 100000" in ended.err
-    assert ended.err.count("fix: start the same command again to resume") == 1
-    assert "Traceback" not in ended.err
-    assert events(run_dir, "end")[-1]["exit_code"] == 75
-    assert not (run_dir / "export").exists()
-
-
 @pytest.mark.parametrize(
     ("launcher", "stop"),
     [
@@ -57,7 +44,6 @@ def assert_saved_and_stopped(ended: Ended, run_dir: Path) -> None:
         ("local", terminate_launcher),
         ("local", terminate_rank_1),
         ("torchrun", ctrl_c),
-        ("deepspeed", terminate_launcher),
     ],
 )
 def test_a_signal_while_training(
@@ -85,8 +71,10 @@ def test_ctrl_c_on_a_worker_without_a_launcher(project: Project):
     assert_saved_and_stopped(ended, run_dir)
 
 
-@pytest.mark.parametrize("stop", [ctrl_c, terminate_launcher])
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "stop"),
+    [("local", ctrl_c), ("local", terminate_launcher), ("torchrun", ctrl_c)],
+)
 def test_a_signal_before_the_first_step(
     project: Project, launcher: str, stop: Callable[[Command], None]
 ):
@@ -115,7 +103,7 @@ def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
     assert (run_dir / "export" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.3])
+@pytest.mark.parametrize("delay_s", [0.2, 0.4])
 def test_ctrl_c_before_a_worker_is_started(project: Project, delay_s: float):
     with started(project.command(f"at-once-{delay_s}"), project.folder) as command:
         time.sleep(delay_s)

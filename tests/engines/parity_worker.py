@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from toolkit.engines.base import IGNORE_INDEX, Engine, MicroBatch
-from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import plan_recipe
@@ -193,6 +193,7 @@ def main() -> None:
     leave()
     if ranks.rank == 0:
         print("RESULTS " + json.dumps(results))
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """`dmt train`: what a launcher starts on every rank."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from toolkit.errors import EXIT_DONE
 
 
 def train(
@@ -17,10 +13,7 @@ def train(
 
     Example: torchrun --nproc-per-node 2 -m toolkit.cli.main train runs/tiny-llama-bytes
     """
+    from toolkit.engines.distributed import end_process
     from toolkit.train.worker import train_run_directory
 
-    code = train_run_directory(run_dir)
-    if code != EXIT_DONE:
-        # Threads of an unfinished collective must not keep a failed rank alive.
-        sys.stdout.flush()
-        os._exit(code)
+    end_process(train_run_directory(run_dir))

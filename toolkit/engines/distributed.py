@@ -1,9 +1,11 @@
 """Joining the process group, and the few sums that every data-parallel engine needs."""
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,18 @@ def leave() -> None:
     """Leave the process group, if joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """End this rank at once with exit code `code`, its output written out.
+
+    Interpreter teardown is left out: threads of an unfinished collective would keep a
+    failed rank alive, and gloo's threads now and then abort a rank that has done
+    everything ("terminate called without an active exception": 3 of 28 exits measured).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def global_tokens(micro_batches: Sequence[MicroBatch], device: torch.device) -> Tensor:

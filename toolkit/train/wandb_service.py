@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from toolkit.recipe.schema import WandbSection
 from toolkit.redact import redact
+from toolkit.train import jsonl
 from toolkit.train.events import EventLog
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.wandb_follower import FollowerSettings
@@ -63,7 +64,7 @@ class WandbFollower:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         follower = cls(process, events)
-        follower._say(json.dumps(asdict(settings)))
+        follower._say(json.dumps(jsonl.plain(asdict(settings))))
         return follower
 
     def problem(self) -> str | None:

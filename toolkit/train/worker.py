@@ -88,25 +88,32 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             _say(f"dmt: {error}")
         leave()
         return error.exit_code
-    except DmtError as error:
-        _end(run, ranks, error.exit_code, str(error), show=True)
-        return error.exit_code
-    except Exception as error:
-        logger.exception("training failed")
-        message = f"{type(error).__name__}: {error}{_advice(error)}"
-        _end(run, ranks, EXIT_FAILED, message, show=True)
-        return EXIT_FAILED
+    except _Recorded as recorded:
+        return recorded.code
+    except Exception as error:  # noqa: BLE001 - logged, recorded and shown there
+        return _record_failure(run, ranks, error)
 
 
-def _end(
-    run: RunDirectory | None, ranks: Ranks | None, code: int, message: str, *, show: bool
-) -> None:
-    """Record and show how this rank ended."""
-    rank = ranks.rank if ranks else 0
-    if run is not None and (rank == 0 or show):
+class _Recorded(Exception):
+    """Training failed, and everybody was told."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def _record_failure(run: RunDirectory | None, ranks: Ranks | None, error: Exception) -> int:
+    """Log, record and show why this rank failed; return its exit code."""
+    if isinstance(error, DmtError):
+        code, message = error.exit_code, str(error)
+    else:
+        logger.error("training failed", exc_info=error)
+        code, message = EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
+    if run is not None:
+        rank = ranks.rank if ranks else 0
         EventLog(run.events).write("end", exit_code=code, rank=rank, error=message)
-    if show:
-        print(redact(f"error: {message}"), file=sys.stderr, flush=True)
+    print(redact(f"error: {message}"), file=sys.stderr, flush=True)
+    return code
 
 
 def _advice(error: Exception) -> str:
@@ -167,6 +174,11 @@ class _Worker:
             except Stopped as stopped:
                 self._finish(reporter, stopped.exit_code, progress)
                 raise
+            except Exception as error:
+                code = _record_failure(run, self.ranks, error)
+                if reporter is not None:
+                    reporter.finish()
+                raise _Recorded(code) from error
             self._finish(reporter, EXIT_DONE, progress)
         engine.close()
 

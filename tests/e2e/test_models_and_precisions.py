@@ -1,0 +1,81 @@
+"""Other models, precisions and starts, under ZeRO-3 as under ddp."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.conftest import RECIPE, ZERO_2, Project
+from tests.e2e.product import curve, dmt, events, run, settings
+
+pytestmark = pytest.mark.slow
+
+ZERO_3 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 3}
+ONE_RANK = {"cluster.gpus_per_node": 1}
+MODELS = {
+    "mixtral": "{model_type: mixtral, vocab_size: 320, hidden_size: 32, intermediate_size: 64, "
+    "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "num_local_experts: 4, num_experts_per_tok: 2, max_position_embeddings: 64}",
+    "gpt2": "{model_type: gpt2, vocab_size: 320, n_embd: 32, n_layer: 2, n_head: 4, "
+    "n_positions: 64}",
+}
+
+
+def trained(project: Project, recipe: Path, name: str, changes: Mapping[str, object]) -> Path:
+    """Run directory of a finished run of another recipe of the project."""
+    argv = dmt("launch", recipe, "--run-dir", name, *settings(changes))
+    ended = run(argv, project.folder)
+    assert ended.code == 0, ended.err
+    return project.folder / name
+
+
+def validation_loss(run_dir: Path) -> float:
+    return float(events(run_dir, "evaluation")[-1]["loss"])
+
+
+def assert_same(run_dir: Path, reference: Path, relative: float) -> None:
+    expected = curve(reference)
+    assert curve(run_dir) == {
+        step: pytest.approx(expected[step], rel=relative) for step in curve(run_dir)
+    }
+    assert validation_loss(run_dir) == pytest.approx(validation_loss(reference), rel=relative)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_zero_3_trains_other_models_like_ddp(project: Project, model: str):
+    recipe = project.folder / f"{model}.yaml"
+    before, _, after = RECIPE.partition("model:\n")
+    data = after[after.index("data:\n") :]
+    recipe.write_text(f"{before}model: {{config: {MODELS[model]}}}\n{data}")
+    steps = {"training.steps": 4}
+    ddp = trained(project, recipe, f"{model}-ddp", steps | ONE_RANK)
+    # Recompute changes no number either.
+    changes = steps | ZERO_3 | {"parallel.recompute": "full"}
+    zero_3 = trained(project, recipe, f"{model}-zero-3", changes)
+    assert len(curve(ddp)) == len(curve(zero_3)) == 4
+    assert_same(zero_3, ddp, 1e-5)
+
+
+def test_bf16_with_full_recompute(project: Project, ddp_run: Path):
+    changes = ZERO_2 | {"training.precision": "bf16", "parallel.recompute": "full"}
+    run_dir = trained(project, project.recipe, "bf16", changes)
+    assert len(curve(run_dir)) == 20
+    assert_same(run_dir, ddp_run, 0.03)
+    assert curve(run_dir) != curve(ddp_run), "it did compute in bf16"
+    AutoModelForCausalLM.from_pretrained(run_dir / "export")
+
+
+@pytest.mark.parametrize("layout", [ONE_RANK, ZERO_3], ids=["ddp", "zero 3"])
+def test_a_pretrained_start_is_where_the_export_ended(project: Project, ddp_run, layout):
+    changes = layout | {
+        "model.init": "pretrained",
+        "model.hub": ddp_run / "export",
+        "training.steps": 1,
+        "optimizer.learning_rate": 1e-12,
+    }
+    name = f"pretrained-{len(layout)}"
+    run_dir = trained(project, project.recipe, name, changes)
+    assert validation_loss(run_dir) == pytest.approx(validation_loss(ddp_run), rel=1e-5)
+    ((loss, _),) = curve(run_dir).values()
+    assert loss < curve(ddp_run)[15][0], "step 1 goes on where step 20 was"

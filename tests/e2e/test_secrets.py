@@ -1,0 +1,98 @@
+"""No credential reaches a file of the run directory, or the terminal."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import WANDB, Project
+from tests.e2e.product import Ended, events, run, settings, tool
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+CANARY = "canary7d1f2c9b"
+SECRETS = {
+    "WANDB_API_KEY": f"{CANARY}{'0' * 26}",
+    "HF_TOKEN": f"hf_{CANARY}abcdefghijkl",
+    "AWS_SECRET_ACCESS_KEY": f"{CANARY}+aws/secret",
+    "MY_PASSWORD": f"{CANARY} with a space",
+}
+FAILING_STEP = """
+import os
+if "RANK" in os.environ:
+    import torch
+
+    def step(*_, **__):
+        raise RuntimeError("cannot log in with " + os.environ["MY_PASSWORD"])
+
+    torch.optim.AdamW.step = step
+"""
+
+
+def assert_no_canary(folder: Path, ended: Ended) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    leaks = [path for path in files if CANARY.encode() in path.read_bytes()]
+    assert not leaks
+    assert not [path for path in folder.rglob("*") if CANARY in path.name]
+    assert CANARY not in ended.out + ended.err
+
+
+def test_a_run_with_secrets_around_it(project: Project):
+    run_dir = project.folder / "secrets"
+    password = SECRETS["MY_PASSWORD"].replace(" ", "-")
+    changes = {
+        **WANDB,
+        "training.steps": 2,
+        "cluster.gpus_per_node": 1,
+        # Not the secret itself, which is refused, but a text around it.
+        "name": f"a-{password}-b",
+        "logging.wandb.tags": f"[before-{password}]",
+    }
+    argv = tool("python", ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir)
+    env = {**SECRETS, "OTHER_PASSWORD": password}
+    ended = run([*argv, *settings(changes)], project.folder, env)
+    assert ended.code == 0, ended.err
+    assert list(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    assert_no_canary(run_dir, ended)
+
+
+def test_an_exception_that_holds_a_secret(project: Project, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(FAILING_STEP)
+    env = {**SECRETS, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    ended = project.launch("failing", WANDB, env=env)
+    assert ended.code == 4
+    assert "error: RuntimeError: cannot log in with ***" in ended.err
+    run_dir = project.folder / "failing"
+    assert {e["exit_code"] for e in events(run_dir, "end")} == {4}
+    assert "cannot log in with ***" in (run_dir / "logs" / "rank-0.log").read_text()
+    assert_no_canary(run_dir, ended)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging.wandb.api_key": SECRETS["WANDB_API_KEY"]},
+        {"logging.wandb.project": SECRETS["WANDB_API_KEY"]},
+        {"model.hub": f"https://me:{CANARY}@example.com/model"},
+    ],
+    ids=["by its name", "by its value", "by its shape"],
+)
+def test_a_secret_in_the_settings_is_refused(project: Project, change):
+    ended = project.launch("refused", change, env=SECRETS)
+    assert_refused(ended, project, *change)
+
+
+def test_a_secret_in_the_recipe_is_refused(own_project: Project):
+    with own_project.recipe.open("a") as recipe:
+        recipe.write(f"launch: {{launcher: {SECRETS['WANDB_API_KEY']}}}\n")
+    ended = own_project.launch("refused", env=SECRETS)
+    assert_refused(ended, own_project, "launch.launcher")
+
+
+def assert_refused(ended: Ended, project: Project, key: str) -> None:
+    assert ended.code == 2, ended.err
+    assert key in ended.err
+    assert CANARY not in ended.out + ended.err
+    assert "Traceback" not in ended.err
+    assert not (project.folder / "refused").exists()

@@ -1,0 +1,74 @@
+"""A mistake of the user, through the real commands: one message, exit code 2, soon."""
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import Ended, events, run, settings, tool
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+WORKER = ROOT / "launch" / "train.py"
+
+
+def assert_one_message(ended: Ended, message: str, fix: str) -> None:
+    assert ended.code == 2, ended.err
+    assert ended.err.count(message) == 1, ended.err
+    assert fix in ended.err
+    assert "Traceback" not in ended.err
+    assert "--- the end of" not in ended.err, "no log beside a message that says it all"
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "fix"),
+    [
+        ({"training.step": 3}, "training.step: found", "did you mean `steps`?"),
+        ({"training.precision": "fp16"}, "training.precision: found fp16", "bf16"),
+        (
+            {"launch.launcher": "slum"},
+            "launch.launcher: found slum",
+            "local, torchrun, deepspeed",
+        ),
+        ({"training.global_batch_size": 7}, "found 7", "to 4 or 8"),
+        ({"model.config.hidden_size": 30}, "a divisor of hidden_size (30)", "fix: use 3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_seen_before_anything_is_started(project: Project, change, message, fix):
+    ended = project.launch("never", change)
+    assert_one_message(ended, message, fix)
+    assert ended.seconds < 5
+    assert not (project.folder / "never").exists()
+
+
+def test_seen_by_both_workers(project: Project):
+    ended = project.launch("vocabulary", {"model.config.vocab_size": 200})
+    assert_one_message(ended, "has 257 tokens", "`model.config.vocab_size`")
+    (end,) = events(project.folder / "vocabulary", "end")
+    assert (end["exit_code"], end["rank"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "fix"),
+    [
+        ({"training.global_batch_size": 4096}, "the training data has", "use more data"),
+        ({"data.train.files": '["none/*.txt"]'}, "no file matches", "correct the path"),
+    ],
+    ids=["too little", "missing"],
+)
+def test_seen_by_a_worker_without_a_launcher(project: Project, change, message, fix):
+    changes = settings({"cluster.gpus_per_node": 1, **change})
+    run_dir = f"refused-{next(iter(change))}"
+    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *changes)
+    assert_one_message(run(argv, project.folder), message, fix)
+
+
+def test_a_launcher_that_starts_other_ranks_than_planned(project: Project):
+    argv = tool("torchrun", "--standalone", "--nproc-per-node", "2", WORKER, project.recipe)
+    changes = settings({"cluster.gpus_per_node": 4})
+    ended = run([*argv, "--run-dir", "four", *changes], project.folder)
+    assert ended.code != 0
+    message = "1 node(s) with 4 process(es) each, the launcher started 2"
+    assert ended.err.count(message) == 1, ended.err
+    assert "worker.py" not in ended.err, "no traceback but torchrun's own"
+    assert not (project.folder / "four").exists()
