@@ -121,7 +121,19 @@ def _peak_memory_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_spoilt_recipes(tmp_path: Path) -> None:
-    rng = random.Random(20_240_607)
+    load_spoilt(tmp_path, seed=20_240_607)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10))
+def test_many_more_spoilt_recipes(tmp_path: Path, seed: int) -> None:
+    load_spoilt(tmp_path, seed)
+
+
+def load_spoilt(tmp_path: Path, seed: int) -> None:
+    """Load CASES mutations of a good recipe: RecipeError or a Recipe, nothing else."""
+    rng = random.Random(seed)
     path, canary = tmp_path / "recipe.yaml", tmp_path / "canary"
     good = 0
     memory = _peak_memory_bytes()
