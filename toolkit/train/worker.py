@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,52 +68,38 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     logging.captureWarnings(True)
     # Until training starts there is nothing to save: Ctrl-C ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run: RunDirectory | None = None
-    ranks: Ranks | None = None
+    worker: _Worker | None = None
     try:
-        ranks = here = join()
-        together = Together(here)
-        assignment = together.rank_zero(lambda: make_assignment(here))
-        run = RunDirectory(assignment.run_dir)
-        setup_rank_logging(run, here.rank)
-        _Worker(assignment, here, together).run()
-        leave()
-        return EXIT_DONE
+        ranks = join()
+        together = Together(ranks)
+        assignment = together.rank_zero(lambda: make_assignment(ranks))
+        setup_rank_logging(RunDirectory(assignment.run_dir), ranks.rank)
+        worker = _Worker(assignment, ranks, together)
+        worker.run()
+        return worker.end(EXIT_DONE)
     except PeerFailed as error:
         # Launchers end all ranks at the first exit: let the one with the message be first.
         time.sleep(PEER_FAILED_PAUSE_S)
         return error.code
     except Stopped as error:
-        if ranks is not None and ranks.rank == 0:
+        assert worker is not None, "only training is stopped"
+        if worker.ranks.rank == 0:
             _say(f"dmt: {error}")
-        leave()
-        return error.exit_code
-    except _Recorded as recorded:
-        return recorded.code
-    except Exception as error:  # noqa: BLE001 - logged, recorded and shown there
-        return _record_failure(run, ranks, error)
+        return worker.end(error.exit_code)
+    except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
+        code, message = _failure(error)
+        _say(f"error: {message}")
+        if worker is not None:
+            worker.fail(error, code, message)
+        return code
 
 
-class _Recorded(Exception):
-    """Training failed, and everybody was told."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-def _record_failure(run: RunDirectory | None, ranks: Ranks | None, error: Exception) -> int:
-    """Log, record and show why this rank failed; return its exit code."""
+def _failure(error: Exception) -> tuple[int, str]:
+    """Exit code and message of a failure; what is not the user's mistake is logged in full."""
     if isinstance(error, DmtError):
-        code, message = error.exit_code, str(error)
-    else:
-        logger.error("training failed", exc_info=error)
-        code, message = EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
-    if run is not None:
-        rank = ranks.rank if ranks else 0
-        EventLog(run.events).write("end", exit_code=code, rank=rank, error=message)
-    print(redact(f"error: {message}"), file=sys.stderr, flush=True)
-    return code
+        return error.exit_code, str(error)
+    logger.error("training failed", exc_info=error)
+    return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
 
 
 def _advice(error: Exception) -> str:
@@ -126,21 +112,22 @@ def _advice(error: Exception) -> str:
     return ""
 
 
-@dataclass
 class _Worker:
     """One rank's work, from data to export."""
 
-    assignment: Assignment
-    ranks: Ranks
-    together: Together
+    def __init__(self, assignment: Assignment, ranks: Ranks, together: Together) -> None:
+        self.assignment = assignment
+        self.ranks = ranks
+        self.together = together
+        self.directory = RunDirectory(assignment.run_dir)
+        self.progress = Progress()
+        self._at_end = ExitStack()
+        """What is closed when the `end` event is written: W&B reads that event."""
 
     def run(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the export."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
-        rank_zero = self.ranks.rank == 0
-        run = RunDirectory(self.assignment.run_dir)
-        events = EventLog(run.events) if rank_zero else None
         torch.manual_seed(recipe.training.seed + self.ranks.rank)  # dropout only
-
         config = self.together.run(lambda: hf.build_config(recipe.model))
         data = self._build_data(config)
         if recipe.model.init == "random":
@@ -148,39 +135,55 @@ class _Worker:
             config.bos_token_id = data.tokenizer.bos_token_id
         steps = total_steps(recipe.training, len(data.train))
         assert steps is not None, "known once the data is"
-        store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
+        store = CheckpointStore(self.directory.checkpoints, recipe.checkpoint.keep)
         engine = self._build_engine(config)
-        progress = self._resume(store, engine, data.fingerprint)
+        self.progress = progress = self._resume(store, engine, data.fingerprint)
 
-        reporter = None
-        if events is not None:
-            world = self.ranks.world
-            events.write("start", step=progress.step, world=world, engine=plan.engine)
-            reporter = Reporter(run, recipe, events, progress.step, steps)
+        stop = self._at_end.enter_context(StopRequest())
+        reporter = self._start_reporter(progress, steps)
         observed = Observed(
             recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
         )
-        job = self._job(engine, data, steps)
-        with StopRequest() as stop:
-            try:
-                with Observer(observed, store, reporter, progress.step) as observer:
-                    train(job, progress, observer, stop)
-                    # A signal from here on changes nothing: what is left is short. Saved
-                    # first, so that not even a kill costs a step.
-                    observer.save_now(progress)
-                    observer.evaluate_now(progress)
-                if recipe.checkpoint.export:
-                    self._export(engine, data, run)
-            except Stopped as stopped:
-                self._finish(reporter, stopped.exit_code, progress)
-                raise
-            except Exception as error:
-                code = _record_failure(run, self.ranks, error)
-                if reporter is not None:
-                    reporter.finish()
-                raise _Recorded(code) from error
-            self._finish(reporter, EXIT_DONE, progress)
+        with Observer(observed, store, reporter, progress.step) as observer:
+            train(self._job(engine, data, steps), progress, observer, stop)
+            # A signal from here on changes nothing: what is left is short. Saved first,
+            # so that not even a kill costs a step.
+            observer.save_now(progress)
+            observer.evaluate_now(progress)
+        if recipe.checkpoint.export:
+            self._export(engine, data)
         engine.close()
+
+    def end(self, code: int) -> int:
+        """Record a good end; no rank leaves before rank 0's reports are out."""
+        if self.ranks.rank == 0:
+            self._write_end(exit_code=code)
+        self._at_end.close()
+        dist.barrier()
+        leave()
+        return code
+
+    def fail(self, error: Exception, code: int, message: str) -> None:
+        """Record this rank's failure, without waiting for ranks that may never come."""
+        self._write_end(exit_code=code, error=message)
+        self._at_end.__exit__(type(error), error, error.__traceback__)
+
+    def _write_end(self, **fields: Any) -> None:
+        EventLog(self.directory.events).write(
+            "end", rank=self.ranks.rank, step=self.progress.step, **fields
+        )
+
+    def _start_reporter(self, progress: Progress, steps: int) -> Reporter | None:
+        """Rank 0's outputs; None on the other ranks."""
+        if self.ranks.rank != 0:
+            return None
+        recipe, world = self.assignment.recipe, self.ranks.world
+        engine = self.assignment.plan.engine
+        events = EventLog(self.directory.events)
+        events.write("start", step=progress.step, world=world, engine=engine)
+        reporter = Reporter(self.directory, recipe, events, progress.step, steps)
+        self._at_end.callback(reporter.finish)
+        return reporter
 
     def _job(self, engine: Engine, data: TrainingData, steps: int) -> Job:
         recipe, plan = self.assignment.recipe, self.assignment.plan
@@ -194,13 +197,6 @@ class _Worker:
             recipe.optimizer,
             recipe.schedule,
         )
-
-    def _finish(self, reporter: Reporter | None, code: int, progress: Progress) -> None:
-        """Record a good end; no rank leaves before rank 0's reports are out."""
-        if reporter is not None:
-            reporter.events.write("end", exit_code=code, rank=0, step=progress.step)
-            reporter.finish()
-        dist.barrier()
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:
         recipe = self.assignment.recipe
@@ -274,12 +270,12 @@ class _Worker:
             layout.micro_batch,
         )
 
-    def _export(self, engine: Engine, data: TrainingData, run: RunDirectory) -> None:
+    def _export(self, engine: Engine, data: TrainingData) -> None:
         """Write the Hugging Face folder: model from the engine, tokenizer from the data."""
-        engine.export_hf(run.export)
+        engine.export_hf(self.directory.export)
         if self.ranks.rank == 0:
-            data.tokenizer.save_pretrained(run.export)
+            data.tokenizer.save_pretrained(self.directory.export)
 
 
 def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(redact(message), file=sys.stderr, flush=True)
