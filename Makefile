@@ -28,7 +28,7 @@ demo: setup
 	@$(BIN)/python launch/demo.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ def run_ranks(
     Fails with the output of the first failed rank; kills every rank at the time limit.
     """
     port = str(free_port())
-    files = [tempfile.TemporaryFile("w+") for _ in range(2 * world)]
+    files = [tempfile.TemporaryFile("w+") for _ in range(2 * world)]  # noqa: SIM115 - below
     processes = [
         subprocess.Popen(
             [sys.executable, *argv],

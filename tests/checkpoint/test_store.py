@@ -87,3 +87,11 @@ def test_micro_batch_may_change() -> None:
 def test_other_layout_is_refused(engine: str, layout: Layout, named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         check_fits(MANIFEST, Path("c"), engine, layout)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"layout": 3}'])
+def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    folder = CheckpointStore(tmp_path, keep=1).save(MANIFEST, write)
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        Manifest.read(folder)

@@ -62,6 +62,7 @@ def job(dataset: PackedDataset, engine: FakeEngine, steps: int = STEPS) -> Job:
         batches=GlobalBatches(dataset, seed=1, global_batch_size=LAYOUT.global_batch),
         layout=LAYOUT,
         dp_rank=0,
+        seed=1,
         total_steps=steps,
         optimizer=OptimizerSection(learning_rate=5.0),
         schedule=ScheduleSection(name="constant"),
@@ -76,8 +77,8 @@ def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
     assert np.mean(hooks.losses[-10:]) == pytest.approx(
         dataset.unigram_entropy_nats(), rel=0.05
     )
-    assert hooks.calls[:3] == [("step", 1), ("evaluate", 1), ("save", 1)]
-    assert hooks.calls[-1] == ("save", STEPS)
+    assert hooks.calls[:3] == [("step", 1), ("save", 1), ("evaluate", 1)]
+    assert hooks.calls[-1] == ("evaluate", STEPS)
 
 
 def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_signal_at_the_last_step_ends_normally(dataset: PackedDataset) -> None:
     hooks = Recorder(signal_at=STEPS)
     with StopRequest() as stop:
         train(job(dataset, FakeEngine(VOCABULARY)), Progress(), hooks, stop)
-    assert hooks.calls[-1] == ("save", STEPS)
+    assert hooks.calls[-2:] == [("save", STEPS), ("evaluate", STEPS)]
 
 
 def test_finished_run_does_nothing(dataset: PackedDataset) -> None:

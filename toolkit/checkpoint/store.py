@@ -35,9 +35,15 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read a checkpoint's manifest."""
-        data: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return cls(**{**data, "layout": Layout(**data["layout"])})
+        """Read a checkpoint's manifest. Raises CheckpointError when it is damaged."""
+        try:
+            data: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            return cls(**{**data, "layout": Layout(**data["layout"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{folder / MANIFEST} is damaged: {error}",
+                fix=f"move {folder} away to continue from the checkpoint before it",
+            ) from error
 
 
 class CheckpointStore:

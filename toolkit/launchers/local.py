@@ -38,7 +38,8 @@ class LocalLauncher:
             raise PlanError(
                 f"launch.launcher: local starts processes on this machine only, but "
                 f"cluster.nodes is {cluster.nodes}",
-                fix="launch.launcher: torchrun or deepspeed, or cluster.nodes: 1",
+                fix="on every machine: torchrun --nnodes N --nproc-per-node M --rdzv-endpoint "
+                "HOST:PORT launch/train.py RECIPE; or cluster.nodes: 1",
             )
         world = cluster.gpus_per_node
         rendezvous = {

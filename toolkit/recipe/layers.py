@@ -145,7 +145,7 @@ def _extended(
     value = node.value if isinstance(node, Scalar) else None
     if not isinstance(value, str) or not value:
         found = describe_node(node)
-        raise _stop(problems, place, found, "one file name", "extends: ../base/pretrain.yaml")
+        raise _stop(problems, place, found, "one file name", "extends: ../base/pretrain.yml")
     parent = path.parent / value
     if _real(parent) in map(_real, chain):
         circle = " → ".join(_shown(file) for file in [*chain, parent])

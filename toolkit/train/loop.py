@@ -2,7 +2,10 @@
 
 import time
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
+
+import torch
 
 from toolkit.data.batches import GlobalBatches
 from toolkit.engines.base import Engine, StepResult
@@ -39,12 +42,12 @@ class Hooks(Protocol):
         """Log."""
         ...
 
-    def evaluate(self, progress: Progress) -> None:
-        """Validate, when due."""
-        ...
-
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Write a checkpoint, when due or when stopping."""
+        ...
+
+    def evaluate(self, progress: Progress) -> None:
+        """Validate, when due."""
         ...
 
 
@@ -56,6 +59,7 @@ class Job:
     batches: GlobalBatches
     layout: Layout
     dp_rank: int
+    seed: int
     total_steps: int
     optimizer: OptimizerSection
     schedule: ScheduleSection
@@ -75,16 +79,24 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         micro_batches = job.batches.micro_batches(
             progress.consumed_samples, job.dp_rank, layout.dp, layout.micro_batch
         )
+        # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
+        torch.manual_seed(_step_seed(job.seed, progress.step, job.dp_rank))
         result = job.engine.train_step(micro_batches, rate)
         progress.step += 1
         progress.consumed_samples += layout.global_batch
 
         hooks.after_step(progress, StepReport(result, rate, time.perf_counter() - started))
-        hooks.evaluate(progress)
         stopping = stop.agreed() and progress.step < job.total_steps
-        hooks.save(progress, stopping=stopping)
+        hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:
             raise Stopped(
                 f"stopped by a signal after saving step {progress.step} of {job.total_steps}",
                 fix="start the same command again to resume",
             )
+        hooks.evaluate(progress)
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of one rank's random stream in one step."""
+    digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -22,6 +22,7 @@ _MAY_CHANGE = (
     "training.epochs",
     "training.micro_batch_size",
     "data.cache",
+    "evaluation",
     "logging",
     "checkpoint",
     "cluster",

@@ -83,6 +83,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         return error.code
     except Stopped as error:
         assert worker is not None, "only training is stopped"
+        worker.record_signal()
         if worker.ranks.rank == 0:
             _say(f"dmt: {error}")
         return worker.end(error.exit_code)
@@ -121,13 +122,13 @@ class _Worker:
         self.together = together
         self.directory = RunDirectory(assignment.run_dir)
         self.progress = Progress()
+        self._stop: StopRequest | None = None
         self._at_end = ExitStack()
         """What is closed when the `end` event is written: W&B reads that event."""
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the export."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
-        torch.manual_seed(recipe.training.seed + self.ranks.rank)  # dropout only
         config = self.together.run(lambda: hf.build_config(recipe.model))
         data = self._build_data(config)
         if recipe.model.init == "random":
@@ -139,7 +140,7 @@ class _Worker:
         engine = self._build_engine(config)
         self.progress = progress = self._resume(store, engine, data.fingerprint)
 
-        stop = self._at_end.enter_context(StopRequest())
+        self._stop = stop = self._at_end.enter_context(StopRequest())
         reporter = self._start_reporter(progress, steps)
         observed = Observed(
             recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
@@ -162,6 +163,13 @@ class _Worker:
         dist.barrier()
         leave()
         return code
+
+    def record_signal(self) -> None:
+        """Write down which signal stopped the run, on the ranks that got one."""
+        if self._stop is not None and (name := self._stop.signal_name):
+            EventLog(self.directory.events).write(
+                "signal", rank=self.ranks.rank, step=self.progress.step, signal=name
+            )
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
@@ -193,6 +201,7 @@ class _Worker:
             GlobalBatches(data.train, training.seed, training.global_batch_size),
             plan.layout,
             self.ranks.rank,
+            training.seed,
             steps,
             recipe.optimizer,
             recipe.schedule,
