@@ -7,7 +7,9 @@ import typer
 
 
 def train(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory that `dmt launch` wrote.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `dmt launch` wrote.")
+    ],
 ) -> None:
     """Run one rank of a run directory (launchers call this; people call `dmt launch`).
 

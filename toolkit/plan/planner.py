@@ -243,10 +243,11 @@ def _least_stage(recipe: Recipe, dp: int, device: Gpu) -> Stage:
     """The stage to begin with where the recipe leaves it open."""
     if recipe.parallel.zero.offload_optimizer != "none":
         return 2  # gradients are needed where the optimizer is
+    if dp > 1 and (device.memory_gib is None or recipe.training.precision != "fp32"):
+        # In 16 bits, stage 1 keeps the fp32 sum of all gradients whole on every rank.
+        return 2
     if device.memory_gib is not None:
         return 1
-    if dp > 1:
-        return 2
     # In 16 bits, DeepSpeed's stage 0 sums micro batches in 16 bits.
     return 0 if recipe.training.precision == "fp32" else 1
 
