@@ -101,13 +101,3 @@ def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
     assert ended.code == 0, ended.err
     assert checkpoints(run_dir) == [3]
     assert (run_dir / "export" / "tokenizer.json").exists()
-
-
-@pytest.mark.parametrize("delay_s", [0.2, 0.4])
-def test_ctrl_c_before_a_worker_is_started(project: Project, delay_s: float):
-    with started(project.command(f"at-once-{delay_s}"), project.folder) as command:
-        time.sleep(delay_s)
-        command.interrupt()
-        ended = command.end(5)
-    assert ended.code in (-signal.SIGINT, 75, 130)
-    assert "Traceback" not in ended.err

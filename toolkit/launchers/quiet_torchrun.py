@@ -7,16 +7,20 @@ messages stand alone, and the first failed rank's exit code is handed on.
 
 import sys
 from collections.abc import Sequence
-
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from typing import TYPE_CHECKING
 
 from toolkit.launchers.base import tell
 from toolkit.launchers.outcome import RankExit
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; return 0 or the failed rank's exit code (128 + n for signal n)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
     except ChildFailedError as error:
@@ -28,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _root_cause(error: ChildFailedError) -> RankExit:
+def _root_cause(error: "ChildFailedError") -> RankExit:
     """The rank that was killed, if one was: the others fail for want of it."""
     failures = [RankExit(rank, failure.exitcode) for rank, failure in error.failures.items()]
     killed = [failure for failure in failures if failure.code < 0]

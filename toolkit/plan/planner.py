@@ -135,7 +135,7 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
 
 def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     """The cached or downloaded config.json of a hub id."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -144,9 +144,13 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
 
     fix = "state the shape in model.config to plan offline, or point at a local folder"
     try:
-        found = hf_hub_download(
-            hub, "config.json", revision=revision, local_files_only=not download
-        )
+        if download:
+            return Path(hf_hub_download(hub, "config.json", revision=revision))
+        # hf_hub_download(local_files_only=True) asks the network for other things.
+        found = try_to_load_from_cache(hub, "config.json", revision=revision)
+        if not isinstance(found, str):
+            raise LocalEntryNotFoundError("not cached")
+        return Path(found)
     except HFValidationError as error:
         raise PlanError(
             f"model.hub: {hub} is neither a folder nor a hub id", fix=fix
@@ -158,7 +162,6 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
             f"({type(error).__name__})",
             fix=fix,
         ) from error
-    return Path(found)
 
 
 @dataclass(frozen=True)
