@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/bare_deepspeed.py RUN_DIR STEPS OUT
 
 Model, batch sizes and DeepSpeed's JSON are those of a run directory; the data are random
-tokens that lie in memory. No validation, logging or checkpoint.
+tokens that lie in memory; norms have no weight decay, as usual. No validation, logging
+or checkpoint.
 """
 
 import json
@@ -34,9 +35,11 @@ def main() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**recipe["model"]["config"])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
     step_times = []
     for step in range(steps):
         started = time.perf_counter()
