@@ -21,6 +21,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from torch.utils.data import DataLoader  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
 
+from toolkit.engines.distributed import end_process  # noqa: E402
+
 # DeepSpeed would compile its shared-memory all-reduce first (ds_configs/README.md).
 deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -127,6 +129,7 @@ def main(library: str, files: list[str]) -> None:
         PartialState._reset_state()
     if RANK == 0:
         print(json.dumps(result))
+    end_process(0)
 
 
 if __name__ == "__main__":

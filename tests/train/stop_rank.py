@@ -7,6 +7,7 @@ import time
 
 import torch.distributed as dist
 
+from toolkit.engines.distributed import end_process
 from toolkit.train.signals import StopRequest
 
 signalled, in_step = int(sys.argv[1]), int(sys.argv[2])
@@ -23,3 +24,4 @@ with StopRequest() as stop:
             break
 dist.destroy_process_group()
 print(step)
+end_process(0)
