@@ -3,9 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -97,20 +95,6 @@ class Observer:
         self._window = _Window()
         self._validated_at = -1
         self._saved_at = saved_at
-        self._exit = ExitStack()
-
-    def __enter__(self) -> "Observer":
-        if self.reporter is not None:
-            self._exit.enter_context(self.reporter.progress)
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._exit.__exit__(error_type, error, traceback)
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log when due (always after the first step)."""

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,8 @@ class _Worker:
         observed = Observed(
             recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
         )
-        with Observer(observed, store, reporter, progress.step) as observer:
+        observer = Observer(observed, store, reporter, progress.step)
+        with reporter.progress if reporter is not None else nullcontext():
             train(self._job(engine, data, steps), progress, observer, stop)
             # A signal from here on changes nothing: what is left is short. Saved first,
             # so that not even a kill costs a step.
