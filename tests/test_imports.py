@@ -31,7 +31,7 @@ LAYERS = (
     ("toolkit.hardware",),
     # A model's shape is plain arithmetic, and the planner lays it out.
     ("toolkit.models.__init__", "toolkit.models.spec", "toolkit.models.config_check",
-     "toolkit.models.config_keys"),
+     "toolkit.models.config_keys", "toolkit.models.families"),
     ("toolkit.plan",),
     ("toolkit.models",),
     # A recipe is checked by asking those who decide: the plan, the models, the hardware.

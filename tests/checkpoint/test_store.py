@@ -12,7 +12,7 @@ from toolkit.errors import CheckpointError
 from toolkit.plan.layout import Layout
 
 MANIFEST = Manifest(
-    step=1, consumed_samples=8, data_fingerprint="abc", engine="ddp", layout=Layout(dp=2)
+    step=1, consumed_samples=8, data_fingerprint="abc", engine="ddp", model="hf", layout=Layout(dp=2)
 )
 
 
@@ -72,13 +72,13 @@ def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_micro_batch_may_change() -> None:
     layout = replace(MANIFEST.layout, micro_batch=4, gradient_accumulation=2, recompute="full")
-    check_fits(MANIFEST, Path("c"), "ddp", layout)
+    check_fits(MANIFEST, Path("c"), "ddp", "hf", layout)
 
 
 @pytest.mark.parametrize(
     ("engine", "layout", "named"),
     [
-        ("deepspeed", Layout(dp=2), "engine was ddp, is deepspeed"),
+        ("deepspeed", Layout(dp=2), "engine was ddp with model hf, is deepspeed"),
         ("ddp", Layout(dp=4), "dp was 2, is 4"),
         ("ddp", Layout(dp=2, zero_stage=3), "zero_stage was 0, is 3"),
         ("ddp", Layout(dp=2, offload_optimizer="cpu"), "offload_optimizer was none, is cpu"),
@@ -86,7 +86,7 @@ def test_micro_batch_may_change() -> None:
 )
 def test_other_layout_is_refused(engine: str, layout: Layout, named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
-        check_fits(MANIFEST, Path("c"), engine, layout)
+        check_fits(MANIFEST, Path("c"), engine, "hf", layout)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"layout": 3}'])

@@ -148,15 +148,9 @@ def new_engine(case: Case, ranks: Ranks, seed: int) -> Engine:
     wanted = recipe(case, ranks.world)
     plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
-    setup = EngineSetup(
-        config,
-        hf.weight_source(wanted.model, config, seed),
-        plan.layout,
-        case.precision,
-        wanted.optimizer,
-        ranks,
-        render_engine_config(wanted, plan),
-    )
+    weights = hf.weight_source(wanted.model, config, seed)
+    rendered = render_engine_config(wanted, plan)
+    setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup)
 
 

@@ -49,16 +49,74 @@ def test_legal(settings: dict[str, Any]) -> None:
     assert pairs(intent(**settings))
 
 
-def test_ddp_for_zero_is_no_choice() -> None:
-    assert pairs(intent(zero={"stage": 2})) == [Pair("deepspeed", "hf")]
+MEGATRON, ZERO_MEGATRON = Pair("megatron", "megatron"), Pair("deepspeed", "megatron")
+
+
+def test_transformers_and_deepspeed_are_preferred() -> None:
+    assert pairs(intent()) == [
+        Pair("deepspeed", "hf"), Pair("ddp", "hf"), MEGATRON, ZERO_MEGATRON,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "able"),
+    [
+        ({"zero": {"stage": 2}}, [Pair("deepspeed", "hf"), ZERO_MEGATRON]),
+        ({"tensor": 2}, [MEGATRON, ZERO_MEGATRON]),
+        ({"engine": "deepspeed", "tensor": 2}, [ZERO_MEGATRON]),
+        ({"tensor": 2, "zero": {"stage": 3}}, [ZERO_MEGATRON]),
+        ({"tensor": 2, "zero": {"offload_optimizer": "cpu"}}, [ZERO_MEGATRON]),
+        ({"engine": "deepspeed", "tensor": 2, "zero": {"config": "zero1"}}, [ZERO_MEGATRON]),
+        ({"engine": "megatron", "zero": {"stage": 1}}, [MEGATRON]),
+        ({"pipeline": 4, "virtual_pipeline": 2}, [MEGATRON]),
+        ({"expert": 2}, [MEGATRON]),
+        ({"sequence": True}, [MEGATRON, ZERO_MEGATRON]),
+    ],
+)
+def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
+    assert pairs(intent(**settings)) == able
+    assert problems(intent(**settings), EIGHT) == []
 
 
 @pytest.mark.parametrize(
     ("settings", "keys", "fix"),
     [
         # PAINS 7: DeepSpeed#1629, #823: pipeline stages with ZeRO 2 and 3
-        ({"pipeline": 2, "zero": {"stage": 2}}, ["parallel.pipeline"], "to 1"),
-        ({"engine": "deepspeed", "pipeline": 2}, ["parallel.pipeline"], "to 1"),
+        (
+            {"pipeline": 2, "zero": {"stage": 2}},
+            ["parallel.pipeline"],
+            "to 1, or parallel.zero.stage to 1",
+        ),
+        (
+            {"engine": "megatron", "pipeline": 2, "zero": {"stage": 2}},
+            ["parallel.zero.stage"],
+            "to auto",
+        ),
+        (
+            {"engine": "deepspeed", "pipeline": 2},
+            ["parallel.pipeline"],
+            "to 1, or parallel.engine to megatron",
+        ),
+        (
+            {"engine": "deepspeed", "model": "hf", "pipeline": 2},
+            ["parallel.pipeline"],
+            "to 1, or parallel.engine to megatron and parallel.model to megatron",
+        ),
+        ({"engine": "megatron", "zero": {"stage": 3}}, ["parallel.zero.stage"], "deepspeed"),
+        (
+            {"engine": "megatron", "zero": {"config": "zero1"}},
+            ["parallel.zero.config"],
+            "remove",
+        ),
+        (
+            {"engine": "megatron", "zero": {"offload_optimizer": "cpu"}},
+            ["parallel.zero.offload_optimizer"],
+            "to none, or set parallel.engine to deepspeed",
+        ),
+        ({"engine": "deepspeed", "tensor": 2, "expert": 2}, ["parallel.expert"], "to megatron"),
+        ({"context": 2}, ["parallel.context"], "to 1"),
+        ({"engine": "megatron", "context": 2}, ["parallel.context"], "to 1"),
+        ({"engine": "fsdp"}, ["parallel.engine"], "deepspeed"),
         ({"engine": "ddp", "zero": {"stage": 3}}, ["parallel.zero.stage"], "deepspeed"),
         ({"engine": "ddp", "zero": {"config": "x"}}, ["parallel.zero.config"], "remove it"),
         (
@@ -82,15 +140,17 @@ def test_ddp_for_zero_is_no_choice() -> None:
             ["parallel.zero.offload_parameters"],
             "to 3 (or auto)",
         ),
-        ({"recompute": "selective"}, ["parallel.recompute"], "to full (or auto)"),
+        (
+            {"zero": {"offload_parameters": "nvme"}, "recompute": "selective"},
+            ["parallel.recompute"],
+            "to full (or auto)",
+        ),
         ({"engine": "ddp", "recompute": "selective"}, ["parallel.recompute"], "to full"),
         ({"model": "hf", "recompute": "selective"}, ["parallel.recompute"], "to full"),
-        ({"model": "hf", "tensor": 4}, ["parallel.tensor"], "to 1"),
-        ({"tensor": 4}, ["parallel.tensor"], "to 1"),
-        ({"engine": "megatron"}, ["parallel.engine"], "deepspeed"),
-        ({"engine": "megatron", "tensor": 2}, ["parallel.engine"], "deepspeed"),
+        ({"model": "hf", "tensor": 4}, ["parallel.tensor"], "to 1, or parallel.model to mega"),
+        ({"engine": "ddp", "tensor": 4}, ["parallel.tensor"], "or parallel.engine to megatron"),
         ({"engine": "megatron", "model": "hf"}, ["parallel.engine"], "deepspeed"),
-        ({"engine": "fsdp", "model": "megatron"}, ["parallel.model"], "hf"),
+        ({"engine": "fsdp", "model": "megatron"}, ["parallel.engine"], "megatron"),
         ({"sequence": True, "tensor": 1}, ["parallel.sequence"], "auto"),
         ({"virtual_pipeline": 2, "pipeline": 1}, ["parallel.virtual_pipeline"], "auto"),
         (
@@ -107,32 +167,33 @@ def test_nearest_legal(settings: dict[str, Any], keys: list[str], fix: str) -> N
 
 
 def test_why_pipeline_stages_exclude_zero() -> None:
-    (problem,) = problems(intent(pipeline=2, zero={"stage": 2}), EIGHT)
-    assert "pipeline stages exclude ZeRO 2 and 3" in problem.allowed
+    for engine in ("auto", "megatron"):
+        asked = intent(engine=engine, pipeline=2, zero={"stage": 2})
+        (problem,) = problems(asked, EIGHT)
+        assert "pipeline stages exclude ZeRO 2 and 3" in problem.allowed
 
 
 def test_what_is_to_come_is_named() -> None:
-    (problem,) = problems(intent(context=2), EIGHT)
-    assert "engine megatron with model megatron is not in this release" in problem.allowed
+    (problem,) = problems(intent(engine="megatron", context=2), EIGHT)
+    assert "context parallelism is not in this release" in problem.allowed
+    (problem,) = problems(intent(engine="fsdp"), EIGHT)
+    assert problem.found == "fsdp, which is not in this release"
+    assert "engine megatron with model megatron" in problem.allowed
+    assert "fsdp" not in problem.allowed
 
 
-def test_selective_recompute_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    (problem,) = problems(intent(recompute="selective"), EIGHT)
+def test_selective_recompute_is_megatrons() -> None:
+    (problem,) = problems(intent(model="hf", recompute="selective"), EIGHT)
     assert problem.allowed.startswith("none, full for engine deepspeed with model hf: sel")
-    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
-    assert problems(intent(recompute="selective"), EIGHT) == []
     assert {pair.model for pair in pairs(intent(recompute="selective"))} == {"megatron"}
 
 
-def test_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precisions() -> None:
     illegal = intent(engine="fsdp", model="megatron")
-    for parallel in (intent(), intent(engine="ddp"), illegal):
+    for parallel in (intent(), intent(engine="ddp"), intent(tensor=2), illegal):
         assert precisions(parallel) == ["fp32", "fp16", "bf16"]
     assert pairs(intent(), "fp16") == pairs(intent())
     assert pairs(intent(), "fp8") == []
-    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
-    assert precisions(intent()) == ["fp32", "fp8", "fp16", "bf16"]
-    assert pairs(intent(), "fp8") == [Pair("megatron", "megatron")]
 
 
 @pytest.mark.parametrize(
@@ -149,16 +210,26 @@ def test_zero_stages(zero: dict[str, Any], stages: list[int]) -> None:
     assert zero_stages(intent(zero=zero), Pair("deepspeed", "hf")) == stages
 
 
-def test_degrees_must_divide_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
+def test_megatrons_stages_are_its_distributed_optimizer() -> None:
+    assert zero_stages(intent(), MEGATRON) == [0, 1]
+
+
+def test_degrees_must_divide_the_world() -> None:
     (problem,) = problems(intent(engine="megatron", tensor=3, pipeline=1), EIGHT)
     assert (problem.key, problem.fix) == ("parallel.tensor", "set parallel.tensor to 2")
     assert problems(intent(engine="megatron", tensor=4, pipeline=2), EIGHT) == []
 
 
-def test_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_cluster_is_answered_at_once() -> None:
+    huge = ClusterSection(nodes=65536, gpus_per_node=65536)
+    (problem,) = problems(intent(engine="megatron", tensor=3, pipeline=1), huge)
+    assert problem.fix == "set parallel.tensor to 2"
+
+
+def test_data_parallel() -> None:
     assert data_parallel(intent(), EIGHT) == 8
-    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset(TABLE))
     assert data_parallel(intent(engine="megatron"), EIGHT) is None
+    assert data_parallel(intent(engine="deepspeed", tensor=2), EIGHT) == 4
+    assert data_parallel(intent(engine="megatron", tensor=2), EIGHT) is None
     assert data_parallel(intent(engine="megatron", tensor=2, pipeline=2), EIGHT) == 2
     assert data_parallel(intent(engine="megatron", tensor=3, pipeline=1), EIGHT) is None

@@ -12,15 +12,8 @@ from tests.plan.test_legality import intent
 from toolkit.errors import PlanError, RecipeError
 from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality
-from toolkit.plan.layout import Layout
-from toolkit.plan.planner import (
-    GIB,
-    ModelStates,
-    Plan,
-    ShapeUnknown,
-    model_config,
-    plan_recipe,
-)
+from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
+from toolkit.plan.states import GIB
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ModelSection, Recipe
 
@@ -101,7 +94,6 @@ def test_lowest_stage_that_fits(
         ("llama/llama-3.2-1b-finetune", 2, "none", 4),
         ("llama/llama-3.1-8b-pretrain", 2, "full", 1),
         ("llama/llama-3.1-70b-pretrain", 3, "full", 1),
-        ("llama/llama-3.1-405b-pretrain", 3, "full", 1),
         ("mistral/mixtral-8x7b-pretrain", 3, "full", 1),
     ],
 )
@@ -123,8 +115,9 @@ def test_every_decision_has_a_reason() -> None:
     words = ("engine deepspeed with model hf:", "zero 2:", "micro batch 4:", "recompute full:")
     for reason, begin in zip(llama_8b().reasons, words, strict=True):
         assert reason.startswith(begin)
-    assert "auto; preferred to ddp" in llama_8b().reasons[0]
-    assert "the only one" in llama_8b(zero={"stage": 1}).reasons[0]
+    assert llama_8b().reasons[0].endswith("auto; preferred to ddp, megatron")
+    nvme = {"offload_optimizer": "nvme"}
+    assert "the only one" in llama_8b(zero=nvme).reasons[0]
     assert llama_8b(zero={"stage": 1}).reasons[1].startswith("zero 1: asked for; model states")
     assert llama_8b(engine="deepspeed").reasons[0].endswith("asked for")
     assert llama_8b(recompute="none").reasons[3] == "recompute none: asked for"
@@ -274,35 +267,3 @@ def test_batches_multiply_to_the_global_batch(
     assert layout.dp * layout.micro_batch * layout.gradient_accumulation == batch
     assert layout.micro_batch == (micro or layout.micro_batch)
     assert micro or layout.micro_batch * length <= max(8192, length)
-
-
-@pytest.mark.parametrize(
-    ("precision", "bytes_of_stages"),
-    [("bf16", [16, 7, 5.5, 4]), ("fp32", [16, 10, 7, 4])],
-)
-def test_bytes_per_parameter_on_four_ranks(
-    precision: str, bytes_of_stages: list[float]
-) -> None:
-    states = ModelStates(GIB, precision)
-    layouts = (Layout(dp=4), *(Layout(dp=4, zero_stage=stage) for stage in (1, 2, 3)))
-    assert [states.gib(layout) for layout in layouts] == bytes_of_stages
-
-
-PLACES = st.sampled_from(["none", "cpu", "nvme"])
-
-
-@given(
-    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
-    dp=st.integers(1, 1000),
-    offload_optimizer=PLACES,
-    offload_parameters=PLACES,
-)
-def test_model_states_never_grow_with_stage_or_ranks(
-    precision: str, dp: int, **offload: Any
-) -> None:
-    states = ModelStates(10**9, precision)
-    needed = [states.gib(Layout(dp=dp, zero_stage=stage, **offload)) for stage in range(4)]  # type: ignore[arg-type]
-    assert needed == sorted(needed, reverse=True)
-    more = [states.gib(Layout(dp=dp + 1, zero_stage=stage, **offload)) for stage in range(4)]  # type: ignore[arg-type]
-    assert all(after <= before for before, after in zip(needed, more, strict=True))
-    assert needed[0] <= 16 * 1e9 / GIB

@@ -323,9 +323,10 @@ MISTAKES = {
     ),
     "selective recompute": M(
         "engine: auto",
-        "recompute: selective",
+        "model: hf\n  recompute: selective",
         "parallel.recompute",
         "to full",
+        at="recompute: selective",
     ),
     "unknown gpu": M("gpu: cpu", "gpu: h100-80", "cluster.gpu", "h100-80gb"),
     "evaluation without data": M(
@@ -366,14 +367,58 @@ MISTAKES = {
         "to hf",
         at="model: megatron",
     ),
-    "megatron engine": M("engine: auto", "engine: megatron", "parallel.engine", "to deepspeed"),
+    "megatron with ZeRO 2": M("stage: auto", "stage: 2", "parallel.zero.stage", "deepspeed"),
+    "megatron with a DeepSpeed file": M(
+        "stage: auto", "config: zero1", "parallel.zero.config", "remove it"
+    ),
+    "experts of a dense model": M("engine: auto", "expert: 2", "parallel.expert", "to 1"),
+    "MLP that tensor cannot split": M(
+        "intermediate_size: 128",
+        "intermediate_size: 129",
+        "parallel.tensor",
+        "to 1",
+        at="tensor: 2",
+    ),
+    "sequence that tensor cannot split": M(
+        "sequence_length: 64",
+        "sequence_length: 63",
+        "parallel.sequence",
+        "sequence_length to 62",
+        at="sequence: true",
+    ),
+    "more stages than layers": M(
+        "num_hidden_layers: 2", "num_hidden_layers: 1", "parallel.pipeline", "to 1",
+        at="pipeline: 2",
+    ),
+    "more chunks than layers": M(
+        "engine: auto",
+        "pipeline: 2\n  virtual_pipeline: 2",
+        "parallel.virtual_pipeline",
+        "to 1",
+        at="virtual_pipeline",
+    ),
+    "a model that megatron lacks": M(
+        "model_type: llama", "model_type: gemma2", "model.config", "model to hf", at="config:"
+    ),
+    "the router's loss": M(
+        "model_type: llama",
+        "model_type: mixtral\n    output_router_logits: true",
+        "model.config.output_router_logits",
+        "remove",
+        at="output_router_logits",
+    ),
     "fsdp engine": M("engine: auto", "engine: fsdp", "parallel.engine", "to deepspeed"),
-    "megatron model": M("engine: auto", "model: megatron", "parallel.model", "to hf"),
 }  # fmt: skip
 EXTRA = {
     "fp8 on A100": ("gpu: cpu", "gpu: a100-80gb"),
     "fp8 on H100": ("gpu: cpu", "gpu: h100-80gb"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
+    "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),
+    "megatron with a DeepSpeed file": ("engine: auto", "engine: megatron"),
+    "MLP that tensor cannot split": ("engine: auto", "tensor: 2"),
+    "sequence that tensor cannot split": ("sequence: auto", "sequence: true\n  tensor: 2"),
+    "more stages than layers": ("engine: auto", "pipeline: 2"),
+    "a model that megatron lacks": ("engine: auto", "model: megatron"),
 }
 """A second replacement that a mistake needs to be one."""
 

@@ -33,16 +33,17 @@ def recipe(**changes: object) -> Recipe:
     return Recipe.model_validate(sections)
 
 
-def create(path: Path, a_recipe: Recipe, **more: object) -> RunDirectory:
-    return RunDirectory.create(path, a_recipe, {"engine": "ddp"}, COMMAND, **more)
+def create(path: Path, a_recipe: Recipe, config: dict[str, object] | None = None) -> RunDirectory:
+    plan = {"engine": "deepspeed"}
+    return RunDirectory.create(path, a_recipe, plan, COMMAND, config or {})
 
 
 def test_everything_is_written(tmp_path):
-    run = create(tmp_path / "runs" / "tiny", recipe(), deepspeed={"zero": 2})
+    run = create(tmp_path / "runs" / "tiny", recipe(), {"zero": 2})
     assert load_recipe(run.recipe) == recipe()
     assert "decay_steps" in run.recipe.read_text(), "defaults are written out"
-    assert json.loads(run.plan.read_text()) == {"engine": "ddp"}
-    assert json.loads(run.deepspeed.read_text()) == {"zero": 2}
+    assert json.loads(run.plan.read_text()) == {"engine": "deepspeed"}
+    assert json.loads(run.engine_config("deepspeed").read_text()) == {"zero": 2}
     assert shlex.split(run.command.read_text()) == COMMAND
     environment = json.loads(run.environment.read_text())
     assert environment["packages"]["torch"]
@@ -107,13 +108,16 @@ def test_no_secret_is_written(tmp_path, monkeypatch):
     RunDirectory.create(
         tmp_path,
         recipe(data={"train": {"kind": "hf", "path": f"https://user:{CANARY}@host/set"}}),
-        {"reasons": [f"because {CANARY}"]},
+        {"engine": "deepspeed", "reasons": [f"because {CANARY}"]},
         ["dmt", "launch", f"--set=data.train.path={CANARY}", f"quote'{CANARY}"],
         {"note": CANARY},
     )
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or CANARY not in file.read_text(), file
-    assert json.loads((tmp_path / "plan.json").read_text()) == {"reasons": ["because ***"]}
+    assert json.loads((tmp_path / "plan.json").read_text()) == {
+        "engine": "deepspeed",
+        "reasons": ["because ***"],
+    }
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ class Manifest:
     data_fingerprint: str
     """Identifies the packed data that the cursor counts in."""
     engine: str
+    model: str
+    """Model implementation: hf or megatron."""
     layout: Layout
 
     @classmethod
@@ -89,7 +91,9 @@ class CheckpointStore:
         return Path(found[0]) if found[0] else None
 
 
-def check_fits(manifest: Manifest, folder: Path, engine: str, layout: Layout) -> None:
+def check_fits(
+    manifest: Manifest, folder: Path, engine: str, model: str, layout: Layout
+) -> None:
     """Refuse a checkpoint that this engine and layout cannot read.
 
     Raises CheckpointError naming what differs. The micro batch may differ: it changes
@@ -102,8 +106,9 @@ def check_fits(manifest: Manifest, folder: Path, engine: str, layout: Layout) ->
         for key in then
         if key not in free and then[key] != now[key]
     ]
-    if manifest.engine != engine:
-        differing.insert(0, f"engine was {manifest.engine}, is {engine}")
+    if (manifest.engine, manifest.model) != (engine, model):
+        written = f"{manifest.engine} with model {manifest.model}"
+        differing.insert(0, f"engine was {written}, is {engine} with model {model}")
     if differing:
         raise CheckpointError(
             f"{folder} was written under another layout: {'; '.join(differing)}",

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.options import Overrides, RecipePath, RunDir
+from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_DONE
 from toolkit.launchers import LAUNCHERS
+from toolkit.plan.ledger import summary
 from toolkit.recipe.load import load_recipe
 from toolkit.redact import redact
 from toolkit.train.run_dir import RunDirectory
@@ -43,6 +45,8 @@ def launch(
     spec = chosen.spec(assignment.run_dir, loaded.cluster)
     for reason in assignment.plan.reasons:
         _tell(reason)
+    for line in summary(ledger_of(assignment.recipe, assignment.plan)):
+        _tell(line)
     if dry_run:
         print(spec.printable())
         return

@@ -30,6 +30,9 @@ VERBS: dict[str, Verb] = {
     "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
     "launch": Verb("toolkit.cli.launch:launch", "Train a recipe on this machine."),
     "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),
+    "rehearse": Verb(
+        "toolkit.cli.rehearse:rehearse", "Train a small copy in every layout and compare."
+    ),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""

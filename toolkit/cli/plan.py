@@ -1,7 +1,7 @@
 """`dmt plan`: how a recipe would be laid out, without starting anything."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,9 +12,11 @@ from rich.text import Text
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.plan.planner import Plan
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
+from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.load import load_recipe
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.train.assignment import decide
 
 _DEGREES = {
@@ -26,6 +28,7 @@ _DEGREES = {
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
 _MIB_PER_GIB = 1024
+_COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
 
 def plan(
@@ -40,14 +43,21 @@ def plan(
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --set cluster.nodes=4`
     """
     decided = decide(load_recipe(recipe, overrides), None)
-    device = gpu(decided.recipe.cluster.gpu)
+    device, entries = gpu(decided.recipe.cluster.gpu), ledger_of(decided.recipe, decided.plan)
     if as_json:
-        typer.echo(json.dumps(machine_output(decided.plan, device)))
+        typer.echo(json.dumps(machine_output(decided.plan, device, entries)))
     else:
-        _print(decided.recipe.name, decided.plan, decided.recipe.cluster, device)
+        _print(decided.recipe, decided.plan, device)
+        _print_ledger(entries)
 
 
-def machine_output(plan: Plan, device: Gpu) -> dict[str, Any]:
+def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
+    """What this plan keeps exactly, approximates and refuses."""
+    config = model_config(recipe.model)
+    return ledger(recipe, plan, ModelSpec.from_config(config), config)
+
+
+def machine_output(plan: Plan, device: Gpu, entries: Sequence[Entry]) -> dict[str, Any]:
     """The plan as `--json` prints it; null is what this release does not predict.
 
     Plans are made by rules, not by search: one is considered and none rejected.
@@ -71,21 +81,33 @@ def machine_output(plan: Plan, device: Gpu) -> dict[str, Any]:
         "fits": False if too_large else None,
         "parameters": plan.parameters,
         "reasons": list(plan.reasons),
+        "ledger": [asdict(entry) for entry in entries],
     }
     return {"plans": [entry], "considered": 1, "rejected": {}}
 
 
-def _print(name: str, plan: Plan, cluster: ClusterSection, device: Gpu) -> None:
+def _print(recipe: Recipe, plan: Plan, device: Gpu) -> None:
     """A small table of what was decided, then why."""
     console = Console(highlight=False)
-    title = Text.assemble((name, "bold"), f"  {human(plan.parameters)} parameters")
+    title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
     console.print(title, soft_wrap=True)
-    for label, value in _rows(plan, cluster, device):
+    for label, value in _rows(plan, recipe.cluster, device):
         console.print(Text.assemble((f"  {label:<16}", "dim"), value), soft_wrap=True)
     console.print("\n  why", style="dim")
     for reason in plan.reasons:
         style = "yellow" if "WARNING" in reason else ""
         console.print(Text(f"  - {reason}", style), soft_wrap=True)
+
+
+def _print_ledger(entries: Sequence[Entry]) -> None:
+    """What stays the same as in one fp32 process, and what does not."""
+    console = Console(highlight=False)
+    console.print("\n  ledger, against one fp32 process", style="dim")
+    for kind in KINDS:
+        for entry in (one for one in entries if one.kind == kind):
+            line = Text.assemble((f"  {kind:<13} ", _COLOURS[kind]), (entry.what, "bold"))
+            line.append(f": {entry.why}")
+            console.print(line, soft_wrap=True)
 
 
 def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
@@ -98,7 +120,10 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
     for label, field in _DEGREES.items():
         if (degree := getattr(layout, field)) != 1:
             yield label, str(degree)
-    yield "ZeRO stage", str(layout.zero_stage)
+    if layout.sequence_parallel:
+        yield "sequence", "split inside the tensor group"
+    shards = plan.engine == "megatron" and layout.zero_stage == 1
+    yield "ZeRO stage", f"{layout.zero_stage}{' (distributed optimizer)' * shards}"
     yield "offload", _offload(plan)
     yield (
         "global batch",

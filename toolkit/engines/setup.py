@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines import deepspeed_ops
+from toolkit.engines import deepspeed_ops, megatron_config
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed_config import (
     DeepSpeedRequest,
@@ -15,6 +15,7 @@ from toolkit.engines.deepspeed_config import (
     stage_of,
 )
 from toolkit.plan.layout import Layout
+from toolkit.plan.legality import ModelName
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "ddp": "toolkit.engines.ddp:DdpEngine",
     "deepspeed": "toolkit.engines.deepspeed:DeepSpeedEngine",
+    "megatron": "toolkit.engines.megatron:MegatronEngine",
 }
 
 
@@ -36,12 +38,37 @@ class EngineSetup:
 
     model_config: "PretrainedConfig"
     weights: "WeightSource"
+    model: ModelName
     layout: Layout
     precision: str
+    seed: int
     optimizer: OptimizerSection
     ranks: "Ranks"
     engine_config: dict[str, Any]
-    """The rendered backend configuration (DeepSpeed's JSON); empty for ddp."""
+    """The rendered backend configuration (`deepspeed.json`, `megatron.json`); empty for ddp."""
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        plan: Plan,
+        engine_config: dict[str, Any],
+        ranks: "Ranks",
+        model_config: "PretrainedConfig",
+        weights: "WeightSource",
+    ) -> "EngineSetup":
+        """What the engine of `plan` reads of a recipe."""
+        return cls(
+            model_config=model_config,
+            weights=weights,
+            model=plan.model,
+            layout=plan.layout,
+            precision=recipe.training.precision,
+            seed=recipe.training.seed,
+            optimizer=recipe.optimizer,
+            ranks=ranks,
+            engine_config=engine_config,
+        )
 
 
 def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -49,6 +76,8 @@ def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
     Raises RecipeError when the recipe's own DeepSpeed file disagrees with the recipe.
     """
+    if plan.engine == "megatron":
+        return megatron_config.render(recipe, plan.layout)
     if plan.engine != "deepspeed":
         return {}
     precision = recipe.training.precision

@@ -127,10 +127,22 @@ def _check_kv_heads(settings: Settings) -> Iterable[ConfigProblem]:
 
 def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
     """gpt_neox turns only a share of each head; it must be a whole number of pairs."""
+    rope = settings["rope_parameters"] or settings["rope_scaling"] or {}
+    inner = rope.get("partial_rotary_factor")
+    if inner is not None and not ROPE_VALUES["partial_rotary_factor"].accepts(inner):
+        return  # _check_rope says so
     if "rotary_pct" not in settings.family.keys:
+        if inner is not None:
+            key = "rope_parameters.partial_rotary_factor"
+            yield ConfigProblem(key, shown(inner), "a key of gpt_neox alone", "remove it")
+        return
+    stated = settings.stated.get("rotary_pct")
+    if stated is not None and inner not in (None, stated):
+        found = f"{shown(stated)}, but partial_rotary_factor: {shown(inner)}"
+        yield ConfigProblem("rotary_pct", found, "one value", "remove one of them")
         return
     head_dim = settings["hidden_size"] // settings["num_attention_heads"]
-    share = settings["rotary_pct"]
+    share = settings["rotary_pct"] if inner is None else inner
     turned = int(head_dim * share)
     if turned < 2 or turned % 2:
         found = f"{shown(share)}, which turns {turned} of {head_dim} dimensions"
@@ -229,7 +241,10 @@ _JOINT_CHECKS: tuple[
 ] = (
     (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
     (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
-    (("hidden_size", "num_attention_heads", "rotary_pct"), _check_rotary_share),
+    (
+        ("hidden_size", "num_attention_heads", "rotary_pct", "rope_parameters", "rope_scaling"),
+        _check_rotary_share,
+    ),
     (("num_hidden_layers", "layer_types", "use_sliding_window"), _check_layer_types),
     (("sliding_window", "use_sliding_window"), _check_sliding_window),
     (("num_experts", "num_experts_per_tok"), _check_experts),

@@ -329,6 +329,7 @@ ROPE_VALUES: Mapping[str, Kind] = {
     "rope_type": TEXT,
     "type": TEXT,
     "rope_theta": POSITIVE,
+    "partial_rotary_factor": UNIT_FLOAT,
     "factor": POSITIVE,
     "original_max_position_embeddings": SIZE,
     "attention_factor": POSITIVE,
@@ -358,6 +359,15 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Rotary variants and the keys that each one needs."""
+
+DROPOUT_KEYS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "resid_pdrop",
+)
+"""Dropout probabilities of the supported families; 0 unless the recipe sets them."""
 
 FOREIGN_NAMES: Mapping[str, str] = {
     # Megatron-LM and megatron-core

@@ -14,17 +14,9 @@ from transformers import initialization as hf_initialization
 
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
+from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.weights import RandomWeights, SafetensorsWeights, WeightSource
 from toolkit.recipe.schema import ModelSection
-
-DROPOUT_KEYS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "hidden_dropout",
-    "resid_pdrop",
-)
-"""Dropout probabilities of the supported families; 0 unless the recipe sets them."""
 
 
 def snapshot_folder(hub: str, revision: str | None) -> Path:

@@ -12,7 +12,7 @@ per expert; `checkpoint_names` maps one to the other.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -27,9 +27,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
+from toolkit.models.families.tensors import Block
 
 BLOCK = 1 << 18
 """Elements drawn from one random stream. Fixed for ever: it is part of the weights."""
+
+DRAWN_AT_ONCE = 1 << 24
+"""Elements that `RandomWeights.read_block` holds while it cuts out columns."""
 
 
 class WeightSource(Protocol):
@@ -39,13 +43,22 @@ class WeightSource(Protocol):
         """Elements [start, stop) of the flattened parameter `name`: 1-D, on the CPU."""
         ...
 
+    def read_block(self, block: Block) -> Tensor:
+        """A rectangle of a checkpoint tensor, in the block's orientation, on the CPU."""
+        ...
+
 
 @dataclass(frozen=True)
 class Piece:
     """A checkpoint tensor that makes up part of a flattened parameter."""
 
     name: str
-    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
 
 
 def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
@@ -57,11 +70,11 @@ def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
     """
     match = re.fullmatch(r"(.*\.mlp)\.experts\.(gate_up_proj|down_proj)", name)
     if not match or len(shape) != 3:
-        return [Piece(name, prod(shape))]
+        return [Piece(name, tuple(shape))]
     parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    numel = prod(shape[1:]) // len(parts)
+    piece = shape[1] // len(parts), shape[2]
     return [
-        Piece(f"{match[1]}.experts.{expert}.{part}.weight", numel)
+        Piece(f"{match[1]}.experts.{expert}.{part}.weight", piece)
         for expert in range(shape[0])
         for part in parts
     ]
@@ -77,6 +90,61 @@ def _overlaps(
         if low < high:
             yield piece, low, high
         offset += piece.numel
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a checkpoint tensor lies inside a model's flattened parameter."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+class CheckpointTensors:
+    """The checkpoint tensors of a model by name, as views into its parameters.
+
+    `shapes` are the model's parameters; the names are those of `checkpoint_names`.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self._places: dict[str, _Place] = {}
+        for parameter, shape in shapes.items():
+            start = 0
+            for piece in checkpoint_names(parameter, shape):
+                self._places[piece.name] = _Place(parameter, start, piece.shape)
+                start += piece.numel
+
+    def flat_rows(self, block: Block) -> tuple[str, int, int, int]:
+        """Parameter, first and last element, and row length of the rows that hold `block`."""
+        place = self._places[block.tensor]
+        rows = block.columns if block.transposed else block.rows
+        assert rows is not None, "a vector is not transposed"
+        length = prod(place.shape[1:])
+        start = place.start + rows[0] * length
+        return place.parameter, start, place.start + rows[1] * length, length
+
+    def write(self, state: dict[str, Tensor], stack: Sequence[Block], value: Tensor) -> None:
+        """Write a stack of blocks into `state`'s full parameters, adding missing ones."""
+        row = 0
+        for block in stack:
+            place = self._places[block.tensor]
+            if place.parameter not in state:
+                shape = self.shapes[place.parameter]
+                state[place.parameter] = torch.empty(shape, dtype=value.dtype)
+            stop = place.start + prod(place.shape)
+            target = state[place.parameter].view(-1)[place.start : stop].view(place.shape)
+            rows = block.rows[1] - block.rows[0]
+            _rectangle(target, block).copy_(value[row : row + rows])
+            row += rows
+
+
+def _rectangle(tensor: Tensor, block: Block) -> Tensor:
+    """The view of a whole checkpoint tensor that `block` names, in the block's orientation."""
+    oriented = tensor.T if block.transposed else tensor
+    rows = oriented[block.rows[0] : block.rows[1]]
+    return rows if block.columns is None else rows[:, block.columns[0] : block.columns[1]]
 
 
 # --- random ---------------------------------------------------------------------------
@@ -152,6 +220,7 @@ class RandomWeights:
         with recorder:
             meta_model.initialize_weights()  # type: ignore[operator]
         self.fills = recorder.fills
+        self.tensors = CheckpointTensors(self.shapes)
         missing = [name for name in self.shapes if name not in self.fills]
         if missing:
             raise PlanError(
@@ -179,6 +248,20 @@ class RandomWeights:
             view *= np.float32(fill.std)
             view += np.float32(fill.mean)
         return torch.from_numpy(out)
+
+    def read_block(self, block: Block) -> Tensor:
+        """See `WeightSource.read_block`; the block's rows are drawn a few at a time."""
+        name, start, stop, length = self.tensors.flat_rows(block)
+        if block.columns is None:
+            return self.read(name, start, stop)
+        low, high = block.rows if block.transposed else block.columns
+        step = max(1, DRAWN_AT_ONCE // length) * length
+        parts = [
+            self.read(name, first, min(first + step, stop)).view(-1, length)[:, low:high]
+            for first in range(start, stop, step)
+        ]
+        columns = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return columns.T if block.transposed else columns
 
 
 def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, Any]") -> None:
@@ -265,6 +348,18 @@ class SafetensorsWeights:
         first, last = start // row, -(-stop // row)
         rows: Tensor = tensor_slice[first:last]
         return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def read_block(self, block: Block) -> Tensor:
+        """See `WeightSource.read_block`; only the rectangle is read."""
+        tensor = self._slice(block.tensor)
+        rows, columns = slice(*block.rows), block.columns
+        if columns is None:
+            vector: Tensor = tensor[rows]
+            return vector
+        if block.transposed:
+            rows, columns = slice(*columns), block.rows
+        rectangle: Tensor = tensor[rows, slice(*columns)]
+        return rectangle.T if block.transposed else rectangle
 
     def _slice(self, name: str) -> Any:
         stored = self._stored_name(name)

@@ -38,6 +38,41 @@ class Layout:
         """Sequences per optimizer step over all ranks."""
         return self.micro_batch * self.gradient_accumulation * self.dp
 
+    def data_rank(self, rank: int) -> int:
+        """The data-parallel rank of `rank`, which fixes the samples that it trains on.
+
+        Ranks are numbered as megatron-core does by default: tensor fastest, then context,
+        data and pipeline, so that a tensor group lies within a node.
+        """
+        return rank // (self.tp * self.cp) % self.dp
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rows of the embedding when `tp` ranks hold equal parts: the next multiple of `tp`."""
+    return -(-vocab // tp) * tp
+
+
+def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    """Number of layers of each of the pp · vpp model chunks, in model order.
+
+    Chunk `virtual_stage · pp + pp_rank` belongs to pipeline rank `pp_rank`. Chunks differ
+    by one layer at most. What does not divide goes to the chunks in the middle, the lightest
+    pipeline rank first; then to the first, which holds the embedding, and never to the last,
+    which holds the larger output head. Needs at least one layer per chunk.
+    """
+    count = pp * vpp
+    assert 1 <= count <= layers, "refused at check"
+    share, rest = divmod(layers, count)
+    sizes = [share] * count
+
+    def weight(chunk: int) -> tuple[bool, bool, int, int]:
+        on_rank = sum(sizes[chunk % pp :: pp])
+        return chunk == count - 1, chunk == 0, on_rank, chunk
+
+    for _ in range(rest):
+        sizes[min((c for c in range(count) if sizes[c] == share), key=weight)] += 1
+    return tuple(sizes)
+
 
 def total_steps(training: TrainingSection, samples_per_epoch: int | None = None) -> int | None:
     """Optimizer steps of the run.

@@ -1,10 +1,11 @@
 """What is legal: which engine can train which model implementation, and how.
 
-One table answers for everyone: `dmt check` (through `problems`) and the planner
-(through `pairs`). A layout outside the table is refused with the nearest legal one.
+One table answers for everyone: `dmt check` (through `problems`), the planner (through
+`pairs`) and the ledger. A layout outside the table is refused with the nearest legal one.
+What a model's shape forbids besides is decided in `toolkit.plan.model_rules`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -51,7 +52,9 @@ class Support:
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
     zero_stages: tuple[Stage, ...] = (0,)
-    """ZeRO stages; (0,) where the engine does not read `parallel.zero`."""
+    """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
+    zero_config: bool = False
+    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     recompute: tuple[Recompute, ...] = ("none", "full")
@@ -59,47 +62,49 @@ class Support:
     precisions: frozenset[Precision] = field(default=_PLAIN_PRECISIONS)
     """What it computes in, where the device can."""
 
-    @property
-    def reads_zero(self) -> bool:
-        """Does the engine use the `parallel.zero` section?"""
-        return self.zero_stages != (0,)
-
 
 TABLE: dict[Pair, Support] = {
     Pair("deepspeed", "hf"): Support(
-        zero_stages=(0, 1, 2, 3), offload_optimizer=_EVERYWHERE, offload_parameters=_EVERYWHERE
+        zero_stages=(0, 1, 2, 3),
+        zero_config=True,
+        offload_optimizer=_EVERYWHERE,
+        offload_parameters=_EVERYWHERE,
     ),
     Pair("ddp", "hf"): Support(),
     Pair("fsdp", "hf"): Support(),
-    Pair("deepspeed", "megatron"): Support(
-        tensor=ANY,
-        sequence=True,
-        zero_stages=(0, 1, 2, 3),
-        offload_optimizer=_ON_DEVICE_OR_CPU,
-        offload_parameters=_ON_DEVICE_OR_CPU,
-        recompute=_MEGATRON_RECOMPUTE,
-    ),
+    # Context parallel needs an attention of its own over the context group: not yet. fp8
+    # needs Transformer Engine's layers: not yet.
     Pair("megatron", "megatron"): Support(
         tensor=ANY,
         pipeline=ANY,
         virtual_pipeline=ANY,
-        context=ANY,
         expert=ANY,
         sequence=True,
+        zero_stages=(0, 1),
         recompute=_MEGATRON_RECOMPUTE,
-        precisions=frozenset(_PRECISIONS),
+    ),
+    Pair("deepspeed", "megatron"): Support(
+        tensor=ANY,
+        sequence=True,
+        zero_stages=(0, 1, 2, 3),
+        zero_config=True,
+        offload_optimizer=_ON_DEVICE_OR_CPU,
+        offload_parameters=_ON_DEVICE_OR_CPU,
+        recompute=_MEGATRON_RECOMPUTE,
     ),
 }
 """Every legal pair, the preferred one first."""
 
-AVAILABLE: frozenset[Pair] = frozenset((Pair("deepspeed", "hf"), Pair("ddp", "hf")))
+AVAILABLE: frozenset[Pair] = frozenset(TABLE) - {Pair("fsdp", "hf")}
 """Pairs that this release implements; the others are refused when asked for."""
 
-_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+"""The degrees of `parallel`, which are also fields of `Support`."""
 _PIPELINE_AND_ZERO = (
     "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
     "still accumulates"
 )
+_NOT_YET = {"context": "; context parallelism is not in this release"}
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
@@ -157,8 +162,8 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
     """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline·context).
 
-    An `auto` that only 1 can satisfy counts as 1. None while the planner still has a
-    choice, or when the degrees do not divide the world.
+    An `auto` counts as 1 where the preferred pair can do no more. None while the planner
+    still has a choice, or when the degrees do not divide the world.
     """
     product = 1
     for name in ("tensor", "pipeline", "context"):
@@ -174,8 +179,18 @@ def _known_degree(parallel: ParallelSection, name: str) -> int | None:
     value = getattr(parallel, name)
     if isinstance(value, int):
         return value
-    limits = [getattr(TABLE[pair], name) for pair in pairs(parallel)]
-    return 1 if limits and max(limits) == 1 else None
+    preferred = next(iter(pairs(parallel)), None)
+    return 1 if preferred is not None and getattr(TABLE[preferred], name) == 1 else None
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number` that are legal degrees, ascending; none of 0."""
+    return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
+
+
+def nearest(wanted: int, fit: Iterable[int]) -> int | None:
+    """The nearest of `fit`, the smaller of two; None of nothing."""
+    return min(fit, key=lambda degree: (abs(degree - wanted), degree), default=None)
 
 
 def _needs(parallel: ParallelSection) -> Iterator[Problem]:
@@ -224,12 +239,10 @@ def _table_problems(parallel: ParallelSection) -> list[Problem]:
     legal = [pair for pair in TABLE if _matches(parallel, pair)]
     if not legal:
         return [_illegal_pair(parallel)]
-    nearest = min(legal, key=lambda pair: len(_violations(parallel, pair)))
-    if broken := _violations(parallel, nearest):
+    nearest_pair = min(legal, key=lambda pair: len(_violations(parallel, pair)))
+    if broken := _violations(parallel, nearest_pair):
         return broken
-    if pairs(parallel):
-        return []
-    return _not_in_this_release(parallel, legal)
+    return [] if pairs(parallel) else [_not_in_this_release(parallel)]
 
 
 def _illegal_pair(parallel: ParallelSection) -> Problem:
@@ -248,33 +261,20 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
     )
 
 
-def _not_in_this_release(parallel: ParallelSection, legal: list[Pair]) -> list[Problem]:
-    """Legal by design, but only in pairs that are still to come."""
+def _not_in_this_release(parallel: ParallelSection) -> Problem:
+    """The engine is legal by design, but still to come."""
     here = [pair for pair in TABLE if pair in AVAILABLE]
-    named = "; ".join(map(str, here))
-    for name in ("engine", "model"):
-        asked = getattr(parallel, name)
-        if asked != "auto" and all(getattr(pair, name) != asked for pair in here):
-            return [
-                Problem(
-                    f"parallel.{name}",
-                    f"{asked}, which is not in this release",
-                    f"in this release: {named}",
-                    f"set parallel.{name} to {getattr(here[0], name)} (or auto)",
-                )
-            ]
-    matching = [pair for pair in here if _matches(parallel, pair)] or here
-    nearest = min(matching, key=lambda pair: len(_violations(parallel, pair)))
-    later = next(pair for pair in legal if not _violations(parallel, pair))
-    return [
-        Problem(p.key, p.found, f"{p.allowed}; {later} is not in this release", p.fix)
-        for p in _violations(parallel, nearest)
-    ]
+    return Problem(
+        "parallel.engine",
+        f"{parallel.engine}, which is not in this release",
+        f"in this release: {'; '.join(map(str, here))}",
+        f"set parallel.engine to {here[0].engine} (or auto)",
+    )
 
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
     """tensor · pipeline · context must divide the number of ranks."""
-    degrees = {name: _known_degree(parallel, name) or 1 for name in (*_DEGREES[:2], "context")}
+    degrees = {name: _known_degree(parallel, name) or 1 for name in (*DEGREES[:2], "context")}
     product, world = 1, cluster.world_size
     for degree in degrees.values():
         product *= degree
@@ -283,8 +283,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     largest = max(degrees, key=lambda name: degrees[name])
     others = product // degrees[largest]
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
-    fit = [d for d in range(1, world + 1) if world % (d * others) == 0]
-    near = min(fit, key=lambda d: abs(d - degrees[largest]), default=None)
+    near = nearest(degrees[largest], divisors(world // others if world % others == 0 else 0))
     yield Problem(
         f"parallel.{largest}",
         f"{shown} = {product} on {world} ranks",
@@ -307,32 +306,60 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
         )
 
-    for name in _DEGREES:
+    for name in DEGREES:
         degree, most = getattr(parallel, name), getattr(support, name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
-            why = _PIPELINE_AND_ZERO if exclusive else ""
-            refuse(name, degree, str(most), f"set parallel.{name} to {most}", why)
+            why = _PIPELINE_AND_ZERO if exclusive else _NOT_YET.get(name, "")
+            instead = f"set parallel.{name} to {most}{_or_pair(parallel, name, degree)}"
+            refuse(name, degree, str(most), instead, why)
     if parallel.sequence is True and not support.sequence:
         refuse("sequence", "true", "false", "set parallel.sequence to auto")
-    or_engine = "" if support.reads_zero else ", or set parallel.engine to deepspeed"
+    or_engine = "" if pair.engine == "deepspeed" else _or_deepspeed(parallel)
     if zero.stage != "auto" and zero.stage not in support.zero_stages:
         stages = ", ".join(map(str, support.zero_stages))
-        refuse("zero.stage", zero.stage, stages, f"set parallel.zero.stage to auto{or_engine}")
+        why = _PIPELINE_AND_ZERO if _above_one(parallel.pipeline) else ""
+        instead = f"set parallel.zero.stage to auto{or_engine}"
+        refuse("zero.stage", zero.stage, stages, instead, why)
     for name in ("offload_optimizer", "offload_parameters"):
         place, places = getattr(zero, name), getattr(support, name)
         if place not in places:
-            nearest = "cpu" if "cpu" in places else "none"
-            fix = f"set parallel.zero.{name} to {nearest}{or_engine}"
+            near = "cpu" if "cpu" in places else "none"
+            fix = f"set parallel.zero.{name} to {near}{or_engine}"
             refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
     recompute = parallel.recompute
     if recompute != "auto" and recompute not in support.recompute:
         ways = ", ".join(support.recompute)
         why = ": selective is megatron-core's, and the model here is transformers'"
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
-    if zero.config is not None and not support.reads_zero:
+    if zero.config is not None and not support.zero_config:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
     return found
+
+
+def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
+    """The other way out of a degree that is too large: a pair that can do it, if any."""
+    if name == "pipeline" and parallel.zero.stage in (2, 3):
+        return ", or parallel.zero.stage to 1"
+    asked = (parallel.engine, parallel.model)
+    able = [p for p in TABLE if p in AVAILABLE and getattr(TABLE[p], name) >= degree]
+    if not able:
+        return ""
+    other = min(
+        able, key=lambda p: sum(a not in ("auto", b) for a, b in zip(asked, p, strict=True))
+    )
+    changes = [
+        f"parallel.{field} to {value}"
+        for field, value, stated in zip(Pair._fields, other, asked, strict=True)
+        if stated not in ("auto", value)
+    ]
+    return f", or {' and '.join(changes)}" if changes else ""
+
+
+def _or_deepspeed(parallel: ParallelSection) -> str:
+    """DeepSpeed as the other way out, where the degrees leave it."""
+    degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
+    return "" if any(map(_above_one, degrees)) else ", or set parallel.engine to deepspeed"
 
 
 def _above_one(degree: object) -> bool:

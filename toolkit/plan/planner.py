@@ -15,16 +15,18 @@ from typing import Any
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.catalogue import Gpu, gpu
 from toolkit.models.spec import ModelSpec, check_config
-from toolkit.plan import legality
+from toolkit.plan import legality, model_rules
+from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.legality import EngineName, ModelName, Pair, Stage
+from toolkit.plan.model_rules import Job, able_pairs
+from toolkit.plan.states import GIB, ModelStates
 from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
 
 STATE_SHARE = 0.6
 """Share of a device's memory that model states may fill; activations need the rest."""
 MICRO_BATCH_TOKENS = 8192
 """Tokens of one forward pass at which matrix products are large enough to be efficient."""
-GIB = 2**30
 
 
 class ShapeUnknown(PlanError):
@@ -76,31 +78,26 @@ def plan_recipe(recipe: Recipe) -> Plan:
     parallel, training = recipe.parallel, recipe.training
     if found := legality.problems(parallel, recipe.cluster):
         raise RecipeError(found)
-    spec = ModelSpec.from_config(model_config(recipe.model))
-    device = gpu(recipe.cluster.gpu)
-    pair, pair_reason = _pair(recipe)
-    dp = legality.data_parallel(parallel, recipe.cluster)
-    assert dp is not None, "every degree is fixed in the pairs of this release"
-    micro_batch, micro_reason = _micro_batch(training, dp)
-    layout = Layout(
-        dp=dp,
-        offload_optimizer=parallel.zero.offload_optimizer,
-        offload_parameters=parallel.zero.offload_parameters,
-        micro_batch=micro_batch,
-        gradient_accumulation=training.global_batch_size // (dp * micro_batch),
-    )
-    states = ModelStates(spec.parameters.total, training.precision)
+    job = Job(parallel, recipe.cluster, training, model_config(recipe.model))
+    if found := model_rules.problems(job):
+        raise RecipeError(found)
+    spec, device = job.spec, gpu(recipe.cluster.gpu)
+    pair, pair_reason = _pair(job)
+    states = ModelStates(spec, training.precision, pair.engine)
+    room_gib = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
+    layout, degree_reasons = choose_degrees(job, pair, states, room_gib)
+    layout, micro_reason = _split_batch(training, layout)
     layout, stage_reason = _in_zero_stage(recipe, pair, layout, states, device)
-    recompute, recompute_reason = _recompute(recipe, micro_batch, spec, device)
+    recompute, recompute_reason = _recompute(recipe, layout, spec, device)
     return Plan(
         engine=pair.engine,
         model=pair.model,
         layout=replace(layout, recompute=recompute),
-        parameters=states.parameters,
+        parameters=spec.parameters.total,
         flops_per_token=spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),
         model_states_gib=states.gib(layout),
-        reasons=(pair_reason, stage_reason, micro_reason, recompute_reason),
+        reasons=(pair_reason, *degree_reasons, stage_reason, micro_reason, recompute_reason),
     )
 
 
@@ -164,44 +161,14 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
         ) from error
 
 
-@dataclass(frozen=True)
-class ModelStates:
-    """What AdamW training keeps of a model: 16 bytes per parameter, spread by ZeRO."""
-
-    parameters: int
-    precision: str
-
-    def gib(self, layout: Layout) -> float:
-        """GiB of weights, gradients and optimizer states on the fullest device.
-
-        Source: ZeRO, arXiv:1910.02054, figure 1: 2Ψ weights, 2Ψ gradients, 12Ψ optimizer
-        (fp32 weights and two moments). In fp32 the weights need no second copy: 4, 4, 8.
-        What is offloaded counts as away, although parts of it pass through the device.
-        """
-        weights, gradients, optimizer = (
-            (4.0, 4.0, 8.0) if self.precision == "fp32" else (2.0, 2.0, 12.0)
-        )
-        if layout.zero_stage >= 1:
-            optimizer /= layout.dp
-        if layout.zero_stage >= 2:
-            gradients /= layout.dp
-        if layout.zero_stage >= 3:
-            weights /= layout.dp
-        if layout.offload_optimizer != "none":
-            optimizer = 0.0
-        if layout.offload_parameters != "none":
-            weights = 0.0
-        return self.parameters * (weights + gradients + optimizer) / GIB
-
-
-def _pair(recipe: Recipe) -> tuple[Pair, str]:
+def _pair(job: Job) -> tuple[Pair, str]:
     """The preferred pair of engine and model that can do all that the recipe asks."""
-    able = legality.pairs(recipe.parallel, recipe.training.precision)
-    assert able, "checked at load"
-    best = able[0]
-    if recipe.parallel.engine != "auto":
+    able = able_pairs(job)
+    assert able, "no problem was found"
+    best, asked = able[0], job.parallel
+    if asked.engine != "auto":
         return best, f"{best}: asked for"
-    others = ", ".join(pair.engine for pair in able[1:])
+    others = ", ".join(dict.fromkeys(p.engine for p in able if p.engine != best.engine))
     why = f"auto; preferred to {others}" if others else "auto; the only one that can do this"
     return best, f"{best}: {why}"
 
@@ -211,7 +178,7 @@ def _in_zero_stage(
 ) -> tuple[Layout, str]:
     """The layout in the lowest ZeRO stage that leaves room for activations."""
     legal = legality.zero_stages(recipe.parallel, pair)
-    least = _least_stage(recipe, layout.dp, device)
+    least = _least_stage(recipe, pair, layout.dp, device)
     candidates = [
         replace(layout, zero_stage=stage)
         for stage in legal
@@ -221,8 +188,12 @@ def _in_zero_stage(
     chosen = next((one for one in candidates if states.gib(one) <= room), candidates[-1])
     if recipe.parallel.zero.stage != "auto":
         why = "asked for"
-    elif not legality.TABLE[pair].reads_zero:
+    elif legality.TABLE[pair].zero_stages == (0,):
         why = f"{pair.engine} shards nothing"
+    elif pair.engine == "megatron":
+        why = "auto; a single data-parallel rank has nothing to shard"
+        if layout.dp > 1:
+            why = f"auto; megatron-core's distributed optimizer on {layout.dp:,} ranks"
     elif len(legal) == 1:
         why = "the only stage with this offload"
     else:
@@ -242,8 +213,10 @@ def _memory_note(needed_gib: float, device: Gpu) -> str:
     )
 
 
-def _least_stage(recipe: Recipe, dp: int, device: Gpu) -> Stage:
+def _least_stage(recipe: Recipe, pair: Pair, dp: int, device: Gpu) -> Stage:
     """The stage to begin with where the recipe leaves it open."""
+    if pair.engine == "megatron":
+        return 1 if dp > 1 else 0
     if recipe.parallel.zero.offload_optimizer != "none":
         return 2  # gradients are needed where the optimizer is
     if dp > 1 and (device.memory_gib is None or recipe.training.precision != "fp32"):
@@ -255,12 +228,12 @@ def _least_stage(recipe: Recipe, dp: int, device: Gpu) -> Stage:
     return 0 if recipe.training.precision == "fp32" else 1
 
 
-def _micro_batch(training: TrainingSection, dp: int) -> tuple[int, str]:
-    """The recipe's micro batch, or the largest divisor of a rank's share that is efficient.
+def _split_batch(training: TrainingSection, layout: Layout) -> tuple[Layout, str]:
+    """The layout with its batch split: the recipe's micro batch, or the largest efficient one.
 
     Raises PlanError, naming the nearest global batches that can be spread evenly.
     """
-    wanted, batch = training.micro_batch_size, training.global_batch_size
+    wanted, batch, dp = training.micro_batch_size, training.global_batch_size, layout.dp
     unit = dp if wanted == "auto" else dp * wanted
     if batch % unit:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
@@ -270,18 +243,36 @@ def _micro_batch(training: TrainingSection, dp: int) -> tuple[int, str]:
             f"{dp} ranks{micro}",
             fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
         )
-    if wanted != "auto":
-        return wanted, f"micro batch {wanted}: asked for"
     share = batch // dp
+    size = _micro_batch(training, share, layout) if wanted == "auto" else wanted
+    tokens, times = size * training.sequence_length, share // size
+    reason = f"micro batch {size}: asked for"
+    if wanted == "auto":
+        often = "once" if times == 1 else f"{times} times"
+        reason = f"micro batch {size}: {tokens:,} tokens per forward pass, {often} a step"
+    if layout.pp > 1:
+        # Narayanan et al., arXiv:2104.04473, section 2.2: bubble over ideal time.
+        bubble = (layout.pp - 1) / (layout.vpp * times)
+        reason += f"; the pipeline idles for {bubble:.0%} of the time that it computes"
+    return replace(layout, micro_batch=size, gradient_accumulation=times), reason
+
+
+def _micro_batch(training: TrainingSection, share: int, layout: Layout) -> int:
+    """The largest divisor of a rank's share that is efficient and keeps a pipeline busy."""
     limit = max(1, MICRO_BATCH_TOKENS // training.sequence_length)
-    size = max(n for n in range(1, min(share, limit) + 1) if share % n == 0)
-    times = "once" if share == size else f"{share // size} times"
-    tokens = size * training.sequence_length
-    return size, f"micro batch {size}: {tokens:,} tokens per forward pass, {times} a step"
+
+    def fills_pipeline(size: int) -> bool:
+        times = share // size
+        if layout.vpp > 1:  # the interleaved schedule takes one per stage at a time
+            return times % layout.pp == 0
+        return times >= min(layout.pp, share)
+
+    sizes = (size for size in range(1, min(share, limit) + 1) if share % size == 0)
+    return max(filter(fills_pipeline, sizes))
 
 
 def _recompute(
-    recipe: Recipe, micro_batch: int, spec: ModelSpec, device: Gpu
+    recipe: Recipe, layout: Layout, spec: ModelSpec, device: Gpu
 ) -> tuple[Recompute, str]:
     """Full recompute where stored activations would not fit beside the model states."""
     wanted = recipe.parallel.recompute
@@ -289,12 +280,19 @@ def _recompute(
         return wanted, f"recompute {wanted}: asked for"
     if device.memory_gib is None:
         return "none", "recompute none: auto on CPU"
-    tokens = micro_batch * recipe.training.sequence_length
-    # Korthikanti et al., arXiv:2205.05198, eq. 2, without the attention scores, which
-    # fused attention does not store: 34 bytes per token, hidden unit and layer.
-    needed = 34 * tokens * spec.hidden * spec.layers / GIB
+    tokens = layout.micro_batch * recipe.training.sequence_length
+    # Korthikanti et al., arXiv:2205.05198, eq. 2 and 4, without the attention scores, which
+    # fused attention does not store: 34 bytes per token, hidden unit and layer, of which
+    # tensor parallel splits 24 and sequence parallel the other 10.
+    whole = 10 / layout.tp if layout.sequence_parallel else 10
+    per_layer = (whole + 24 / layout.tp) * tokens * spec.hidden
+    # The first pipeline stage holds as many micro batches as there are stages.
+    held = min(layout.pp, layout.gradient_accumulation)
+    needed = per_layer * spec.layers / layout.pp * held / GIB
     room = device.memory_gib * (1 - STATE_SHARE)
     stored = f"{needed:.1f} GiB of activations per micro batch"
+    if held > 1:
+        stored = f"{needed:.1f} GiB of activations of {held} micro batches"
     if needed <= room:
         return "none", f"recompute none: {stored} fit in {room:.0f} GiB"
     return "full", f"recompute full: {stored} do not fit in {room:.0f} GiB"

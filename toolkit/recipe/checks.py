@@ -2,8 +2,9 @@
 
 The rules run on what is left of a recipe when single settings are wrong, so that all
 mistakes are reported at once; a rule that reads a wrong setting is left out. What is
-legal in `parallel` is decided in `toolkit.plan.legality`, what a model config may say in
-`toolkit.models.spec`; here they are only asked.
+legal in `parallel` is decided in `toolkit.plan.legality` and, for the model at hand, in
+`toolkit.plan.model_rules`, what a model config may say in `toolkit.models.spec`; here they
+are only asked.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, gpu
 from toolkit.models.spec import ModelSpec, check_config
-from toolkit.plan import legality
+from toolkit.plan import legality, model_rules
 from toolkit.plan.layout import total_steps
+from toolkit.plan.model_rules import Job
 from toolkit.recipe.schema import Recipe
 
 
@@ -106,6 +108,18 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"model.config.{problem.key}", problem.found, problem.allowed, fix)
 
 
+def _router_loss(recipe: Recipe) -> Iterator[Problem]:
+    """transformers adds the router's balancing loss; no engine trains it, since its value
+    depends on how a batch is split."""
+    if (recipe.model.config or {}).get("output_router_logits"):
+        yield Problem(
+            "model.config.output_router_logits",
+            "true",
+            "false: the router's balancing loss is not trained",
+            "remove output_router_logits from model.config",
+        )
+
+
 def _positions(recipe: Recipe) -> Iterator[Problem]:
     """A sequence longer than the model's positions: an index error, or noise, at run time."""
     config, length = recipe.model.config, recipe.training.sequence_length
@@ -132,6 +146,14 @@ def _rope_scaled(config: dict[str, object]) -> bool:
 
 def _parallel(recipe: Recipe) -> Iterator[Problem]:
     yield from legality.problems(recipe.parallel, recipe.cluster)
+
+
+def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
+    """What the model's shape forbids of `parallel`; asked when each is right by itself."""
+    config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
+    if config is None or check_config(config) or legality.problems(parallel, cluster):
+        return
+    yield from model_rules.problems(Job(parallel, cluster, recipe.training, config))
 
 
 def _nvme(recipe: Recipe) -> Iterator[Problem]:
@@ -220,6 +242,13 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
 
 _LENGTH = ("training.steps", "training.tokens", "training.epochs")
 _STEPS = (*_LENGTH, "training.global_batch_size", "training.sequence_length")
+_SPREAD = (
+    "parallel",
+    "cluster.nodes",
+    "cluster.gpus_per_node",
+    "training.global_batch_size",
+    "training.micro_batch_size",
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(_LENGTH, _length_of_run),
@@ -228,19 +257,15 @@ RULES: tuple[Rule, ...] = (
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("model.hub", "model.init", "model.config"), _model_source),
     Rule(("model.config",), _model_config),
+    Rule(("model.config",), _router_loss),
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
-    Rule(("parallel.zero",), _nvme),
     Rule(
-        (
-            "parallel",
-            "cluster.nodes",
-            "cluster.gpus_per_node",
-            "training.global_batch_size",
-            "training.micro_batch_size",
-        ),
-        _batch,
+        (*_SPREAD, "model.config", "training.sequence_length", "training.precision"),
+        _model_in_parallel,
     ),
+    Rule(("parallel.zero",), _nvme),
+    Rule(_SPREAD, _batch),
     Rule(("cluster.gpu",), _accelerator),
     Rule(
         ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision

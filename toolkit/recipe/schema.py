@@ -204,10 +204,11 @@ class EvaluationSection(Section):
 
 
 class ZeroSection(Section):
-    """DeepSpeed's ZeRO. Only the deepspeed engine reads it."""
+    """ZeRO: what data-parallel ranks share instead of copying."""
 
     stage: ZeroStage | Auto = "auto"
-    """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
+    megatron has 0 and 1, its distributed optimizer; ddp has 0."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where optimizer states live outside the step."""
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
@@ -215,7 +216,7 @@ class ZeroSection(Section):
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     config: NonEmpty | None = None
-    """A preset of `ds_configs/` by name, or a DeepSpeed JSON file of your own,
+    """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
     relative to the recipe's file. Default: the preset that fits stage and offload."""
 
 

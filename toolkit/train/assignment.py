@@ -21,7 +21,7 @@ class Assignment:
     recipe: Recipe
     plan: Plan
     engine_config: dict[str, Any]
-    """The backend's rendered configuration (DeepSpeed's JSON); empty for ddp."""
+    """The backend's rendered configuration; empty for ddp."""
     run_dir: Path
 
 
@@ -44,7 +44,7 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
         assignment.recipe,
         assignment.plan.to_dict(),
         command,
-        assignment.engine_config or None,
+        assignment.engine_config,
     )
 
 
@@ -57,8 +57,9 @@ def read_assignment(path: Path, world: int) -> Assignment:
     try:
         plan = Plan.from_dict(json.loads(run.plan.read_text(encoding="utf-8")))
         config = {}
-        if plan.engine == "deepspeed":
-            config = json.loads(run.deepspeed.read_text(encoding="utf-8"))
+        if plan.engine != "ddp":
+            file = run.engine_config(plan.engine)
+            config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(
             f"{path} is not a run directory: {error}",

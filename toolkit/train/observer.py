@@ -163,6 +163,7 @@ class Observer:
             consumed_samples=progress.consumed_samples,
             data_fingerprint=self.run.data_fingerprint,
             engine=self.run.plan.engine,
+            model=self.run.plan.model,
             layout=self.run.plan.layout,
         )
         folder = self.store.save(manifest, self.run.engine.save_state)

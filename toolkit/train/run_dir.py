@@ -49,10 +49,9 @@ class RunDirectory:
         """The plan that was made once, for every rank and restart."""
         return self.path / "plan.json"
 
-    @property
-    def deepspeed(self) -> Path:
-        """The complete DeepSpeed configuration."""
-        return self.path / "deepspeed.json"
+    def engine_config(self, engine: str) -> Path:
+        """The engine's complete configuration (`deepspeed.json`, `megatron.json`)."""
+        return self.path / f"{engine}.json"
 
     @property
     def command(self) -> Path:
@@ -115,7 +114,7 @@ class RunDirectory:
         recipe: Recipe,
         plan: Mapping[str, Any],
         command: Sequence[str],
-        deepspeed: Mapping[str, Any] | None = None,
+        engine_config: Mapping[str, Any],
     ) -> "RunDirectory":
         """Write recipe, plan and configuration; continue in the directory of the same run.
 
@@ -127,8 +126,9 @@ class RunDirectory:
         _refuse_other_run(run, recipe)
         _make_folders(run)
         jsonl.write_atomically(run.plan, json_text(jsonl.plain(plan)))
-        if deepspeed is not None:
-            jsonl.write_atomically(run.deepspeed, json_text(jsonl.plain(deepspeed)))
+        if engine_config:
+            config_file = run.engine_config(plan["engine"])
+            jsonl.write_atomically(config_file, json_text(jsonl.plain(engine_config)))
         jsonl.write_atomically(run.environment, json_text(jsonl.plain(environment_report())))
         before = run.command.read_text(encoding="utf-8") if run.command.exists() else ""
         jsonl.write_atomically(run.command, before + _quoted(command) + "\n")

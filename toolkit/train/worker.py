@@ -201,7 +201,7 @@ class _Worker:
             engine,
             GlobalBatches(data.train, training.seed, training.global_batch_size),
             plan.layout,
-            self.ranks.rank,
+            plan.layout.data_rank(self.ranks.rank),
             training.seed,
             steps,
             recipe.optimizer,
@@ -229,15 +229,7 @@ class _Worker:
         weights = self.together.run(
             lambda: hf.weight_source(recipe.model, config, recipe.training.seed)
         )
-        setup = EngineSetup(
-            config,
-            weights,
-            plan.layout,
-            recipe.training.precision,
-            recipe.optimizer,
-            self.ranks,
-            engine_config,
-        )
+        setup = EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
         return build_engine(plan.engine, setup)
 
     def _resume(self, store: CheckpointStore, engine: Engine, fingerprint: str) -> Progress:
@@ -258,7 +250,7 @@ class _Worker:
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
         manifest = Manifest.read(folder)
-        check_fits(manifest, folder, plan.engine, plan.layout)
+        check_fits(manifest, folder, plan.engine, plan.model, plan.layout)
         if manifest.data_fingerprint != fingerprint:
             raise CheckpointError(
                 f"{folder} was trained on other data: its cursor means nothing in this one",
@@ -275,7 +267,7 @@ class _Worker:
             validation,
             recipe.training.global_batch_size,
             recipe.evaluation.batches,
-            self.ranks.rank,
+            layout.data_rank(self.ranks.rank),
             layout.dp,
             layout.micro_batch,
         )

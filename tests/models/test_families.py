@@ -1,0 +1,278 @@
+"""Families: their maps cover the real models; what Megatron cannot express is refused."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.models.config_check import check_config
+from toolkit.models.config_keys import FAMILIES as KEYS
+from toolkit.models.families import FAMILIES, megatron_model, unsupported
+from toolkit.models.families.tensors import Block, TensorMap, blocks
+from toolkit.models.weights import checkpoint_names
+
+LAYERS = 4
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+GPT2 = {
+    "n_embd": 64, "n_head": 8, "n_layer": LAYERS, "n_positions": 32, "vocab_size": 101,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "llama tied with biases": SMALL
+    | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "mistral": SMALL | {"head_dim": 16},
+    "qwen2": SMALL,
+    "qwen3": SMALL | {"head_dim": 16},
+    "gpt2": GPT2,
+    "gpt2 untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 96},
+    "gpt_neox": NEOX,
+    "gpt_neox tied": NEOX | {"tie_word_embeddings": True},
+    "mixtral": SMALL | {"num_local_experts": 4},
+    "qwen3_moe": MOE,
+    "qwen3_moe partly dense": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+}
+
+
+def config_of(case: str, **changes: Any) -> dict[str, Any]:
+    """A small config of the case's family, checked."""
+    config = {"model_type": case.split()[0], **CONFIGS[case], **changes}
+    assert check_config(config) == []
+    return config
+
+
+def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every checkpoint tensor of the real transformers model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return {
+        piece.name: piece.shape
+        for name, parameter in model.named_parameters()
+        for piece in checkpoint_names(name, parameter.shape)
+    }
+
+
+def instances(config: Mapping[str, Any]) -> Iterator[tuple[TensorMap, dict[str, int | None]]]:
+    """Every Megatron tensor of the model: its map with layer and expert numbers."""
+    model = megatron_model(config)
+    for tensor in model.tensors:
+        layers: list[int | None] = [None]
+        if "{layer}" in tensor.name:
+            # A dense MLP is not in the layers with experts, experts are in no other.
+            layers = [
+                layer
+                for layer in range(model.transformer["num_layers"])
+                if ".mlp.linear" not in tensor.name or layer not in model.moe_layers
+                if not any(part in tensor.name for part in ("router", "experts"))
+                or layer in model.moe_layers
+            ]
+        experts: list[int | None] = [None]
+        if "{expert}" in tensor.name:
+            experts = list(range(model.transformer["num_moe_experts"]))
+        for layer in layers:
+            for expert in experts:
+                yield tensor, {"layer": layer, "expert": expert}
+
+
+def in_file(block: Block) -> tuple[slice, ...]:
+    """The block as an index into the checkpoint tensor."""
+    if block.columns is None:
+        return (slice(*block.rows),)
+    index = slice(*block.rows), slice(*block.columns)
+    return index[::-1] if block.transposed else index
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_blocks_partition_every_tensor_of_the_real_model(case: str, degree: int) -> None:
+    config = config_of(case)
+    shapes = checkpoint_shapes(config)
+    times_read = {name: torch.zeros(shape, dtype=torch.int) for name, shape in shapes.items()}
+    for tensor, numbers in instances(config):
+        ranks = 1 if tensor.split == "none" else degree
+        for rank in range(ranks):
+            for block in blocks(tensor, rank, degree, **numbers):
+                part = times_read[block.tensor][in_file(block)]
+                sizes = [index.stop - index.start for index in in_file(block)]
+                assert list(part.shape) == sizes, f"{block} leaves {shapes[block.tensor]}"
+                part += 1
+    wrong = [name for name, times in times_read.items() if not bool((times == 1).all())]
+    assert not wrong
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_shards_of_all_ranks_are_equally_large(case: str) -> None:
+    """Megatron gives each rank the same shape; only the padded vocabulary's end is shorter."""
+    for tensor, numbers in instances(config_of(case)):
+        if tensor.padded:
+            continue
+        sizes = defaultdict(set)
+        for rank in range(4):
+            found = blocks(tensor, rank, 4, **numbers)
+            sizes["rows"].add(sum(block.rows[1] - block.rows[0] for block in found))
+            sizes["columns"] |= {
+                None if block.columns is None else block.columns[1] - block.columns[0]
+                for block in found
+            }
+        assert len(sizes["rows"]) == len(sizes["columns"]) == 1, tensor.name
+
+
+def test_gqa_rank_holds_whole_head_groups_in_megatrons_order() -> None:
+    config = config_of("llama")
+    (qkv,) = (t for t in megatron_model(config).tensors if "linear_qkv" in t.name)
+    found = [(b.tensor.split(".")[-2], b.rows) for b in blocks(qkv, 1, 2, layer=3)]
+    assert found == [
+        ("q_proj", (32, 48)), ("k_proj", (16, 24)), ("v_proj", (16, 24)),
+        ("q_proj", (48, 64)), ("k_proj", (24, 32)), ("v_proj", (24, 32)),
+    ]  # fmt: skip
+
+
+def test_every_family_of_configs_is_mapped_or_refused() -> None:
+    assert set(FAMILIES) == set(KEYS)
+
+
+@pytest.mark.parametrize("case", [case for case in CONFIGS if not case.startswith("gpt2")])
+def test_rotary_settings_are_those_of_transformers(case: str) -> None:
+    config = config_of(case)
+    rope = AutoConfig.for_model(**config).rope_parameters
+    gpt = megatron_model(config).gpt
+    assert gpt["rotary_base"] == rope["rope_theta"]
+    assert gpt["rotary_percent"] == rope.get("partial_rotary_factor", 1.0)
+
+
+def test_rotary_settings_in_their_new_place() -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    gpt = megatron_model(config_of("gpt_neox", rope_parameters=rope)).gpt
+    assert (gpt["rotary_base"], gpt["rotary_percent"]) == (5e5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "windows"),
+    [
+        ("mistral", {"sliding_window": 8}, [1, 1, 1, 1]),
+        ("mistral", {"sliding_window": None}, None),
+        ("mixtral", {"sliding_window": 8}, [1, 1, 1, 1]),
+        ("qwen2", {"sliding_window": 8}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [0, 0, 0, 1]),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 4}, None),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [1, 0, 1, 0],
+        ),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, [1, 1, 1, 1]),
+    ],
+)
+def test_sliding_layers(case: str, changes: dict[str, Any], windows: list[int] | None) -> None:
+    fields = megatron_model(config_of(case, **changes)).transformer
+    if windows is None:
+        assert "window_size" not in fields
+        return
+    assert fields["window_size"] == (changes.get("sliding_window", 4096) - 1, 0)
+    assert fields.get("window_attn_skip_freq", [1] * LAYERS) == windows
+
+
+def test_dropout_is_what_the_config_states_and_otherwise_none() -> None:
+    silent = megatron_model(config_of("gpt2")).transformer
+    assert (silent["attention_dropout"], silent["hidden_dropout"]) == (0.0, 0.0)
+    stated = config_of("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.2)
+    fields = megatron_model(stated).transformer
+    assert (fields["attention_dropout"], fields["hidden_dropout"]) == (0.1, 0.2)
+    neox = config_of("gpt_neox", attention_dropout=0.3, hidden_dropout=0.4)
+    fields = megatron_model(neox).transformer
+    assert (fields["attention_dropout"], fields["hidden_dropout"]) == (0.3, 0.4)
+
+
+def test_layers_with_experts() -> None:
+    partly = megatron_model(config_of("qwen3_moe partly dense"))
+    assert partly.moe_layers == {3}
+    assert partly.transformer["moe_layer_freq"] == [0, 0, 0, 1]
+    assert megatron_model(config_of("mixtral")).moe_layers == {0, 1, 2, 3}
+    none = megatron_model(config_of("qwen3_moe", decoder_sparse_step=5))
+    assert not none.moe_layers and "num_moe_experts" not in none.transformer
+
+
+def test_router_normalises_as_transformers_does() -> None:
+    key = "moe_router_pre_softmax"
+    assert not megatron_model(config_of("mixtral")).transformer[key]
+    assert megatron_model(config_of("qwen3_moe")).transformer[key]
+    assert not megatron_model(config_of("qwen3_moe", norm_topk_prob=True)).transformer[key]
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_plain_configs_are_supported(case: str) -> None:
+    assert unsupported(config_of(case)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "reason"),
+    [
+        ("llama", {"rope_scaling": LLAMA3}, None),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ("llama", {"attention_bias": True}, "bias"),
+        ("llama", {"mlp_bias": True}, "bias"),
+        ("llama", {"hidden_act": "relu"}, "relu"),
+        ("qwen3", {"attention_bias": True}, "bias"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse layer"),
+        ("gpt2", {"resid_pdrop": 0.1}, "embd_pdrop must equal resid_pdrop"),
+        ("gpt2", {"scale_attn_weights": False}, None),
+        ("gpt2", {"activation_function": "quick_gelu"}, "quick_gelu"),
+        ("gpt_neox", {"attention_bias": False}, "bias"),
+        ("gpt_neox", {"use_parallel_residual": False}, None),
+        ("gpt_neox", {"rope_theta": 5e5}, "rotary_emb_base"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("mixtral", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, None),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "one expert"),
+    ],
+)
+def test_what_megatron_cannot_compute_is_refused(
+    case: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    found = unsupported(config_of(case, **changes))
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_gemma2_is_refused_with_the_reason() -> None:
+    config = {"model_type": "gemma2", **SMALL, "head_dim": 16}
+    assert "soft-capping" in str(unsupported(config))
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_config_that_transformers_saves_is_understood(case: str) -> None:
+    """A saved config states every key, some in other places than a hand-written one."""
+    config = config_of(case)
+    saved = AutoConfig.for_model(**config).to_dict()
+    assert check_config(saved) == []
+    ours, theirs = megatron_model(config), megatron_model(saved)
+    assert ours.gpt == theirs.gpt and ours.tensors == theirs.tensors
+    without = {"attention_dropout", "hidden_dropout"}  # stated there, with gpt2's defaults
+    assert {k: v for k, v in ours.transformer.items() if k not in without} == {
+        k: v for k, v in theirs.transformer.items() if k not in without
+    }

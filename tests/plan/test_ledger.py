@@ -1,0 +1,153 @@
+"""The ledger follows from recipe, plan and table: change one of them, and a line changes."""
+
+from typing import Any
+
+import pytest
+
+from tests.plan.test_degrees import MIXTRAL
+from tests.plan.test_planner import TINY, recipe
+from toolkit.models.spec import ModelSpec
+from toolkit.plan import legality
+from toolkit.plan.ledger import Entry, ledger, summary
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.schema import Recipe
+
+ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"}
+
+
+def entries(**changes: Any) -> list[Entry]:
+    wanted: Recipe = recipe(**{"training__precision": "fp32"} | changes)
+    assert wanted.model.config is not None
+    spec = ModelSpec.from_config(wanted.model.config)
+    return ledger(wanted, plan_recipe(wanted), spec)
+
+
+def names(kind: str, **changes: Any) -> set[str]:
+    return {entry.what for entry in entries(**changes) if entry.kind == kind}
+
+
+def why(what: str, **changes: Any) -> str:
+    (entry,) = (entry for entry in entries(**changes) if entry.what == what)
+    return entry.why
+
+
+TP2 = {"cluster__gpus_per_node": 2, "parallel__tensor": 2}
+
+
+def test_the_plain_run_has_nothing_to_approximate() -> None:
+    plain = {"parallel__engine": "ddp", "training__micro_batch_size": 8}
+    assert names("approximated", **plain) == set()
+    assert names("exact", **plain) == ALWAYS | {"clipping", "weight decay"}
+    assert "parts" not in why("token-mean loss", **plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"training__micro_batch_size": 4}, {"order of sums"}),
+        ({"cluster__gpus_per_node": 2}, {"order of sums"}),
+        (TP2, {"order of sums", "kernels"}),
+        ({"parallel__engine": "megatron"}, {"kernels"}),
+        ({"training__precision": "bf16"}, {"bf16"}),
+        ({"parallel__zero": {"offload_optimizer": "cpu"}}, {"offloaded AdamW"}),
+        ({"model__config": TINY | {"attention_dropout": 0.1}}, set()),
+        (
+            {"model__config": TINY | {"attention_dropout": 0.1}, "cluster__gpus_per_node": 2},
+            {"order of sums", "attention_dropout"},
+        ),
+        (
+            {"model__config": MIXTRAL, "cluster__gpus_per_node": 2},
+            {"order of sums", "routing"},
+        ),
+        (
+            {
+                "model__config": MIXTRAL | {"router_jitter_noise": 0.1},
+                "cluster__gpus_per_node": 2,
+            },
+            {"order of sums", "routing", "router_jitter_noise"},
+        ),
+    ],
+)
+def test_what_is_approximated(changes: dict[str, Any], what: set[str]) -> None:
+    assert names("approximated", **changes) == what
+
+
+def test_numbers_are_the_plans() -> None:
+    split = {
+        "cluster__gpus_per_node": 4,
+        "parallel__tensor": 2,
+        "training__micro_batch_size": 2,
+    }
+    assert why("order of sums", **split) == (
+        "gradients over 2 micro batches and 2 data-parallel ranks, activations over 2 "
+        "tensor-parallel ranks: the same terms, other last digits"
+    )
+    assert "not of its 4 parts" in why("token-mean loss", **split)
+
+
+def test_padded_vocabulary_is_exact() -> None:
+    odd = {"model__config": TINY | {"vocab_size": 509}}
+    assert "padded vocabulary" not in names("exact", **odd)
+    assert why("padded vocabulary", **odd, **TP2).startswith(
+        "509 rows padded to 510 for tensor"
+    )
+    assert "padded vocabulary" not in names("exact", **TP2)
+
+
+def test_only_what_the_recipe_does_is_listed() -> None:
+    off = {"optimizer__clip_grad_norm": None, "optimizer__weight_decay": 0.0}
+    assert names("exact", **off) == ALWAYS
+    assert "recompute" in names("exact", parallel__recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (
+            {},
+            {
+                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "selective recompute",
+                "fp8",
+            },
+        ),
+        (
+            {"parallel__engine": "ddp"},
+            {
+                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "ZeRO 1, 2, 3",
+                "offload to cpu, nvme",
+                "selective recompute",
+                "fp8",
+            },
+        ),
+        (
+            {"parallel__engine": "megatron"},
+            {"context above 1", "ZeRO 2, 3", "offload to cpu, nvme", "fp8"},
+        ),
+        (
+            {"parallel__engine": "deepspeed", **TP2},
+            {"pipeline, virtual pipeline, context, expert above 1", "offload to nvme", "fp8"},
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
+    assert names("refused", **changes) == refused
+
+
+def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = legality.Pair("megatron", "megatron")
+    more = legality.Support(tensor=2, context=2, zero_stages=(0, 1, 2))
+    monkeypatch.setitem(legality.TABLE, pair, more)
+    asked = {"parallel__engine": "megatron"}
+    assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)
+
+
+def test_the_routers_loss_is_refused() -> None:
+    assert "router's balancing loss" in names("refused", model__config=MIXTRAL)
+
+
+def test_summary_is_two_lines() -> None:
+    exact, approximated = summary(entries(**TP2))
+    assert exact.startswith("exact: initial weights, data order, token-mean loss")
+    assert approximated == "approximated: order of sums, kernels"

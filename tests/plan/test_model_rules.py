@@ -1,0 +1,195 @@
+"""What megatron-core refuses of a shape is refused first, with the nearest legal value."""
+
+from typing import Any
+
+import pytest
+
+from tests.plan.test_legality import intent
+from toolkit.errors import Problem
+from toolkit.models.spec import check_config
+from toolkit.plan import legality
+from toolkit.plan.legality import Pair
+from toolkit.plan.model_rules import Job, able_pairs, problems
+from toolkit.recipe.schema import ClusterSection, TrainingSection
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": 257,
+}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
+GEMMA = LLAMA | {"model_type": "gemma2"}
+HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
+
+
+def job(
+    config: dict[str, Any], ranks: int, batch: int = 48, length: int = 64, **asked: Any
+) -> Job:
+    assert check_config(config) == []
+    micro = asked.pop("micro_batch", "auto")
+    cluster = ClusterSection(gpus_per_node=ranks)
+    parallel = intent(**asked)
+    assert legality.problems(parallel, cluster) == []
+    training = TrainingSection(
+        steps=1,
+        sequence_length=length,
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        precision="fp32",
+    )
+    return Job(parallel, cluster, training, config)
+
+
+def only(asked: Job) -> Problem:
+    (problem,) = problems(asked)
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "asked"),
+    [
+        (LLAMA, 4, {}),
+        (LLAMA, 4, {"tensor": 4}),
+        (LLAMA | {"num_key_value_heads": 2}, 4, {"tensor": 4}),  # more ranks than kv heads
+        (LLAMA, 4, {"tensor": 4, "sequence": True}),  # 257 rows are padded to 260
+        (LLAMA, 6, {"pipeline": 6}),
+        (LLAMA, 4, {"pipeline": 4}),  # 6 layers on 4 stages
+        (LLAMA, 2, {"pipeline": 2, "virtual_pipeline": 3}),
+        (LLAMA, 4, {"engine": "deepspeed", "tensor": 2, "zero": {"stage": 3}}),
+        (MIXTRAL, 4, {"tensor": 2}),
+        (MIXTRAL, 4, {"expert": 2}),
+        (MIXTRAL, 4, {"tensor": 2, "expert": 2}),
+        (MIXTRAL, 2, {"tensor": 2, "expert": 2}),  # expert divides dp · tp, not dp
+        (MIXTRAL, 6, {"pipeline": 2, "expert": 3}),
+        (MIXTRAL, 2, {"engine": "deepspeed", "zero": {"stage": 3}}),
+        (GEMMA, 2, {}),
+    ],
+)
+def test_legal(config: dict[str, Any], ranks: int, asked: dict[str, Any]) -> None:
+    wanted = job(config, ranks, **asked)
+    assert problems(wanted) == []
+    assert able_pairs(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "asked", "allowed", "fix"),
+    [
+        ({}, 8, {"tensor": 8}, "12 attention heads", "parallel.tensor to 4"),
+        ({}, 10, {"tensor": 5}, "12 attention heads", "parallel.tensor to 2"),
+        ({}, 6, {"tensor": 6}, "multiple or a divisor of the 4 key/value", "tensor to 2"),
+        ({"num_key_value_heads": 1, "head_dim": 2}, 12, {"tensor": 12}, "28 rows", "to 4"),
+        ({"intermediate_size": 190}, 4, {"tensor": 4}, "size 190", "tensor to 2"),
+        ({"intermediate_size": 191}, 2, {"tensor": 2}, "size 191", "tensor to 1"),
+    ],
+)
+def test_tensor(
+    changes: dict[str, Any], ranks: int, asked: dict[str, Any], allowed: str, fix: str
+) -> None:
+    problem = only(job(LLAMA | changes, ranks, **asked))
+    assert (problem.key, problem.found) == ("parallel.tensor", str(asked["tensor"]))
+    assert allowed in problem.allowed
+    assert problem.fix.endswith(fix)
+
+
+def test_every_objection_to_a_degree_is_in_one_problem() -> None:
+    problem = only(job(LLAMA | {"intermediate_size": 190}, 8, tensor=8))
+    assert "12 attention heads and a divisor of the MLP's" in problem.allowed
+    assert problem.fix == "set parallel.tensor to 2"
+
+
+def test_sequence_parallel_cuts_the_sequence_evenly() -> None:
+    problem = only(job(LLAMA, 4, length=66, tensor=4, sequence=True))
+    assert problem.key == "parallel.sequence"
+    assert "64 or 68" in problem.allowed
+    assert problem.fix == "set training.sequence_length to 64, or parallel.sequence to false"
+    assert problems(job(LLAMA, 4, length=66, tensor=4)) == []
+    assert problems(job(LLAMA, 4, length=66, tensor=4, sequence=False)) == []
+    assert only(job(LLAMA, 4, length=3, tensor=4, sequence=True)).fix.startswith(
+        "set training.sequence_length to 4,"
+    )
+
+
+def test_experts_under_tensor_parallel_need_sequence_parallel() -> None:
+    problem = only(job(MIXTRAL, 2, tensor=2, sequence=False))
+    assert (problem.key, problem.fix) == (
+        "parallel.sequence", "set parallel.sequence to true (or auto)",
+    )  # fmt: skip
+    problem = only(job(MIXTRAL, 4, length=66, tensor=4))
+    assert (problem.key, problem.fix) == ("parallel.tensor", "set parallel.tensor to 2")
+    assert "sequence length 66" in problem.allowed
+    problem = only(job(MIXTRAL, 4, length=66, tensor=4, sequence=True))
+    assert problem.fix == "set training.sequence_length to 64"
+
+
+def test_experts() -> None:
+    problem = only(job(LLAMA, 2, expert=2))
+    assert (problem.key, problem.fix) == ("parallel.expert", "set parallel.expert to 1")
+    problem = only(job(MIXTRAL, 4, expert=4))
+    assert "6 experts and of 4 ranks" in problem.allowed
+    assert problem.fix == "set parallel.expert to 2"
+    problem = only(job(MIXTRAL, 6, expert=6, pipeline=2))
+    assert "3 ranks per stage" in problem.allowed
+    assert problem.fix == "set parallel.expert to 3"
+    # With expert parallel, an expert is whole on its rank; without, tensor cuts it.
+    odd = MIXTRAL | {"intermediate_size": 191}
+    assert problems(job(odd, 2, tensor=2, expert=2)) == []
+    assert "experts' intermediate size 191" in only(job(odd, 2, tensor=2)).allowed
+
+
+def test_experts_are_not_deepspeeds_with_megatron() -> None:
+    problem = only(job(MIXTRAL, 2, engine="deepspeed", tensor=2))
+    assert problem.key == "parallel.engine"
+    assert "parallel.engine to megatron" in problem.fix
+    assert only(job(MIXTRAL, 2, tensor=2, zero={"stage": 2})).key == "parallel.zero"
+
+
+def test_a_layer_per_chunk() -> None:
+    problem = only(job(LLAMA, 8, pipeline=8))
+    assert (problem.key, problem.fix) == ("parallel.pipeline", "set parallel.pipeline to 4")
+    problem = only(job(LLAMA, 8, pipeline=8, virtual_pipeline=2))
+    assert problem.key == "parallel.pipeline"
+    problem = only(job(LLAMA, 2, pipeline=2, virtual_pipeline=4))
+    assert (problem.key, problem.fix) == (
+        "parallel.virtual_pipeline", "set parallel.virtual_pipeline to 3",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "tensor", "batches"),
+    [
+        (9, "auto", 1, "8 or 10"),
+        (12, 4, 1, "8 or 16"),
+        (2, 2, 1, "4"),
+        (9, "auto", 2, "8 or 10"),
+    ],
+)
+def test_interleaving_takes_whole_groups(
+    batch: int, micro: int | str, tensor: int, batches: str
+) -> None:
+    asked = {"tensor": tensor, "pipeline": 2, "virtual_pipeline": 2}
+    problem = only(job(LLAMA, 2 * tensor, batch, micro_batch=micro, **asked))
+    assert problem.key == "parallel.virtual_pipeline"
+    assert problem.fix.endswith(f"training.global_batch_size to {batches}")
+    for good in batches.split(" or "):
+        assert problems(job(LLAMA, 2 * tensor, int(good), micro_batch=micro, **asked)) == []
+
+
+def test_what_megatron_cannot_express_is_left_to_transformers() -> None:
+    assert able_pairs(job(GEMMA, 2)) == HF
+    for asked in ({"engine": "megatron"}, {"tensor": 2}, {"model": "megatron"}):
+        problem = only(job(GEMMA, 2, **asked))
+        assert (problem.key, problem.fix[:24]) == ("model.config", "set parallel.model to hf")
+        assert "soft-capping" in problem.allowed
+
+
+def test_several_mistakes_are_all_reported() -> None:
+    asked = {"tensor": 8, "sequence": True, "expert": 3, "pipeline": 8}
+    found = problems(job(MIXTRAL, 64, length=63, **asked))
+    assert [problem.key for problem in found] == [
+        "parallel.expert", "parallel.tensor", "parallel.sequence", "parallel.pipeline",
+    ]  # fmt: skip

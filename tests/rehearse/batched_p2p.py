@@ -1,0 +1,24 @@
+"""A rehearsal worker with a bug: pipeline stages talk through batched p2p.
+
+With two stages and virtual stages, the previous rank is also the next one, and gloo
+matches the batched messages in the wrong order: right losses, wrong gradients.
+"""
+
+from typing import Any
+
+from toolkit.rehearse import worker
+
+
+def build_engine(name: str, setup: Any) -> Any:
+    """The engine, its chunks told to use megatron-core's default."""
+    engine: Any = _build_engine(name, setup)
+    for chunk in engine.chunks:
+        assert not chunk.config.batch_p2p_comm, "the product's own setting"
+        chunk.config.batch_p2p_comm = True
+    return engine
+
+
+if __name__ == "__main__":
+    _build_engine = worker.build_engine
+    worker.build_engine = build_engine
+    worker.main()

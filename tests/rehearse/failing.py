@@ -1,0 +1,29 @@
+"""A rehearsal worker that fails in its second step; the other ranks wait for it for ever."""
+
+import os
+import time
+from typing import Any
+
+from toolkit.rehearse import worker
+
+
+def build_engine(name: str, setup: Any) -> Any:
+    """The engine, with rank 1 out of step."""
+    engine: Any = _build_engine(name, setup)
+    train_step, steps = engine.train_step, iter(range(1, 1000))
+
+    def failing(*arguments: Any) -> Any:
+        if next(steps) == 2:
+            if os.environ["RANK"] == "1":
+                raise RuntimeError("the disk is full\nand more about it")
+            time.sleep(3600)
+        return train_step(*arguments)
+
+    engine.train_step = failing
+    return engine
+
+
+if __name__ == "__main__":
+    _build_engine = worker.build_engine
+    worker.build_engine = build_engine
+    worker.main()

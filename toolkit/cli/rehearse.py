@@ -1,0 +1,95 @@
+"""`dmt rehearse`: does a recipe train alike in every layout? Tried, on this machine."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from toolkit.cli.options import Overrides, RecipePath
+from toolkit.cli.plan import ledger_of
+from toolkit.errors import EXIT_FAILED
+from toolkit.launchers.base import tell
+from toolkit.plan.ledger import summary
+from toolkit.recipe.load import load_recipe
+from toolkit.rehearse.layouts import Candidate, select
+from toolkit.rehearse.record import Record
+from toolkit.rehearse.rehearsal import Options, Outcome, Rehearsal, prepare, run
+from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
+
+
+def rehearse(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME", help="Only these layouts; globs such as 'zero*'; default: all."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Optimizer steps.")] = 5,
+    processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Largest number of processes at a time.")
+    ] = 4,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
+    ] = 300,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print machine output alone on standard output.")
+    ] = False,
+) -> None:
+    """Train a small model of the recipe's kind in every legal layout and compare.
+
+    Each layout runs the real engine in its own processes on this machine's CPUs, in fp32,
+    a few steps on made-up tokens with uneven masks. Loss and gradient norm of every step
+    must be those of a plain transformers loop; exit 4 when a layout differs.
+
+    Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
+    """
+    options = Options(steps, processes, time_limit)
+    rehearsal = prepare(load_recipe(recipe, overrides), options)
+    patterns = [part.strip() for part in layouts.split(",")] if layouts else []
+    chosen = select(rehearsal.layouts, patterns)
+    out = Console(stderr=as_json, highlight=False)
+    out.print(shrunk(rehearsal), soft_wrap=True)
+    if note := rehearsal.layouts[0].note:
+        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
+    reference, outcomes = _run(rehearsal, chosen, options)
+    if as_json:
+        typer.echo(json.dumps(machine_output(reference, outcomes)))
+    else:
+        out.print(table(reference, outcomes))
+        out.print(reasons(outcomes), soft_wrap=True)
+        out.print("\nthe recipe as planned, against one fp32 process", style="dim")
+        for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):
+            out.print(f"  {line}", soft_wrap=True)
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            tell(f"--- the end of {outcome.candidate.name} ---\n{outcome.failure.log}")
+    if any(verdict(outcome) == "diverged" for outcome in outcomes):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _run(
+    rehearsal: Rehearsal, chosen: list[Candidate], options: Options
+) -> tuple[Record, list[Outcome]]:
+    """Run everything, with a bar on standard error where that is a terminal."""
+    console = Console(file=sys.stderr)
+    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    names = ["reference", *(candidate.name for candidate in chosen)]
+    outcomes: list[Outcome] = []
+    reference = Record()
+    with tempfile.TemporaryDirectory(prefix="dmt-rehearse-") as folder, bar:
+        task = bar.add_task(names[0], total=len(names))
+        for done, item in enumerate(run(rehearsal, chosen, options, Path(folder)), 1):
+            if isinstance(item, Outcome):
+                outcomes.append(item)
+            else:
+                reference = item
+            bar.update(task, completed=done, description=[*names, "done"][done])
+    return reference, outcomes

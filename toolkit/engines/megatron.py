@@ -1,0 +1,241 @@
+"""Engine `megatron`: megatron-core's schedules, gradient reduction and optimizer.
+
+Tensor, pipeline, virtual pipeline, sequence and expert parallel are megatron-core's. The
+loss of every micro batch is a sum over tokens; megatron-core divides the gradients by the
+tokens of the global batch once they are reduced.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult
+from toolkit.engines.distributed import to_device
+from toolkit.engines.setup import EngineSetup
+from toolkit.errors import CheckpointError
+from toolkit.models import huggingface as hf
+from toolkit.models.families import megatron_model
+from toolkit.models.megatron import cpu, weights
+from toolkit.models.megatron.model import build_chunks, join_groups, leave_groups, position_ids
+from toolkit.models.weights import CheckpointTensors
+
+cpu.before_import()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (  # noqa: E402
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""AdamW's state of one parameter."""
+
+
+class MegatronEngine:
+    """A GPTModel spread over tensor, pipeline, expert and data-parallel ranks."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self.device = setup.ranks.device
+        join_groups(setup.layout, setup.seed)
+        assert (
+            setup.layout.data_rank(setup.ranks.rank) == parallel_state.get_data_parallel_rank()
+        ), "DMT and megatron-core number the ranks alike"
+        self.model = megatron_model(setup.model_config.to_dict())
+        config = setup.engine_config
+        self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
+        weights.fill(self.chunks, self.model, setup.weights)
+        self.replicas = self._wrap()
+        self.optimizer = self._build_optimizer()
+        self._configure_schedule()
+
+    def _wrap(self) -> list[DistributedDataParallel]:
+        """The chunks inside megatron-core's gradient buffers, ready to train."""
+        config = DistributedDataParallelConfig(**self.setup.engine_config["ddp"])
+        half = self.setup.precision != "fp32"
+        replicas = []
+        for index, chunk in enumerate(self.chunks):
+            module = Float16Module(chunk.config, chunk) if half else chunk
+            replica = DistributedDataParallel(
+                chunk.config, config, module, disable_bucketing=index > 0
+            )
+            replica.train()
+            replicas.append(replica)
+        return replicas
+
+    def _build_optimizer(self) -> Any:
+        """megatron-core's AdamW, without weight decay for norms and biases."""
+        arguments = self.setup.engine_config["optimizer"]
+        dtype = getattr(torch, arguments["params_dtype"])
+        config = OptimizerConfig(**{**arguments, "params_dtype": dtype})
+        with cpu.cuda_type_names():
+            optimizer = get_megatron_optimizer(
+                config,
+                self.replicas,
+                get_standard_config_overrides(config),
+                use_gloo_process_groups=False,
+            )
+        for group in optimizer.param_groups:
+            # Otherwise done by megatron-core's own learning-rate scheduler.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        return optimizer
+
+    def _configure_schedule(self) -> None:
+        """Tell the schedules how to reduce gradients and scale the loss."""
+        config = self.chunks[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if len(self.replicas) == 1:
+            config.no_sync_func = self.replicas[0].no_sync
+        else:
+            config.no_sync_func = [replica.no_sync for replica in self.replicas]
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+    ) -> StepResult:
+        """See `Engine.train_step`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for replica in self.replicas:
+            replica.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss, tokens = self._run(micro_batches, forward_only=False)
+        with cpu.cuda_type_names():
+            updated, grad_norm, _ = self.optimizer.step()
+        norm = float("inf") if grad_norm is None else float(grad_norm)
+        return StepResult(loss, norm, tokens, not updated)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """See `Engine.evaluate`."""
+        for replica in self.replicas:
+            replica.eval()
+        with torch.no_grad():
+            loss, tokens = self._run(micro_batches, forward_only=True)
+        for replica in self.replicas:
+            replica.train()
+        return EvalResult(loss, tokens)
+
+    def _run(
+        self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
+    ) -> tuple[float, int]:
+        """Run the pipeline schedule; mean loss and tokens of the global batch, on all ranks."""
+        batches = [to_device(batch, self.device) for batch in micro_batches]
+        micro_batch, length = batches[0].input_ids.shape
+        sums = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=[iter(batches) for _ in self.replicas],
+            model=self.replicas,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=micro_batch,
+            forward_only=forward_only,
+        )
+        # Only the last stage has losses, and every tensor-parallel rank has the same ones.
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
+            total += torch.stack(sums).sum(dim=0)
+        dist.all_reduce(total)
+        loss, tokens = total.tolist()
+        return loss / max(tokens, 1.0), int(tokens)
+
+    def save_state(self, folder: Path) -> None:
+        """See `Engine.save_state`: this rank's weights, fp32 masters and moments."""
+        state = {
+            f"model.{index}.{name}": parameter.detach().clone()
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        for key, optimizer, parameter in self._optimized():
+            state[f"{key}.weight"] = parameter.detach().clone()
+            for moment in MOMENTS:
+                if moment in optimizer.state[parameter]:
+                    state[f"{key}.{moment}"] = optimizer.state[parameter][moment].clone()
+        scaler = self._scaler()
+        if scaler is not None:
+            state["scaler.scale"] = scaler.scale.clone()
+            counts = [scaler._growth_tracker, scaler._hysteresis_tracker]
+            state["scaler.counts"] = torch.tensor(counts)
+        save_file(state, self._file(folder))
+
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
+        """See `Engine.load_state`."""
+        try:
+            state = load_file(self._file(folder), device=str(self.device))
+        except OSError as error:
+            raise CheckpointError(f"{folder} is not a megatron checkpoint: {error}") from error
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(state[f"model.{index}.{name}"])
+        for key, optimizer, parameter in self._optimized():
+            parameter.copy_(state[f"{key}.weight"])
+            optimizer.state[parameter] = {
+                moment: state[f"{key}.{moment}"]
+                for moment in MOMENTS
+                if f"{key}.{moment}" in state
+            }
+        scaler = self._scaler()
+        if scaler is not None:
+            scaler._scale = state["scaler.scale"]
+            counts = state["scaler.counts"].tolist()
+            scaler._growth_tracker, scaler._hysteresis_tracker = counts
+
+    def _file(self, folder: Path) -> Path:
+        return folder / f"rank-{self.setup.ranks.rank}.safetensors"
+
+    def _optimized(self) -> Iterator[tuple[str, torch.optim.Optimizer, nn.Parameter]]:
+        """What this rank's AdamW updates: a key, the optimizer, the (sharded) parameter."""
+        for number, part in enumerate(self.optimizer.chained_optimizers):
+            if part.optimizer is None:
+                continue
+            parameters = [p for g in part.optimizer.param_groups for p in g["params"]]
+            for index, parameter in enumerate(parameters):
+                yield f"optimizer.{number}.{index}", part.optimizer, parameter
+
+    def _scaler(self) -> Any:
+        """megatron-core's dynamic loss scaler under fp16; None otherwise."""
+        return getattr(self.optimizer.chained_optimizers[0], "grad_scaler", None)
+
+    def export_hf(self, folder: Path) -> None:
+        """See `Engine.export_hf`."""
+        config = self.setup.model_config
+        shapes = {name: tuple(p.shape) for name, p in hf.meta_model(config).named_parameters()}
+        state = weights.collect(self.chunks, self.model, CheckpointTensors(shapes))
+        if self.setup.ranks.rank == 0:
+            hf.save_folder(config, state, folder)
+        dist.barrier()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        del self.replicas, self.optimizer, self.chunks
+        leave_groups()
+
+
+def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Any]:
+    """One micro batch through one chunk: its output, and how the last stage's becomes a loss."""
+    batch = next(batches)
+    positions = position_ids(batch.input_ids)
+    output = chunk(batch.input_ids, positions, None, labels=batch.labels)
+    return output, partial(_summed_loss, batch.labels)
+
+
+def _summed_loss(labels: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the unmasked tokens' losses [batch, sequence], their number, and both to report."""
+    mask = labels != IGNORE_INDEX
+    loss = (losses.float() * mask).sum()
+    tokens = mask.sum()
+    return loss, tokens.int(), torch.stack([loss.detach().double(), tokens.double()])

@@ -1,0 +1,69 @@
+"""Renders a plan as megatron-core's arguments: the content of `megatron.json`.
+
+Plain data in megatron-core's own spelling, one section per class that it configures.
+Renderers translate; what is decided here is nothing.
+"""
+
+from typing import Any
+
+from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
+from toolkit.models.families import MegatronModel, megatron_model
+from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+from toolkit.plan.layout import Layout
+from toolkit.plan.planner import model_config
+from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
+
+
+def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """The arguments of TransformerConfig, GPTModel, DistributedDataParallelConfig and
+    OptimizerConfig."""
+    model = megatron_model(trained_config(recipe.model))
+    precision = recipe.training.precision
+    return {
+        **render_model(model, layout, precision),
+        "ddp": ddp_arguments(layout),
+        "optimizer": optimizer_arguments(recipe.optimizer, layout, precision),
+    }
+
+
+def render_model(model: MegatronModel, layout: Layout, precision: str) -> dict[str, Any]:
+    """The two sections that describe the model."""
+    return {
+        "transformer": transformer_arguments(model, layout, precision),
+        "gpt": gpt_arguments(model, layout),
+    }
+
+
+def trained_config(model: ModelSection) -> dict[str, Any]:
+    """The Hugging Face config that is trained: dropout is 0 unless the recipe states it."""
+    config = dict(model_config(model))
+    known = FAMILIES[config["model_type"]].keys
+    stated = model.config or {}
+    return config | {key: 0.0 for key in DROPOUT_KEYS if key in known and key not in stated}
+
+
+def ddp_arguments(layout: Layout) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig. Gradients are summed in fp32."""
+    return {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": layout.zero_stage == 1,
+    }
+
+
+def optimizer_arguments(
+    optimizer: OptimizerSection, layout: Layout, precision: str
+) -> dict[str, Any]:
+    """Fields of OptimizerConfig: AdamW with fp32 master weights and moments."""
+    return {
+        "optimizer": "adam",
+        "lr": optimizer.learning_rate,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_eps": optimizer.eps,
+        "clip_grad": optimizer.clip_grad_norm or 0.0,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "params_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
+        "use_distributed_optimizer": layout.zero_stage == 1,
+    }

@@ -1,0 +1,98 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, a plain MLP with tanh-gelu.
+
+Its checkpoints store matrices transposed ([in, out]) and query, key and value as one.
+"""
+
+from toolkit.models.config_check import Settings
+from toolkit.models.families.base import (
+    HF_ACTIVATIONS,
+    Family,
+    MegatronModel,
+    common_gpt,
+    common_transformer,
+    dropout,
+    first_reason,
+    heads_of,
+    unsupported_activation,
+)
+from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, fused_qkv, whole
+from toolkit.models.spec import ModelSpec
+
+_LAYER = "decoder.layers.{layer}"
+_HF_LAYER = "transformer.h.{layer}"
+
+
+def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+    """GPT-2 as a megatron-core GPTModel."""
+    transformer = common_transformer(spec) | {
+        "layernorm_epsilon": settings["layer_norm_epsilon"],
+        "activation_func": HF_ACTIVATIONS[settings["activation_function"]],
+        "attention_dropout": dropout(settings, "attn_pdrop"),
+        "hidden_dropout": dropout(settings, "resid_pdrop"),
+    }
+    if not settings["scale_attn_weights"]:
+        transformer["softmax_scale"] = 1.0
+    gpt = common_gpt(spec) | {"position_embedding_type": "learned_absolute"}
+    return MegatronModel(transformer, gpt, (*_outer_tensors(spec), *_layer_tensors(spec)))
+
+
+def _outer_tensors(spec: ModelSpec) -> list[TensorMap]:
+    hidden = spec.hidden
+    tensors = [
+        by_rows("embedding.word_embeddings.weight", "transformer.wte.weight", spec.vocab,
+                hidden, padded=True),
+        whole("embedding.position_embeddings.weight", "transformer.wpe.weight",
+              spec.max_positions, hidden),
+        whole("decoder.final_layernorm.weight", "transformer.ln_f.weight", hidden),
+        whole("decoder.final_layernorm.bias", "transformer.ln_f.bias", hidden),
+    ]  # fmt: skip
+    if not spec.tied_embeddings:
+        head = by_rows("output_layer.weight", "lm_head.weight", spec.vocab, hidden, padded=True)
+        tensors.append(head)
+    return tensors
+
+
+def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
+    hidden, inner = spec.hidden, spec.intermediate
+    attention, mlp = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
+    hf_attention, hf_mlp = f"{_HF_LAYER}.attn", f"{_HF_LAYER}.mlp"
+    qkv, bias = f"{hf_attention}.c_attn.weight", f"{hf_attention}.c_attn.bias"
+    heads = heads_of(spec)
+    norms = [
+        whole(f"{_LAYER}.{norm}.{part}", f"{_HF_LAYER}.{hf_norm}.{part}", hidden)
+        for norm, hf_norm in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2"))
+        for part in ("weight", "bias")
+    ]
+    return [
+        *norms,
+        fused_qkv(f"{attention}.linear_qkv.weight", (qkv, qkv, qkv), heads, hidden,
+                  transposed=True),
+        fused_qkv(f"{attention}.linear_qkv.bias", (bias, bias, bias), heads, None),
+        by_columns(f"{attention}.linear_proj.weight", f"{hf_attention}.c_proj.weight",
+                   hidden, hidden, transposed=True),
+        whole(f"{attention}.linear_proj.bias", f"{hf_attention}.c_proj.bias", hidden),
+        by_rows(f"{mlp}.linear_fc1.weight", f"{hf_mlp}.c_fc.weight", inner, hidden,
+                transposed=True),
+        by_rows(f"{mlp}.linear_fc1.bias", f"{hf_mlp}.c_fc.bias", inner),
+        by_columns(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.c_proj.weight", hidden, inner,
+                   transposed=True),
+        whole(f"{mlp}.linear_fc2.bias", f"{hf_mlp}.c_proj.bias", hidden),
+    ]  # fmt: skip
+
+
+def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
+    """Why megatron-core cannot compute this GPT-2; None when it can.
+
+    `reorder_and_upcast_attn` changes only the rounding of transformers' eager attention.
+    """
+    del spec
+    scaled = dropouts = None
+    if settings["scale_attn_by_inverse_layer_idx"]:
+        scaled = "the Megatron model does not scale attention by the inverse layer number"
+    if dropout(settings, "embd_pdrop") != dropout(settings, "resid_pdrop"):
+        dropouts = "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
+    activation = unsupported_activation(settings["activation_function"])
+    return first_reason(scaled, dropouts, activation)
+
+
+GPT2 = Family("gpt2", model, unsupported)

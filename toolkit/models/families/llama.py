@@ -1,0 +1,131 @@
+"""Llama: pre-norm decoder with RMSNorm, rotary positions, grouped queries and a gated MLP.
+
+Its layers and tensor names are the common ones of today: the families that share them
+(mistral, qwen2, qwen3, and mixtral and qwen3_moe outside their experts) build on this file.
+"""
+
+from typing import Any
+
+from toolkit.models.config_check import Settings
+from toolkit.models.families.base import (
+    HF_ACTIVATIONS,
+    Family,
+    MegatronModel,
+    common_gpt,
+    common_transformer,
+    dropout,
+    first_reason,
+    heads_of,
+    rotary,
+    unsupported_activation,
+    unsupported_biases,
+    unsupported_rope,
+)
+from toolkit.models.families.tensors import (
+    TensorMap,
+    by_columns,
+    by_rows,
+    fused_qkv,
+    gated,
+    whole,
+)
+from toolkit.models.spec import ModelSpec
+
+LAYER = "decoder.layers.{layer}"
+HF_LAYER = "model.layers.{layer}"
+
+
+def attention_tensors(spec: ModelSpec) -> list[TensorMap]:
+    """Norm, projections and (where the family has them) biases and head norms of attention."""
+    heads, hidden = heads_of(spec), spec.hidden
+    attention = f"{HF_LAYER}.self_attn"
+    megatron = f"{LAYER}.self_attention"
+    q, k, v = (f"{attention}.{part}_proj" for part in "qkv")
+    weights = f"{q}.weight", f"{k}.weight", f"{v}.weight"
+    tensors = [
+        whole(f"{LAYER}.input_layernorm.weight", f"{HF_LAYER}.input_layernorm.weight", hidden),
+        fused_qkv(f"{megatron}.linear_qkv.weight", weights, heads, hidden),
+        by_columns(
+            f"{megatron}.linear_proj.weight",
+            f"{attention}.o_proj.weight",
+            hidden,
+            spec.heads * spec.head_dim,
+        ),
+    ]
+    if spec.qkv_bias:
+        biases = f"{q}.bias", f"{k}.bias", f"{v}.bias"
+        tensors.append(fused_qkv(f"{megatron}.linear_qkv.bias", biases, heads, None))
+    if spec.attention_output_bias:
+        name = f"{attention}.o_proj.bias"
+        tensors.append(whole(f"{megatron}.linear_proj.bias", name, hidden))
+    if spec.query_key_norm:
+        tensors += [
+            whole(f"{megatron}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight",
+                  spec.head_dim)
+            for part in "qk"
+        ]  # fmt: skip
+    post_norm = f"{HF_LAYER}.post_attention_layernorm.weight"
+    return [*tensors, whole(f"{LAYER}.pre_mlp_layernorm.weight", post_norm, hidden)]
+
+
+def mlp_tensors(spec: ModelSpec) -> list[TensorMap]:
+    """Gate and up fused, down, and their biases."""
+    hidden, inner = spec.hidden, spec.intermediate
+    mlp, megatron = f"{HF_LAYER}.mlp", f"{LAYER}.mlp"
+    gate, up, down = (f"{mlp}.{part}_proj" for part in ("gate", "up", "down"))
+    tensors = [
+        gated(f"{megatron}.linear_fc1.weight", f"{gate}.weight", f"{up}.weight", inner, hidden),
+        by_columns(f"{megatron}.linear_fc2.weight", f"{down}.weight", hidden, inner),
+    ]
+    if spec.mlp_bias:
+        tensors += [
+            gated(f"{megatron}.linear_fc1.bias", f"{gate}.bias", f"{up}.bias", inner, None),
+            whole(f"{megatron}.linear_fc2.bias", f"{down}.bias", hidden),
+        ]
+    return tensors
+
+
+def outer_tensors(spec: ModelSpec) -> list[TensorMap]:
+    """Embedding, final norm and, where it is not tied, the output projection."""
+    hidden, vocab = spec.hidden, spec.vocab
+    tensors = [
+        by_rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab,
+                hidden, padded=True),
+        whole("decoder.final_layernorm.weight", "model.norm.weight", hidden),
+    ]  # fmt: skip
+    if not spec.tied_embeddings:
+        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
+        tensors.append(head)
+    return tensors
+
+
+def decoder_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
+    """Every tensor of a dense decoder with llama's names."""
+    return (*outer_tensors(spec), *attention_tensors(spec), *mlp_tensors(spec))
+
+
+def decoder_transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
+    """TransformerConfig fields of a decoder whose config has llama's keys."""
+    return common_transformer(spec) | {
+        "layernorm_epsilon": settings["rms_norm_eps"],
+        "activation_func": HF_ACTIVATIONS[settings["hidden_act"]],
+        "attention_dropout": dropout(settings, "attention_dropout"),
+    }
+
+
+def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+    """Llama as a megatron-core GPTModel."""
+    gpt = common_gpt(spec) | rotary(settings)
+    return MegatronModel(decoder_transformer(spec, settings), gpt, decoder_tensors(spec))
+
+
+def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
+    """Why megatron-core cannot compute this llama; None when it can."""
+    return first_reason(
+        unsupported_biases(spec),
+        unsupported_rope(settings),
+        unsupported_activation(settings["hidden_act"]),
+    )
+
+
+LLAMA = Family("llama", model, unsupported)

@@ -1,0 +1,199 @@
+"""How one Megatron tensor is made of checkpoint tensors, and what a rank holds of it.
+
+Two facts describe every weight of every family:
+
+- the rows of the whole Megatron tensor are rows of Hugging Face tensors, stacked in some
+  order (`stacks`): a fused qkv matrix is q, k and v rows of one head group after another;
+- tensor parallelism gives each rank an equal slice of the rows, of the columns, or the
+  whole (`split`).
+
+From these, `blocks` answers "which rectangles of which checkpoint tensors, stacked on top
+of each other, are this rank's shard?". Loading reads the rectangles, export writes them
+back: one description serves both directions.
+
+A vector is a matrix with one column. Nothing here imports torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["rows", "columns", "none"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, stop) of a checkpoint tensor."""
+
+    tensor: str
+    """Name in the Hugging Face checkpoint; `{layer}` and `{expert}` stand for numbers."""
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One Megatron tensor of one family.
+
+    The rows of a stack are cut into equal slices by tensor parallelism; with two stacks
+    (gate and up of a gated MLP) each rank holds its slice of the first, then of the second.
+    """
+
+    name: str
+    """Megatron's parameter name; `{layer}` and `{expert}` stand for numbers."""
+    stacks: tuple[tuple[Rows, ...], ...]
+    """Rows of the whole tensor, in Megatron's order; `start` and `stop` count rows of the
+    tensor as Megatron holds it, after a transposition."""
+    columns: int | None
+    """Columns of the whole tensor; None for a vector."""
+    split: Split
+    transposed: bool = False
+    """The checkpoint stores [in, out] (GPT-2's Conv1D) where Megatron holds [out, in]."""
+    padded: bool = False
+    """Zeros fill the rows up to a multiple of the tensor-parallel degree (vocabulary)."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole tensor, padding not counted."""
+        return sum(part.stop - part.start for stack in self.stacks for part in stack)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a checkpoint tensor, in Megatron's orientation."""
+
+    tensor: str
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    """None for a vector."""
+    transposed: bool
+
+
+def blocks(
+    tensor: TensorMap,
+    rank: int,
+    degree: int,
+    *,
+    layer: int | None = None,
+    expert: int | None = None,
+) -> list[Block]:
+    """The blocks that, stacked, are the shard of tensor-parallel rank `rank` of `degree`.
+
+    `layer` and `expert` are the numbers of the whole model. Rows that padding adds are not
+    among the blocks. Raises ValueError when `degree` does not divide what is split.
+    """
+    columns = (0, tensor.columns) if tensor.columns is not None else None
+    if tensor.split == "columns":
+        assert tensor.columns is not None, "a vector has no columns to split"
+        columns = _slice(tensor.columns, rank, degree)
+    numbers = {"layer": layer, "expert": expert}
+    return [
+        Block(
+            part.tensor.format(**numbers), (part.start, part.stop), columns, tensor.transposed
+        )
+        for stack in tensor.stacks
+        for part in _rank_rows(stack, tensor, rank, degree)
+    ]
+
+
+def _rank_rows(
+    stack: Sequence[Rows], tensor: TensorMap, rank: int, degree: int
+) -> Iterator[Rows]:
+    """This rank's rows of one stack."""
+    if tensor.split != "rows":
+        yield from stack
+        return
+    rows = sum(part.stop - part.start for part in stack)
+    if tensor.padded:
+        rows += -rows % degree
+    low, high = _slice(rows, rank, degree)
+    offset = 0
+    for part in stack:
+        size = part.stop - part.start
+        first, last = max(low - offset, 0), min(high - offset, size)
+        if first < last:
+            yield Rows(part.tensor, part.start + first, part.start + last)
+        offset += size
+
+
+def _slice(size: int, rank: int, degree: int) -> tuple[int, int]:
+    share, rest = divmod(size, degree)
+    if rest:
+        raise ValueError(f"{size} cannot be split into {degree} equal parts")
+    return rank * share, (rank + 1) * share
+
+
+# --- the forms that occur ---------------------------------------------------------------
+
+
+def whole(name: str, tensor: str, rows: int, columns: int | None = None) -> TensorMap:
+    """The same on every rank: norms, routers, learned positions."""
+    return TensorMap(name, ((Rows(tensor, 0, rows),),), columns, "none")
+
+
+def by_rows(
+    name: str,
+    tensor: str,
+    rows: int,
+    columns: int | None = None,
+    *,
+    transposed: bool = False,
+    padded: bool = False,
+) -> TensorMap:
+    """Output features split over the ranks (Megatron's ColumnParallelLinear), or the
+    vocabulary (`padded`)."""
+    return TensorMap(name, ((Rows(tensor, 0, rows),),), columns, "rows", transposed, padded)
+
+
+def by_columns(
+    name: str, tensor: str, rows: int, columns: int, *, transposed: bool = False
+) -> TensorMap:
+    """Input features split over the ranks (Megatron's RowParallelLinear)."""
+    return TensorMap(name, ((Rows(tensor, 0, rows),),), columns, "columns", transposed)
+
+
+def gated(name: str, gate: str, up: str, rows: int, columns: int | None) -> TensorMap:
+    """Gate and up projection in one matrix; `rows` counts those of one of them."""
+    stacks = ((Rows(gate, 0, rows),), (Rows(up, 0, rows),))
+    return TensorMap(name, stacks, columns, "rows")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention heads of a layer."""
+
+    queries: int
+    groups: int
+    """Key/value heads."""
+    size: int
+    """Features of one head."""
+
+
+def fused_qkv(
+    name: str,
+    tensors: tuple[str, str, str],
+    heads: Heads,
+    columns: int | None,
+    *,
+    transposed: bool = False,
+) -> TensorMap:
+    """Query, key and value in one matrix: for each group its queries, its key, its value.
+
+    `tensors` name the checkpoint's q, k and v; one name three times stands for a tensor
+    that holds q, k and v one after the other (GPT-2).
+    """
+    q, k, v = tensors
+    keys = values = 0
+    if q == k == v:
+        keys = heads.queries * heads.size
+        values = keys + heads.groups * heads.size
+    queries = heads.queries // heads.groups * heads.size
+    stack: list[Rows] = []
+    for group in range(heads.groups):
+        low = group * heads.size
+        stack += [
+            Rows(q, group * queries, (group + 1) * queries),
+            Rows(k, keys + low, keys + low + heads.size),
+            Rows(v, values + low, values + low + heads.size),
+        ]
+    return TensorMap(name, (tuple(stack),), columns, "rows", transposed)

@@ -1,0 +1,1 @@
+"""The `megatron` model implementation: megatron-core's GPTModel without Transformer Engine."""

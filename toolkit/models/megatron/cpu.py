@@ -1,0 +1,185 @@
+"""megatron-core on a machine without CUDA.
+
+megatron-core allocates on "cuda", asks for CUDA's random state and waits for CUDA streams
+in places that have nothing to do with a GPU. Here those calls are sent to the CPU: inside
+megatron-core's modules the name `torch` stands for a view of torch whose CUDA calls work
+on the CPU. torch itself stays as it is. Where CUDA is available nothing happens at all.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PACKAGE = "megatron.core"
+
+
+def redirect() -> None:
+    """Send megatron-core's CUDA calls to the CPU, where there is no CUDA.
+
+    Covers the modules of megatron-core imported so far; further calls cover later ones.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
+            vars(module)["torch"] = _TORCH
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    _replace("tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state)
+    _replace("tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state)
+    _replace("optimizer.clip_grads", "l2_norm_impl", _l2_norm)
+    _replace("transformer.moe.moe_utils", "te_general_gemm", None)
+    _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _as_numbers)
+
+
+def before_import() -> None:
+    """Call it before megatron-core's other modules are imported.
+
+    Keeps it from compiling its fused operators for the CPU, and from warning about
+    packages that it can do without.
+    """
+    absent = r"(Transformer Engine and )?Apex (is|are) not installed"
+    warnings.filterwarnings("ignore", message=absent)
+    if not torch.cuda.is_available():
+        from megatron.core import jit
+
+        jit.disable_jit_fuser()
+
+
+def cuda_type_names() -> AbstractContextManager[None]:
+    """A block in which CPU tensors answer `type()` as CUDA tensors do.
+
+    megatron-core's optimizers sort parameters by the names of CUDA types.
+    """
+    return nullcontext() if torch.cuda.is_available() else _typed_as_cuda()
+
+
+@contextmanager
+def _typed_as_cuda() -> Iterator[None]:
+    plain = Tensor.type
+
+    def typed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = plain(self, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    Tensor.type = typed  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Tensor.type = plain  # type: ignore[method-assign]
+
+
+def _replace(module: str, name: str, value: object) -> None:
+    """Set a module's name, where the module was imported."""
+    loaded = sys.modules.get(f"{_PACKAGE}.{module}")
+    if loaded is not None:
+        setattr(loaded, name, value)
+
+
+class _View:
+    """An object whose named attributes are replaced."""
+
+    def __init__(self, base: object, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._base = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def _on_cpu(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A tensor constructor that reads device="cuda" as "cpu"."""
+
+    def create_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return create(*args, **kwargs)
+
+    return create_on_cpu
+
+
+class _Event:
+    """A CUDA event that has always happened."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """A CUDA stream on which everything has been done."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+_STREAM = _Stream()
+
+_CUDA = _View(
+    torch.cuda,
+    current_device=lambda: "cpu",
+    current_stream=lambda *_: _STREAM,
+    default_stream=lambda *_: _STREAM,
+    stream=lambda _: nullcontext(),
+    Stream=_Stream,
+    Event=_Event,
+    synchronize=lambda *_: None,
+    empty_cache=lambda: None,
+    manual_seed=torch.manual_seed,
+    get_rng_state=lambda *_: torch.get_rng_state(),
+    set_rng_state=lambda state, *_: torch.set_rng_state(state),
+    nvtx=SimpleNamespace(
+        range_push=lambda *_: None, range_pop=lambda: None, range=lambda *_: nullcontext()
+    ),
+)
+
+_TORCH = _View(
+    torch,
+    cuda=_CUDA,
+    **{
+        name: _on_cpu(getattr(torch, name))
+        for name in ("empty", "full", "ones", "tensor", "zeros")
+    },
+)
+
+
+def _get_rng_state(*_: object, **__: object) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _l2_norm(
+    _: object, __: object, tensor_lists: Sequence[Sequence[Tensor]], *___: object
+) -> tuple[Tensor, None]:
+    """L2 norm of all tensors of the first list together: float32 [1], by pairwise sums.
+
+    torch's own fp32 norm of a large CPU tensor is wrong in the fourth digit.
+    """
+    squares = [tensor.square().sum().double() for tensor in tensor_lists[0]]
+    return torch.stack(squares).sum().sqrt().float().reshape(1), None
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Split sizes as numbers, which gloo's all-to-all wants; other tensors stay."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

@@ -1,0 +1,181 @@
+"""Layer specifications of the Megatron model, without Transformer Engine and Apex.
+
+megatron-core builds a layer from a specification that names the class of each part. These
+name megatron-core's own parallel linear layers and, where Transformer Engine would be
+needed, torch's norms and torch's fused attention.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from toolkit.models.families import MegatronModel
+
+
+class Norm:
+    """Builds torch's RMSNorm or LayerNorm, marked for sequence parallel.
+
+    Under sequence parallel every tensor-parallel rank normalises other positions, so the
+    gradient of the (replicated) weight is a sum over ranks; the mark says so.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> nn.Module:  # type: ignore[misc]
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """softmax(q·k)·v over the past by torch's fused kernels, with an optional window."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.dropout = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window: int | None = config.window_size[0] if windowed else None
+        """Positions before a query that it sees; None for all of them."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **_: object,
+    ) -> Tensor:
+        """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
+        [sequence, batch, heads · size]."""
+        assert attention_mask is None, "the mask is causal by construction"
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        length = q.shape[2]
+        banded = self.window is not None and self.window + 1 < length
+        context = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self._band(length, q.device) if banded else None,
+            is_causal=not banded,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _band(self, length: int, device: torch.device) -> Tensor:
+        """True where query i sees key j: i - window ≤ j ≤ i."""
+        assert self.window is not None
+        distance = torch.arange(length, device=device)[:, None] - torch.arange(
+            length, device=device
+        )
+        return (distance >= 0) & (distance <= self.window)
+
+
+class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]
+    """x + attention(norm₁ x) + mlp(norm₂ x), as gpt_neox has it."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[sequence, batch, hidden] → the same, and no context."""
+        kwargs.pop("context", None)
+        kwargs.pop("context_mask", None)
+        kwargs.pop("padding_mask", None)
+        attention = self.self_attention(self.input_layernorm(hidden_states), *args, **kwargs)
+        mlp = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        output = hidden_states
+        for branch, bias in (mlp, attention):
+            branch = branch if bias is None else branch + bias
+            output = output + dropout(branch, self.hidden_dropout, self.training)
+        return output, None
+
+
+def chunk_spec(
+    model: MegatronModel, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline chunk, and the final norm."""
+    first = get_transformer_layer_offset(config, vp_stage)
+    count = get_num_layers_to_build(config, vp_stage)
+    layers = [
+        _layer(model, config, experts=number in model.moe_layers)
+        for number in range(first, first + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
+    head_norm = Norm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=ParallelResidualLayer if model.parallel_residual else TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=_experts(config) if experts else _dense_mlp(),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _dense_mlp() -> ModuleSpec:
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(module=MLP, submodules=parts)
+
+
+def _experts(config: TransformerConfig) -> ModuleSpec:
+    return get_moe_module_spec(
+        use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+    )

@@ -1,0 +1,125 @@
+"""Building megatron-core's GPTModel on this rank, and asking it for losses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.nn import functional
+
+from toolkit.models.families import MegatronModel
+from toolkit.models.megatron import cpu
+from toolkit.plan.layout import Layout
+
+cpu.before_import()
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from toolkit.models.megatron.config import expert_tensor  # noqa: E402
+from toolkit.models.megatron.layers import chunk_spec  # noqa: E402
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _unchanged(weight: Tensor) -> Tensor:
+    return weight
+
+
+ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": _gelu_tanh}
+
+
+class GPTChunk(GPTModel):  # type: ignore[misc]
+    """The layers of one pipeline chunk, with embedding and head where they belong."""
+
+    vocabulary: int
+    """Tokens without padding."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Cross entropy [batch, sequence] over the real vocabulary.
+
+        Padding tokens, which fill the vocabulary up to a multiple of the tensor-parallel
+        degree, get no probability: the loss is that of the model without padding.
+        """
+        share = logits.shape[-1]
+        real = self.vocabulary - parallel_state.get_tensor_model_parallel_rank() * share
+        if real < share:
+            padding = torch.arange(share, device=logits.device) >= real
+            logits = logits.masked_fill(padding, float("-inf"))
+        loss: Tensor = super().compute_language_model_loss(labels, logits)
+        return loss
+
+
+def join_groups(layout: Layout, seed: int) -> None:
+    """Create megatron-core's process groups for a layout; collective over all ranks."""
+    cpu.redirect()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=expert_tensor(layout),
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed)
+
+
+def leave_groups() -> None:
+    """Destroy what `join_groups` created."""
+    parallel_state.destroy_model_parallel()
+
+
+def build_chunks(
+    model: MegatronModel, transformer: Mapping[str, Any], gpt: Mapping[str, Any]
+) -> list[GPTChunk]:
+    """This rank's pipeline chunks (one without virtual stages), not yet filled.
+
+    `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`).
+    `join_groups` comes first.
+    """
+    config = transformer_config(transformer)
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    chunks = []
+    for stage in range(stages):
+        vp_stage = stage if stages > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        chunk = GPTChunk(
+            config,
+            chunk_spec(model, config, vp_stage),
+            pre_process=first,
+            post_process=last,
+            vp_stage=vp_stage,
+            **gpt,
+        )
+        chunk.vocabulary = model.gpt["vocab_size"]
+        chunks.append(chunk)
+    return chunks
+
+
+def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
+    """megatron-core's own config object from rendered arguments.
+
+    Nothing is drawn: weights are filled from Hugging Face names. (Switched off altogether,
+    initialisation would not mark which parameters are split, and gradient norms be wrong.)
+    """
+    objects = dict(arguments)
+    for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
+        objects[name] = _unchanged
+    objects["cuda_graph_scope"] = []  # the default warns that it is deprecated
+    objects["activation_func"] = ACTIVATIONS[objects["activation_func"]]
+    for name in ("params_dtype", "pipeline_dtype"):
+        objects[name] = getattr(torch, objects[name])
+    if "window_size" in objects:
+        objects["window_size"] = tuple(objects["window_size"])
+    return TransformerConfig(**objects)
+
+
+def position_ids(input_ids: Tensor) -> Tensor:
+    """0, 1, 2, … for every row: int64 [batch, sequence]."""
+    return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)

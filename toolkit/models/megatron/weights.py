@@ -1,0 +1,185 @@
+"""Filling a rank's Megatron tensors from Hugging Face names, and collecting them again."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from toolkit.models.families import MegatronModel
+from toolkit.models.families.tensors import Block, TensorMap, blocks
+from toolkit.models.megatron.model import GPTChunk
+from toolkit.models.weights import CheckpointTensors, WeightSource
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A parameter of this rank and the checkpoint rectangles that it is made of."""
+
+    chunk: int
+    name: str
+    """The parameter's name inside its chunk."""
+    parameter: nn.Parameter
+    blocks: tuple[Block, ...]
+    """Stacked, they are the parameter; rows beyond them are padding."""
+    replicated: bool
+    """Every tensor-parallel rank holds the same."""
+    shared: bool
+    """A second copy of the embedding, on the last pipeline stage of a tied model."""
+    expert: bool
+    """Spread by expert parallelism, not copied over all data-parallel ranks."""
+
+
+def shards(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[Shard]:
+    """Every parameter of this rank's chunks."""
+    maps = {tensor.name: tensor for tensor in model.tensors}
+    for index, chunk in enumerate(chunks):
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+        for name, parameter in chunk.named_parameters():
+            yield _shard(maps, index, chunk, offset, name, parameter)
+
+
+def _shard(
+    maps: Mapping[str, TensorMap],
+    index: int,
+    chunk: GPTChunk,
+    offset: int,
+    name: str,
+    parameter: nn.Parameter,
+) -> Shard:
+    """Find out which part of which checkpoint tensors a parameter is."""
+    layer = expert = None
+    template = name
+    if match := re.search(r"layers\.(\d+)\.", name):
+        layer = offset + int(match[1])
+        template = template.replace(match[0], "layers.{layer}.")
+    if match := re.search(r"local_experts\.(\d+)\.", name):
+        local = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+        rank = parallel_state.get_expert_model_parallel_rank()
+        expert = rank * local + int(match[1])
+        template = template.replace(match[0], "local_experts.{expert}.")
+    shared = template == HEAD and chunk.share_embeddings_and_output_weights
+    tensor = maps[EMBEDDING if shared else template]
+    rank, degree = _tensor_place(of_expert=expert is not None)
+    found = blocks(tensor, rank, degree, layer=layer, expert=expert)
+    replicated = tensor.split == "none" and degree > 1
+    return Shard(index, name, parameter, tuple(found), replicated, shared, expert is not None)
+
+
+def _tensor_place(*, of_expert: bool) -> tuple[int, int]:
+    """Rank and degree of the tensor parallelism that splits a parameter."""
+    if of_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+@torch.no_grad()
+def fill(chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource) -> None:
+    """Give every parameter its initial value; collective.
+
+    A rank reads only the rectangles that it holds. What several ranks of a replica hold
+    is read by one of them and handed on, so a replica reads no byte twice.
+    """
+    embedding = None
+    for shard in shards(chunks, model):
+        if shard.name == EMBEDDING:
+            embedding = shard.parameter
+        if shard.shared:
+            embedding = shard.parameter
+            continue
+        if not shard.replicated or parallel_state.get_tensor_model_parallel_rank() == 0:
+            _write(shard, weights)
+        if shard.replicated:
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.broadcast(shard.parameter, source, group)
+    _share_embedding(chunks[0], embedding)
+
+
+def _write(shard: Shard, weights: WeightSource) -> None:
+    """Fill one parameter from its rectangles; padding is zero."""
+    row = 0
+    for block in shard.blocks:
+        rows = block.rows[1] - block.rows[0]
+        shard.parameter[row : row + rows].copy_(weights.read_block(block))
+        row += rows
+    shard.parameter[row:].zero_()
+
+
+def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
+    """Hand the first stage's embedding to the last stage's head in a tied model."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    tied = chunk.share_embeddings_and_output_weights
+    if tied and stages > 1 and parallel_state.is_rank_in_embedding_group():
+        assert embedding is not None, "the group holds the first and the last stage"
+        group = parallel_state.get_embedding_group()
+        dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
+
+
+@torch.no_grad()
+def collect(
+    chunks: Sequence[GPTChunk],
+    model: MegatronModel,
+    tensors: CheckpointTensors,
+    values: Mapping[tuple[int, str], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The whole model under its Hugging Face names on rank 0, empty elsewhere; collective.
+
+    `values` gives the values by (chunk, name) where the parameters themselves do not hold
+    them (ZeRO-3). `tensors` says which parameters of the transformers model the checkpoint
+    tensors are parts of.
+    """
+    mine = [shard for shard in shards(chunks, model) if _owned(shard)]
+    plans: list[list[tuple[Block, ...]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(plans, [shard.blocks for shard in mine])
+    if dist.get_rank() != 0:
+        for shard in mine:
+            dist.send(_value(shard, values), 0)
+        return {}
+    state: dict[str, Tensor] = {}
+    dtype = next(chunks[0].parameters()).dtype
+    for rank, stacks in enumerate(plans):
+        for index, stack in enumerate(stacks):
+            if rank == 0:
+                value = _value(mine[index], values)
+            else:
+                value = torch.empty(_shape(stack), dtype=dtype)
+                dist.recv(value, rank)
+            tensors.write(state, stack, value)
+    return state
+
+
+def _owned(shard: Shard) -> bool:
+    """Is this rank the one that hands the shard over?"""
+    copies = (
+        parallel_state.get_expert_data_parallel_rank()
+        if shard.expert
+        else parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    )
+    first = not shard.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
+    return copies == 0 and first and not shard.shared
+
+
+def _value(shard: Shard, values: Mapping[tuple[int, str], Tensor] | None) -> Tensor:
+    """The shard on the CPU, padding cut off."""
+    value = shard.parameter if values is None else values[shard.chunk, shard.name]
+    return value.detach()[: _shape(shard.blocks)[0]].cpu().contiguous()
+
+
+def _shape(stack: Sequence[Block]) -> tuple[int, ...]:
+    rows = sum(block.rows[1] - block.rows[0] for block in stack)
+    columns = stack[0].columns
+    return (rows,) if columns is None else (rows, columns[1] - columns[0])

@@ -1,0 +1,143 @@
+"""The ledger: what a layout keeps of the plain run, what it approximates, what it refuses.
+
+The plain run is the same recipe in one process, fp32, the whole global batch at once, in
+transformers. Every entry is derived from recipe, plan and the legality table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.layout import padded_vocab
+from toolkit.plan.legality import ANY, AVAILABLE, DEGREES, TABLE, Pair
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import Recipe
+
+Kind = Literal["exact", "approximated", "refused"]
+KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger."""
+
+    kind: Kind
+    what: str
+    """A short name: `token-mean loss`."""
+    why: str
+    """What makes it so, with the numbers of this plan."""
+
+
+def ledger(
+    recipe: Recipe, plan: Plan, spec: ModelSpec, config: Mapping[str, object] | None = None
+) -> list[Entry]:
+    """Every entry of this plan: exact ones first, refused ones last.
+
+    `config` is the hub's config of the model, where the recipe states none.
+    """
+    settings = recipe.model.config or {}
+    jitter = (settings or config or {}).get("router_jitter_noise")
+    # A dropout of the hub's is not taken over: only a recipe's own is trained with.
+    random = {key: settings.get(key) for key in DROPOUT_KEYS} | {"router_jitter_noise": jitter}
+    found = {
+        "exact": _exact(recipe, plan, spec),
+        "approximated": _approximated(recipe, plan, spec, random),
+        "refused": _refused(Pair(plan.engine, plan.model), spec),
+    }
+    return [Entry(kind, what, why) for kind in KINDS for what, why in found[kind]]
+
+
+def summary(entries: Sequence[Entry]) -> list[str]:
+    """One line per kind that names its entries; what is refused is left out."""
+    lines = []
+    for kind in KINDS[:2]:
+        if names := [entry.what for entry in entries if entry.kind == kind]:
+            lines.append(f"{kind}: {', '.join(names)}")
+    return lines
+
+
+def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    layout, optimizer = plan.layout, recipe.optimizer
+    if recipe.model.init == "random":
+        yield "initial weights", "drawn from the seed and each parameter's name and indices"
+    else:
+        yield "initial weights", f"every rank reads its part of {recipe.model.hub}"
+    yield "data order", "global batch k follows from the seed and k, under any world size"
+    parts = layout.dp * layout.gradient_accumulation
+    split = f", not of its {parts:,} parts" if parts > 1 else ""
+    yield "token-mean loss", f"the mean over the unmasked tokens of the whole batch{split}"
+    if optimizer.clip_grad_norm is not None:
+        yield "clipping", f"at {optimizer.clip_grad_norm:g} of the norm over all parameters"
+    if optimizer.weight_decay:
+        yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
+    yield "optimizer states", "AdamW with fp32 weights and moments"
+    if layout.recompute != "none":
+        yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    rows = padded_vocab(spec.vocab, layout.tp)
+    if rows != spec.vocab:
+        yield (
+            "padded vocabulary",
+            f"{spec.vocab:,} rows padded to {rows:,} for tensor {layout.tp}; the added ones "
+            "are masked out of the softmax and never exported",
+        )
+
+
+def _approximated(
+    recipe: Recipe, plan: Plan, spec: ModelSpec, random: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    layout, precision = plan.layout, recipe.training.precision
+    if precision != "fp32":
+        loss_scaling = "; a step that overflows is skipped" if precision == "fp16" else ""
+        yield precision, f"computed in {precision}, weights updated in fp32{loss_scaling}"
+    if sums := _split_sums(plan):
+        yield "order of sums", f"{sums}: the same terms, other last digits"
+    if plan.model == "megatron":
+        yield "kernels", "megatron-core computes transformers' function, in other last digits"
+    if spec.moe_layers and (sums or plan.model == "megatron" or precision != "fp32"):
+        yield "routing", "a near tie between experts may be decided by a last digit"
+    plain = layout.world == 1 and layout.gradient_accumulation == 1 and plan.model == "hf"
+    if not plain:
+        for key, strength in random.items():
+            if strength:
+                yield key, f"{strength}, but its random numbers differ between layouts"
+    if layout.offload_optimizer != "none":
+        yield "offloaded AdamW", "DeepSpeed's own on the CPU, which rounds in another order"
+
+
+def _split_sums(plan: Plan) -> str:
+    """Where this layout adds up parts; empty when nothing is split."""
+    layout = plan.layout
+    gradients = (
+        ("micro batches", layout.gradient_accumulation),
+        ("data-parallel ranks", layout.dp),
+    )
+    found = [f"{count:,} {over}" for over, count in gradients if count > 1]
+    sums = [f"gradients over {' and '.join(found)}"] if found else []
+    if layout.tp > 1:
+        sums.append(f"activations over {layout.tp} tensor-parallel ranks")
+    return ", ".join(sums)
+
+
+def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """What the legality table has in some pair of this release, but not in this one."""
+    support = TABLE[pair]
+    others = [TABLE[other] for other in TABLE if other in AVAILABLE]
+    ones = [name.replace("_", " ") for name in DEGREES if getattr(support, name) == 1]
+    if ones:
+        yield f"{', '.join(ones)} above 1", f"not in {pair}"
+    stages = sorted({s for one in others for s in one.zero_stages} - set(support.zero_stages))
+    if stages:
+        shards = "a pipeline still accumulates the gradients that they shard"
+        why = shards if support.pipeline == ANY else f"not in {pair}"
+        yield f"ZeRO {', '.join(map(str, stages))}", why
+    places = {place for one in others for place in one.offload_optimizer}
+    if missing := places - support.offload_optimizer:
+        yield f"offload to {', '.join(sorted(missing))}", f"not in {pair}"
+    if ways := {way for one in others for way in one.recompute} - set(support.recompute):
+        yield f"{', '.join(sorted(ways))} recompute", f"not in {pair}"
+    if spec.moe_layers:
+        yield "router's balancing loss", "no mean over tokens: it depends on the batch's split"
+    if "fp8" not in support.precisions:
+        yield "fp8", "no engine of this release trains in it"

@@ -1,0 +1,81 @@
+"""Is what a layout did the same as the reference? One verdict, and where it first differs."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.plan.layout import Layout
+from toolkit.rehearse.record import Record
+
+Verdict = Literal["exact", "within", "diverged", "skipped"]
+
+EXACT = 2.0**-23
+"""Relative difference of neighbouring fp32 numbers: nothing smaller can be told apart."""
+TOLERANCE = 1e-5
+"""Other orders of summation, over tens of steps of fp32."""
+OFFLOAD_TOLERANCE = 1e-4
+"""DeepSpeed's C++ Adam on the CPU rounds differently from torch's."""
+
+_LABELS = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first number that differs by more than the tolerance."""
+
+    step: int
+    """Counted from 1."""
+    quantity: str
+    """`loss` or `grad_norm`."""
+    found: float
+    expected: float
+
+    def __str__(self) -> str:
+        label = _LABELS[self.quantity]
+        return f"step {self.step}: {label} {self.found:.7g}, reference {self.expected:.7g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a layout is from the reference."""
+
+    verdict: Verdict
+    max_rel_loss: float
+    """Largest relative difference of any step; infinite where a number is not finite."""
+    max_rel_grad_norm: float
+    first: Divergence | None = None
+
+
+def tolerance(layout: Layout) -> float:
+    """The largest relative difference at which a layout still computes the same."""
+    offloaded = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
+    return OFFLOAD_TOLERANCE if offloaded else TOLERANCE
+
+
+def compare(record: Record, reference: Record, limit: float) -> Comparison:
+    """Compare step by step, loss before gradient norm; both took the same steps."""
+    worst = {"loss": 0.0, "grad_norm": 0.0}
+    first: Divergence | None = None
+    for step in range(len(reference.loss)):
+        for quantity in worst:
+            found = getattr(record, quantity)[step]
+            expected = getattr(reference, quantity)[step]
+            difference = relative_difference(found, expected)
+            worst[quantity] = max(worst[quantity], difference)
+            if difference > limit and first is None:
+                first = Divergence(step + 1, quantity, found, expected)
+    verdict: Verdict = "within"
+    if first is not None:
+        verdict = "diverged"
+    elif max(worst.values()) <= EXACT:
+        verdict = "exact"
+    return Comparison(verdict, worst["loss"], worst["grad_norm"], first)
+
+
+def relative_difference(found: float, expected: float) -> float:
+    """|found - expected| / |expected|; infinite where that is no number."""
+    if found == expected:
+        return 0.0
+    if not (math.isfinite(found) and math.isfinite(expected)) or expected == 0.0:
+        return math.inf
+    return abs(found - expected) / abs(expected)

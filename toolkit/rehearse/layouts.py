@@ -1,0 +1,186 @@
+"""Which layouts are rehearsed: a fixed list that covers every engine, and the recipe's own.
+
+Here is only what to try. Whether it is legal is decided where a recipe is checked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.plan.layout import Layout, Placement
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
+from toolkit.rehearse.shrink import Degree, Degrees
+
+OWN = "recipe"
+"""Name of the recipe's own layout."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout to try, as settings of a recipe."""
+
+    name: str
+    processes: int
+    parallel: ParallelSection
+    """How to spread the model, with nothing left to decide."""
+    note: str = ""
+    """What was changed to make the recipe's own layout fit; empty when nothing."""
+
+
+def _deepspeed(stage: Literal[0, 1, 2, 3], place: Placement = "none") -> ParallelSection:
+    parameters = place if stage == 3 else "none"
+    zero = ZeroSection(stage=stage, offload_optimizer=place, offload_parameters=parameters)
+    return _settled(engine="deepspeed", model="hf", zero=zero)
+
+
+def _megatron(
+    engine: Literal["megatron", "deepspeed"] = "megatron",
+    stage: Literal[0, 1, 2, 3] = 0,
+    **degrees: Any,
+) -> ParallelSection:
+    zero = ZeroSection(stage=stage)
+    return _settled(engine=engine, model="megatron", zero=zero, **degrees)
+
+
+def _settled(**settings: Any) -> ParallelSection:
+    """A section in which no `auto` is left."""
+    plain = {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "sequence": False}
+    return ParallelSection(**{"recompute": "none", **plain, **settings})
+
+
+STANDARD: tuple[Candidate, ...] = (
+    Candidate("ddp", 2, _settled(engine="ddp", model="hf", zero=ZeroSection(stage=0))),
+    Candidate("zero0", 2, _deepspeed(0)),
+    Candidate("zero1", 2, _deepspeed(1)),
+    Candidate("zero2", 2, _deepspeed(2)),
+    Candidate("zero3", 2, _deepspeed(3)),
+    Candidate("zero3-offload", 2, _deepspeed(3, "cpu")),
+    Candidate("megatron-tp2", 2, _megatron(tensor=2)),
+    Candidate("megatron-tp2-sp", 2, _megatron(tensor=2, sequence=True)),
+    Candidate("megatron-pp2", 2, _megatron(pipeline=2)),
+    Candidate("megatron-pp2-vpp2", 2, _megatron(pipeline=2, virtual_pipeline=2)),
+    Candidate("megatron-dp2-distopt", 2, _megatron(stage=1)),
+    Candidate("megatron-ep2", 2, _megatron(expert=2)),
+    Candidate("megatron-tp2-pp2-sp", 4, _megatron(tensor=2, pipeline=2, sequence=True)),
+    Candidate("megatron-tp2-zero1", 4, _megatron("deepspeed", 1, tensor=2)),
+    Candidate("megatron-tp2-zero2", 4, _megatron("deepspeed", 2, tensor=2)),
+    Candidate("megatron-tp2-zero3", 4, _megatron("deepspeed", 3, tensor=2)),
+)
+"""What every rehearsal tries, in this order."""
+
+
+def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[Candidate]:
+    """The recipe's own layout, scaled down to `processes`, and then the standard ones.
+
+    Where the own one is among the standard ones, that one comes first instead.
+    """
+    own = own_layout(recipe.parallel.zero, plan, processes)
+    same = [one for one in STANDARD if _does(one) == _does(own)]
+    first = replace(same[0], note=own.note) if same else own
+    return [first, *(one for one in STANDARD if one.name != first.name)]
+
+
+def select(found: Sequence[Candidate], patterns: Sequence[str]) -> list[Candidate]:
+    """Those whose names match one of the glob `patterns`; all of them without patterns.
+
+    The first candidate also answers to OWN. Raises RecipeError naming all layouts when a
+    pattern matches none.
+    """
+    if not patterns:
+        return list(found)
+    names = [{one.name} | ({OWN} if one is found[0] else set()) for one in found]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for group in names for name in group):
+            known = ", ".join(dict.fromkeys([OWN, *(one.name for one in found)]))
+            raise RecipeError(
+                [Problem("--layouts", repr(pattern), f"names and globs of: {known}")]
+            )
+    return [
+        one
+        for one, group in zip(found, names, strict=True)
+        if any(fnmatchcase(name, pattern) for pattern in patterns for name in group)
+    ]
+
+
+def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> Candidate:
+    """The recipe's own layout with every degree brought down to its smallest prime factor.
+
+    A degree for which `processes` leaves no room becomes 1; the note says which.
+    """
+    layout = plan.layout
+    small = _scaled_down(layout, processes)
+    placement = {
+        "stage": small.zero_stage,
+        "offload_optimizer": small.offload_optimizer,
+        "offload_parameters": small.offload_parameters,
+    }
+    section = _settled(
+        engine=plan.engine,
+        model=plan.model,
+        tensor=small.tp,
+        pipeline=small.pp,
+        virtual_pipeline=small.vpp,
+        context=small.cp,
+        expert=small.ep,
+        sequence=small.sequence_parallel,
+        recompute=small.recompute,
+        zero=zero.model_copy(update=placement),
+    )
+    full, scaled = _degrees_text(layout), _degrees_text(small)
+    note = "" if full == scaled else f"{full} scaled down to {scaled}"
+    return Candidate(OWN, small.world, section, note)
+
+
+def degrees(plan: Plan) -> Degrees:
+    """What divides the model in the recipe's own layout, and what stands for it here."""
+    layout = plan.layout
+    stages = Degree(layout.pp * layout.vpp, _smallest(layout.pp) * _smallest(layout.vpp))
+    return Degrees(
+        Degree(layout.tp, _smallest(layout.tp)),
+        stages,
+        Degree(layout.ep, _smallest(layout.ep)),
+    )
+
+
+def _does(candidate: Candidate) -> tuple[int, ParallelSection]:
+    return candidate.processes, candidate.parallel
+
+
+def _scaled_down(layout: Layout, processes: int) -> Layout:
+    """The same kind of layout with at most `processes` ranks."""
+    # Experts are spread over data-parallel ranks, so those come earlier where there are any.
+    order = ("tp", "dp", "pp", "cp") if layout.ep > 1 else ("tp", "pp", "cp", "dp")
+    small: dict[str, int] = {}
+    room = processes
+    for name in order:
+        # Any number of data-parallel ranks does the same, and 2 split every batch.
+        degree = min(layout.dp, 2) if name == "dp" else _smallest(getattr(layout, name))
+        small[name] = degree if degree <= room else 1
+        room //= small[name]
+    return Layout(
+        **small,
+        vpp=_smallest(layout.vpp) if small["pp"] > 1 else 1,
+        ep=min(_smallest(layout.ep), small["dp"]),
+        sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
+        zero_stage=layout.zero_stage,
+        offload_optimizer=layout.offload_optimizer,
+        offload_parameters=layout.offload_parameters,
+        recompute=layout.recompute,
+    )
+
+
+def _smallest(degree: int) -> int:
+    """The smallest prime factor; 1 for 1."""
+    return next((n for n in range(2, degree + 1) if degree % n == 0), 1)
+
+
+def _degrees_text(layout: Layout) -> str:
+    shown = [
+        f"{name}{getattr(layout, name)}"
+        for name in ("tp", "pp", "vpp", "cp", "ep", "dp")
+        if getattr(layout, name) > 1
+    ]
+    return " ".join(shown) or "one process"

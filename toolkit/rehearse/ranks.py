@@ -1,0 +1,133 @@
+"""The processes of one rehearsed layout: started, watched, and gone afterwards."""
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from toolkit.launchers.base import LaunchSpec
+from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.outcome import RankExit
+from toolkit.launchers.process import POLL_S, die_with_parent
+from toolkit.recipe.schema import ClusterSection
+from toolkit.redact import redact
+from toolkit.train.run_dir import RunDirectory
+
+_TAIL_LINES = 20
+_ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""A machine with fewer GPUs than ranks rehearses too, and everything stays fp32."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a layout did not come to its end."""
+
+    why: str
+    """One line."""
+    log: str
+    """The end of what the failed rank printed."""
+
+
+def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchSpec:
+    """One process per rank on this machine, on its processors even where it has GPUs.
+
+    `worker` is what Python runs: `-m`, a module and its arguments.
+    """
+    cluster = ClusterSection(gpus_per_node=processes, gpu="cpu")
+    spec = LocalLauncher().spec(run_dir, cluster, worker)
+    return replace(spec, env={**spec.env, **_ON_PROCESSORS})
+
+
+class Ranks:
+    """Running processes; a context manager that leaves none behind.
+
+    Enter it in the main thread: when that thread ends, the kernel kills the processes.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec = spec
+        self._run = RunDirectory(spec.run_dir)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._at_exit = ExitStack()
+
+    def __enter__(self) -> "Ranks":
+        self._run.logs.mkdir(parents=True, exist_ok=True)
+        self._at_exit.callback(self._kill)
+        try:
+            for rank in range(len(self._spec.rank_env)):
+                self._processes.append(self._start(rank))
+        except BaseException:
+            self._at_exit.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._at_exit.close()
+
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+        with self._run.rank_log(rank).open("wb") as log:
+            return subprocess.Popen(
+                self._spec.argv,
+                env=self._spec.process_env(rank),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C at the terminal is for the command, which ends the ranks itself.
+                start_new_session=True,
+                preexec_fn=die_with_parent(signal.SIGKILL),
+            )
+
+    def wait(self, limit_s: float) -> Failure | None:
+        """Wait until all ranks have ended; None when all did so well.
+
+        The first that fails ends the others, and so does the time limit from now on.
+        """
+        deadline = time.monotonic() + limit_s
+        poll, ranks = select.poll(), {}
+        for rank, process in enumerate(self._processes):
+            descriptor = os.pidfd_open(process.pid)
+            self._at_exit.callback(os.close, descriptor)
+            poll.register(descriptor, select.POLLIN)
+            ranks[descriptor] = rank
+        while ranks:
+            # Wakes at once: the rank that failed first must be seen before those that
+            # fail milliseconds later because it is gone.
+            for descriptor, _ in poll.poll(POLL_S * 1000):
+                poll.unregister(descriptor)
+                rank = ranks.pop(descriptor)
+                if code := self._processes[rank].wait():
+                    self._kill()
+                    return self._failure(RankExit(rank, code))
+            if ranks and time.monotonic() >= deadline:
+                self._kill()
+                return Failure(f"no end after {limit_s:g} s", self._log(min(ranks.values())))
+        return None
+
+    def _failure(self, failed: RankExit) -> Failure:
+        log = self._log(failed.rank)
+        # A worker's last line says what was wrong; one that was killed had no time to.
+        said = log.rpartition("\n")[2] if failed.code > 0 else ""
+        return Failure(said or failed.describe(), log)
+
+    def _log(self, rank: int) -> str:
+        """The last lines that a rank printed, secrets masked."""
+        text = redact(self._run.rank_log(rank).read_text("utf-8", errors="replace"))
+        return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
+
+    def _kill(self) -> None:
+        """Kill what is left, each with the children in its process group."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

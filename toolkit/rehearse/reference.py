@@ -1,0 +1,79 @@
+"""What every layout is compared with: transformers and torch alone, one process, fp32.
+
+    python -m toolkit.rehearse.reference RUN_DIR
+
+Whole global batches, no engine, nothing sharded. Only the initial weights come from the
+toolkit, because every layout starts from them.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from toolkit.engines.base import IGNORE_INDEX
+from toolkit.models import huggingface as hf
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import OptimizerSection, Recipe
+from toolkit.rehearse.batches import global_batch
+from toolkit.rehearse.record import write_step
+from toolkit.train.run_dir import RunDirectory
+
+
+def train(recipe: Recipe, folder: Path) -> None:
+    """Train the recipe's model and record each step under `folder`."""
+    config = hf.build_config(recipe.model)
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(recipe.model, config, recipe.training.seed))
+    model.train()
+    optimizer = _adamw(model, recipe.optimizer)
+    steps = recipe.training.steps
+    assert steps is not None, "a rehearsal's length is stated in steps"
+    for step in range(steps):
+        inputs, labels = global_batch(recipe.training, config.vocab_size, step)
+        logits = model(inputs, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = _gradient_norm(model)
+        if recipe.optimizer.clip_grad_norm is not None:
+            limit = recipe.optimizer.clip_grad_norm
+            nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
+        optimizer.step()
+        write_step(folder, loss.item(), norm)
+
+
+def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW, with weight decay for matrices but not for norms and biases."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    """L2 norm of all gradients together, summed in fp64."""
+    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+    return torch.stack(squares).sum().sqrt().item()
+
+
+def main() -> None:
+    """Train what the run directory says."""
+    run = RunDirectory(Path(sys.argv[1]))
+    train(load_recipe(run.recipe), run.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The rehearsal: what is trained in which layouts, in which order, and what came out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.engines.setup import adopt_engine_config, prepare_ops
+from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
+from toolkit.launchers.base import tell
+from toolkit.plan.planner import Plan, model_config, plan_recipe
+from toolkit.recipe.checks import broken_rules
+from toolkit.recipe.schema import (
+    CheckpointSection,
+    ClusterSection,
+    EvaluationSection,
+    LoggingSection,
+    ParallelSection,
+    Recipe,
+    ScheduleSection,
+)
+from toolkit.rehearse.comparison import Comparison, compare, tolerance
+from toolkit.rehearse.layouts import Candidate, candidates, degrees
+from toolkit.rehearse.ranks import Failure, Ranks, launch_spec
+from toolkit.rehearse.record import Record, read_record
+from toolkit.rehearse.shrink import (
+    shrink_config,
+    shrink_sequence,
+    shrink_window,
+    without_noise,
+)
+from toolkit.train.assignment import Assignment, decide, write
+
+GLOBAL_BATCH = 8
+"""Sequences per step: two data-parallel ranks with two micro batches of two, or four
+micro batches for a pipeline."""
+MICRO_BATCH = 2
+LARGEST_RATE = 1e-3
+"""Larger first steps of AdamW blow rounding up: 3e-3 turned 1e-7 into 3e-5 in ten steps."""
+WORKER = "toolkit.rehearse.worker"
+REFERENCE = "toolkit.rehearse.reference"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a rehearsal is run."""
+
+    steps: int = 5
+    processes: int = 4
+    """Layouts that need more are skipped."""
+    limit_s: float = 300.0
+    """A layout that takes longer hangs."""
+    worker: str = WORKER
+    """Module that every rank of a layout runs, with the run directory as its argument."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one layout."""
+
+    candidate: Candidate
+    plan: Plan | None = None
+    """None where the layout is not legal for this recipe."""
+    record: Record = field(default_factory=Record)
+    comparison: Comparison | None = None
+    """None for a layout that was skipped or failed."""
+    skipped: str | None = None
+    """Why it was not run."""
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A recipe made small, and the layouts to try it in."""
+
+    recipe: Recipe
+    """The small one; its `parallel` section is replaced by each layout's."""
+    plan: Plan
+    """The plan of the recipe as it was written."""
+    original: Recipe
+    """The recipe as it was written, its model's shape looked up."""
+    layouts: tuple[Candidate, ...]
+    """The recipe's own first."""
+
+
+def prepare(recipe: Recipe, options: Options) -> Rehearsal:
+    """Shrink a recipe and list its layouts.
+
+    Raises PlanError or RecipeError when the recipe itself cannot be planned.
+    """
+    recipe = adopt_engine_config(recipe)
+    config = model_config(recipe.model)
+    model = recipe.model.model_copy(update={"config": config})
+    recipe = recipe.model_copy(update={"model": model})
+    plan = plan_recipe(recipe)
+    small = shrink_recipe(recipe, plan, options.steps)
+    return Rehearsal(small, plan, recipe, tuple(candidates(recipe, plan, options.processes)))
+
+
+def shrink_recipe(recipe: Recipe, plan: Plan, steps: int) -> Recipe:
+    """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
+
+    The learning rate is the recipe's largest in every step, up to LARGEST_RATE: a
+    rehearsal that only warms up would hardly move the weights.
+    """
+    divisors = degrees(plan)
+    long = recipe.training.sequence_length
+    short = shrink_sequence(long, divisors)
+    assert recipe.model.config is not None, "looked up by `prepare`"
+    config = shrink_config(without_noise(recipe.model.config), divisors)
+    config = shrink_window(config, long, short)
+    rate = min(recipe.optimizer.learning_rate, LARGEST_RATE)
+    training = {
+        "steps": steps,
+        "tokens": None,
+        "epochs": None,
+        "sequence_length": short,
+        "global_batch_size": GLOBAL_BATCH,
+        "micro_batch_size": MICRO_BATCH,
+        "precision": "fp32",
+    }
+    model = {"hub": None, "revision": None, "init": "random", "config": config}
+    return recipe.model_copy(
+        update={
+            "model": recipe.model.model_copy(update=model),
+            "training": recipe.training.model_copy(update=training),
+            "optimizer": recipe.optimizer.model_copy(update={"learning_rate": rate}),
+            "schedule": ScheduleSection(name="constant"),
+            "evaluation": EvaluationSection(),
+            "checkpoint": CheckpointSection(export=False),
+            "logging": LoggingSection(),
+        }
+    )
+
+
+def run(
+    rehearsal: Rehearsal, chosen: Sequence[Candidate], options: Options, folder: Path
+) -> Iterator[Record | Outcome]:
+    """Run the reference, then each chosen layout in turn; yields each when it is done.
+
+    The first item is the reference's record. Every layout works under `folder`. Raises
+    RunFailed when the reference fails: there is nothing to compare with then.
+    """
+    reference = _run_reference(rehearsal, options, folder / "reference")
+    yield reference
+    for candidate in chosen:
+        yield _run_layout(rehearsal, candidate, reference, options, folder / candidate.name)
+
+
+def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
+    section = ParallelSection(engine="ddp", model="hf")
+    write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])
+    spec = launch_spec(folder, 1, ["-m", REFERENCE, str(folder)])
+    with Ranks(spec) as ranks:
+        failure = ranks.wait(options.limit_s)
+    if failure is not None:
+        raise RunFailed(f"the reference failed: {failure.why}\n{failure.log}")
+    return read_record(folder)
+
+
+def _run_layout(
+    rehearsal: Rehearsal,
+    candidate: Candidate,
+    reference: Record,
+    options: Options,
+    folder: Path,
+) -> Outcome:
+    """Train one layout in its own processes and compare it, unless it cannot be run."""
+    if candidate.processes > options.processes:
+        why = f"needs {candidate.processes} processes, --processes is {options.processes}"
+        return Outcome(candidate, skipped=why)
+    try:
+        assignment = _assignment(
+            rehearsal.recipe, candidate.parallel, candidate.processes, folder
+        )
+    except (PlanError, RecipeError) as error:
+        return Outcome(candidate, skipped=_reason(error))
+    plan = assignment.plan
+    try:
+        prepare_ops(plan.engine, assignment.engine_config, tell)
+    except BackendUnavailable as error:
+        return Outcome(candidate, plan, skipped=error.message)
+    write(assignment, ["dmt", "rehearse"])
+    spec = launch_spec(folder, candidate.processes, ["-m", options.worker, str(folder)])
+    with Ranks(spec) as ranks:
+        failure = ranks.wait(options.limit_s)
+    record = read_record(folder)
+    if failure is not None:
+        return Outcome(candidate, plan, record, failure=failure)
+    comparison = compare(record, reference, tolerance(plan.layout))
+    return Outcome(candidate, plan, record, comparison)
+
+
+def _assignment(
+    recipe: Recipe, parallel: ParallelSection, processes: int, folder: Path
+) -> Assignment:
+    """The recipe in one layout, checked and planned as `dmt check` would."""
+    if parallel.zero.nvme_path is not None:
+        swap = folder / "swap"
+        swap.mkdir(parents=True, exist_ok=True)
+        zero = parallel.zero.model_copy(update={"nvme_path": str(swap)})
+        parallel = parallel.model_copy(update={"zero": zero})
+    cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu="cpu")
+    wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
+    if problems := list(broken_rules(wanted)):
+        raise RecipeError(problems)
+    return decide(wanted, folder)
+
+
+def _reason(error: PlanError | RecipeError) -> str:
+    """Why a layout is refused, on one line."""
+    if not isinstance(error, RecipeError):
+        return error.message
+    return "; ".join(_short(problem) for problem in error.problems)
+
+
+def _short(problem: Problem) -> str:
+    return f"{problem.key}: {problem.found}; allowed: {problem.allowed}"

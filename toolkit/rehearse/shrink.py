@@ -1,0 +1,191 @@
+"""Make a model small enough to train in seconds, without making it easier to lay out.
+
+What a layout can get wrong depends on how it divides the model: heads, key/value groups,
+layers, experts and vocabulary by the degrees of parallelism. So those numbers shrink, but
+what a degree splits evenly stays even, and what it does not stays uneven. Everything that
+is no size (tied embeddings, biases, query/key norms, rotary settings) stays as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from toolkit.models.config_check import Settings
+from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
+from toolkit.models.spec import ModelSpec
+
+SMALL_PARAMETERS = 2_000_000
+"""A model of at most so many parameters trains in seconds as it is."""
+VOCABULARY = 128
+SEQUENCE_LENGTH = 32
+
+_LAYERS = 4
+"""Two pipeline stages of two chunks each."""
+_PAIR = 2
+"""The other degrees that every rehearsal tries."""
+_ACTIVE_EXPERTS = 2
+_WIDEST_MLP = 4
+"""Largest ratio of MLP to hidden size that is kept."""
+
+
+@dataclass(frozen=True)
+class Degree:
+    """A degree of parallelism: the recipe's own, and what is rehearsed in its place."""
+
+    full: int = 1
+    rehearsed: int = 1
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What divides the model in the recipe's own layout."""
+
+    tensor: Degree = Degree()
+    stages: Degree = Degree()
+    """Pipeline stages times virtual stages: it divides the layers."""
+    expert: Degree = Degree()
+
+
+def alike(original: int, unit: int, degree: Degree = Degree(), *, least: int = 1) -> int:
+    """The smallest size from `least` on that divides as `original` does; never larger.
+
+    Its remainder by `unit` and by the rehearsed degree is that of `original`; where the
+    full degree does not divide `original`, the rehearsed one does not divide the result.
+    """
+    period = lcm(unit, degree.rehearsed)
+    start = max(least, period)
+    small = start + (original - start) % period
+    if original % degree.full and small % degree.rehearsed == 0 and degree.rehearsed > 1:
+        small += 1
+    return min(small, original)
+
+
+def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> dict[str, Any]:
+    """A small Hugging Face config of the same family and divisibility.
+
+    `config` is one for which `check_config` finds no problem. One with at most
+    SMALL_PARAMETERS is returned as it is.
+    """
+    if ModelSpec.from_config(config).parameters.total <= SMALL_PARAMETERS:
+        return dict(config)
+    family = FAMILIES[str(config["model_type"])]
+    settings = Settings(family, config)
+    sizes = {
+        **_attention(settings, degrees),
+        **_experts(settings, degrees),
+        "vocab_size": alike(settings["vocab_size"], _PAIR, degrees.tensor, least=VOCABULARY),
+    }
+    sizes |= _mlp(settings, sizes["hidden_size"], degrees)
+    layers = alike(settings["num_hidden_layers"], _LAYERS, degrees.stages)
+    sizes |= {"num_hidden_layers": layers, **_layer_lists(settings, layers)}
+    sizes |= _token_ids(settings, sizes["vocab_size"])
+    # Under the user's spelling where there is one: two names for a setting are refused.
+    named = {settings.spelling(name): value for name, value in sizes.items()}
+    return {**config, **named}
+
+
+def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with every dropout and jitter that it states at 0.
+
+    Random streams differ between layouts, so with them there is nothing to compare.
+    """
+    noise = {name: 0.0 for name in (*DROPOUT_KEYS, "router_jitter_noise") if config.get(name)}
+    return {**config, **noise}
+
+
+def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:
+    """A short sequence that tensor parallel splits as it splits `length`."""
+    return alike(length, _PAIR, degrees.tensor, least=SEQUENCE_LENGTH)
+
+
+def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:
+    """The config with a sliding window that hides as much of `short` as it hid of `long`.
+
+    A window that reaches over the whole sequence is left alone.
+    """
+    window = Settings(FAMILIES[str(config["model_type"])], config)["sliding_window"]
+    if window is None or window >= long:
+        return config
+    return {**config, "sliding_window": max(1, window * short // long)}
+
+
+def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
+    """Heads, groups and hidden size; the ratios between them are kept."""
+    heads, stated_groups = settings["num_attention_heads"], settings["num_key_value_heads"]
+    groups = heads if stated_groups is None else stated_groups
+    small_groups = alike(groups, _PAIR, degrees.tensor)
+    if degrees.tensor.full > groups:
+        small_groups = 1  # more ranks than groups, in small too
+    small_heads = heads // groups * small_groups
+    hidden = settings["hidden_size"]
+    head_dim = settings["head_dim"] or hidden // heads
+    small_dim = _head_dim(settings, head_dim)
+    small_hidden = max(1, small_heads * small_dim * hidden // (heads * head_dim))
+    sizes = {"num_attention_heads": small_heads, "hidden_size": small_hidden}
+    if stated_groups is not None:
+        sizes["num_key_value_heads"] = small_groups
+    if settings["head_dim"] is not None:
+        sizes["head_dim"] = small_dim
+    return sizes
+
+
+def _head_dim(settings: Settings, head_dim: int) -> int:
+    """8, or 9 where it is odd; more where only a share of it is turned by positions."""
+    share = settings["rotary_pct"] or 1.0
+    even = next(size for size in (8, 16, 32, 64, head_dim) if int(size * share) in (2, 4, 8))
+    return min(even + head_dim % 2, head_dim)
+
+
+def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:
+    """Inner sizes, in their ratio to the hidden size where that is not extreme."""
+    sizes = {}
+    for name in ("intermediate_size", "n_inner", "moe_intermediate_size"):
+        if (inner := settings[name]) is not None:
+            ratio = min(inner / settings["hidden_size"], _WIDEST_MLP)
+            sizes[name] = alike(inner, _PAIR, degrees.tensor, least=int(ratio * hidden))
+    return sizes
+
+
+def _experts(settings: Settings, degrees: Degrees) -> dict[str, Any]:
+    """Twice as many experts as a token uses, or a few more."""
+    if settings["num_experts"] is None:
+        return {}
+    active = min(settings["num_experts_per_tok"], _ACTIVE_EXPERTS)
+    experts = alike(settings["num_experts"], 2 * _ACTIVE_EXPERTS, degrees.expert)
+    return {"num_experts": experts, "num_experts_per_tok": active}
+
+
+def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
+    """What the config says of single layers, for the first and the last of them."""
+    total = settings["num_hidden_layers"]
+    first = layers // 2
+    kept = [*range(first), *range(total - layers + first, total)]
+    lists: dict[str, Any] = {}
+    if settings["layer_types"] is not None:
+        lists["layer_types"] = [settings["layer_types"][index] for index in kept]
+    if settings["mlp_only_layers"] is not None:
+        dense = settings["mlp_only_layers"]
+        lists["mlp_only_layers"] = [i for i, index in enumerate(kept) if index in dense]
+    if settings["max_window_layers"] is not None:
+        full = settings["max_window_layers"]
+        lists["max_window_layers"] = sum(index < full for index in kept)
+    if settings["decoder_sparse_step"] is not None:
+        lists["decoder_sparse_step"] = min(settings["decoder_sparse_step"], layers)
+    return lists
+
+
+def _token_ids(settings: Settings, vocabulary: int) -> dict[str, Any]:
+    """Special tokens moved into the vocabulary; only those that the config states."""
+
+    def inside(token: int) -> int:
+        return min(token, vocabulary - 1)
+
+    ids: dict[str, Any] = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        stated: Any = settings.stated.get(name)
+        if isinstance(stated, list):
+            ids[name] = [inside(token) for token in stated]
+        elif stated is not None:
+            ids[name] = inside(stated)
+    return ids

@@ -1,0 +1,60 @@
+"""One rank of one rehearsed layout.
+
+    python -m toolkit.rehearse.worker RUN_DIR
+
+The real engine, built from the run directory as `dmt train` builds it, on the batches of
+the rehearsal instead of the recipe's data.
+"""
+
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.models import huggingface as hf
+from toolkit.rehearse.batches import global_batch, micro_batches
+from toolkit.rehearse.record import write_step
+from toolkit.train.assignment import Assignment, read_assignment
+
+
+def train(assignment: Assignment, ranks: Ranks) -> None:
+    """Train one layout; rank 0 records each step in the run directory."""
+    recipe, layout = assignment.recipe, assignment.plan.layout
+    config = hf.build_config(recipe.model)
+    weights = hf.weight_source(recipe.model, config, recipe.training.seed)
+    setup = EngineSetup.of(
+        recipe, assignment.plan, assignment.engine_config, ranks, config, weights
+    )
+    engine = build_engine(assignment.plan.engine, setup)
+    steps = recipe.training.steps
+    assert steps is not None, "a rehearsal's length is stated in steps"
+    for step in range(steps):
+        inputs, labels = global_batch(recipe.training, config.vocab_size, step)
+        mine = micro_batches(inputs, labels, layout, layout.data_rank(ranks.rank))
+        result = engine.train_step(mine, recipe.optimizer.learning_rate)
+        if ranks.rank == 0:
+            write_step(assignment.run_dir, result.loss, result.grad_norm)
+    engine.close()
+
+
+def main() -> None:
+    """Run one rank; a failure's last line on standard error says what it was."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        ranks = join()
+        train(read_assignment(Path(sys.argv[1]), ranks.world), ranks)
+        leave()
+    except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
+        traceback.print_exc()
+        first, _, more = str(error).strip().partition("\n")
+        if more:
+            print(f"{type(error).__name__}: {first}", file=sys.stderr)
+        end_process(EXIT_FAILED)
+    end_process(EXIT_DONE)
+
+
+if __name__ == "__main__":
+    main()
