@@ -28,12 +28,73 @@ llama-3.1-8b-pretrain  8.03B parameters
   model states    15.4 GiB of 80 GiB per GPU
 
   why
-  - engine deepspeed with model hf: auto; preferred to ddp
+  - engine deepspeed with model hf: auto; preferred to ddp, megatron
   - zero 2: auto; model states take 15.4 of 80 GiB per GPU
   - micro batch 1: 8,192 tokens per forward pass, 4 times a step
   - recompute full: 34.0 GiB of activations per micro batch do not fit in 32 GiB
+
+  ledger, against one fp32 process
+  exact         initial weights: drawn from the seed and each parameter's name and indices
+  exact         data order: global batch k follows from the seed and k, under any world size
+  exact         token-mean loss: the mean over the unmasked tokens of the whole batch, """
+        """not of its 1,024 parts
+  exact         clipping: at 1 of the norm over all parameters
+  exact         weight decay: 0.1, not for norms and biases
+  exact         optimizer states: AdamW with fp32 weights and moments
+  exact         recompute: the backward pass repeats the forward pass with the same numbers
+  approximated  bf16: computed in bf16, weights updated in fp32
+  approximated  order of sums: gradients over 4 micro batches and 256 data-parallel ranks: """
+        """the same terms, other last digits
+  refused       tensor, pipeline, virtual pipeline, context, expert above 1: not in engine """
+        """deepspeed with model hf
+  refused       selective recompute: not in engine deepspeed with model hf
+  refused       fp8: no engine of this release trains in it
 """
     )
+
+
+def test_degrees_of_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  tensor          8\n  pipeline        16\n" in shown
+    assert "\n  sequence        split inside the tensor group\n" in shown
+    assert "\n  ZeRO stage      1 (distributed optimizer)\n" in shown
+    assert "\n  - pipeline 16: asked for; 7 + 14 × 8 + 7 layers\n" in shown
+
+
+MIXTRAL = str(RECIPES / "tiny/mixtral-bytes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "pair"),
+    [
+        ([], ("deepspeed", "hf")),
+        (["parallel.engine=ddp", "parallel.zero.stage=auto"], ("ddp", "hf")),
+        (
+            ["parallel.engine=megatron", "parallel.zero.stage=1", "parallel.expert=2"],
+            ("megatron", "megatron"),
+        ),
+    ],
+)
+def test_the_tiny_mixture_of_experts_by_engine(
+    settings: list[str], pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [word for one in settings for word in ("--set", one)]
+    assert main(["check", MIXTRAL, *changes]) == 0
+    capsys.readouterr()
+    assert main(["plan", MIXTRAL, "--json", *changes]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert (plan["engine"], plan["model"]) == pair
+    assert plan["layout"]["ep"] == (2 if pair[0] == "megatron" else 1)
+
+
+def test_launch_says_what_is_exact_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", TINY, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[-2].startswith("exact: initial weights, data order, token-mean loss")
+    assert told[-1] == "approximated: order of sums"
 
 
 def test_offload_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +123,8 @@ def test_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["memory_gib"].pop("model_states") == pytest.approx(states)
     assert set(plan["memory_gib"].values()) == {None}
     assert "total" in plan["memory_gib"]
+    assert {entry["kind"] for entry in plan["ledger"]} == {"exact", "approximated", "refused"}
+    assert all(set(entry) == {"kind", "what", "why"} for entry in plan["ledger"])
     for unknown in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "fits"):
         assert plan[unknown] is None
 

@@ -16,9 +16,8 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 
 def _ddp(engine: Any, bug: ExitStack) -> None:
-    bug.enter_context(
-        patch.object(engine, "_reduce_gradients", lambda last: engine.replica.no_sync())
-    )
+    unreduced = engine.replica.no_sync
+    bug.enter_context(patch.object(engine, "_reduce_gradients", lambda _: unreduced()))
 
 
 def _deepspeed(engine: Any, bug: ExitStack) -> None:

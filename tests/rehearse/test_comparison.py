@@ -1,6 +1,7 @@
 """Verdicts: the first number out of tolerance is named."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_difference_from_nothing_is_infinite() -> None:
     assert relative_difference(1.0, math.nan) == math.inf
 
 
-def test_record_keeps_every_digit(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_record_keeps_every_digit(tmp_path: Path) -> None:
     steps = [(0.1 + 0.2, 1 / 3), (math.nan, math.inf)]
     for loss, grad_norm in steps:
         write_step(tmp_path, loss, grad_norm)

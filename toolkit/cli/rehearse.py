@@ -1,8 +1,11 @@
 """`dmt rehearse`: does a recipe train alike in every layout? Tried, on this machine."""
 
 import json
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +87,8 @@ def _run(
     names = ["reference", *(candidate.name for candidate in chosen)]
     outcomes: list[Outcome] = []
     reference = Record()
-    with tempfile.TemporaryDirectory(prefix="dmt-rehearse-") as folder, bar:
+    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
+    with _terminated_like_interrupted(), scratch as folder, bar:
         task = bar.add_task(names[0], total=len(names))
         for done, item in enumerate(run(rehearsal, chosen, options, Path(folder)), 1):
             if isinstance(item, Outcome):
@@ -93,3 +97,13 @@ def _run(
                 reference = item
             bar.update(task, completed=done, description=[*names, "done"][done])
     return reference, outcomes
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """While entered, SIGTERM cleans up as Ctrl-C does."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,24 +1,20 @@
-"""Engine `deepspeed`: a transformers model under DeepSpeed's ZeRO 0-3 and offload."""
+"""Engine `deepspeed`: ZeRO 0-3 and offload, for a model of either implementation."""
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers import initialization as hf_initialization
+from torch import Tensor
 
 from toolkit.engines.base import EvalResult, MicroBatch, StepResult
-from toolkit.engines.distributed import global_tokens, gradient_norm, to_device
+from toolkit.engines.deepspeed_models import build_model, gathered, import_deepspeed
+from toolkit.engines.distributed import global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.weights import WeightSource
 
 TAG = "state"
 """DeepSpeed's name for the one checkpoint inside the folder that we give it."""
@@ -26,31 +22,14 @@ TAG = "state"
 SWAPPED_STATES = (None, "exp_avg", "exp_avg_sq")
 """DeepSpeed's keys of a shard's states: fp32 weights, first and second moment."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def import_deepspeed() -> Any:
-    """DeepSpeed, quietly: its own INFO lines are not for our users.
-
-    It would probe every operator with the compiler, and on a CPU compile a shared-memory
-    all-reduce at its first use, for a minute or more without a word. gloo does that work.
-    """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
-
 
 class DeepSpeedEngine:
-    """A transformers model whose states DeepSpeed shards over the data-parallel ranks."""
+    """A model whose states DeepSpeed shards over the data-parallel ranks."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         self.device = setup.ranks.device
-        self.world = setup.ranks.world
+        self.copies = setup.layout.dp
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(
@@ -58,34 +37,18 @@ class DeepSpeedEngine:
             auto_mpi_discovery=False,
             verbose=False,
         )
-        model = self._build_model(deepspeed)
-        if setup.layout.recompute == "full":
-            hf.enable_recompute(model)
+        self.model = build_model(setup)
+        module = self.model.module
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=hf.parameter_groups(model, setup.optimizer.weight_decay),
+            model=module,
+            model_parameters=hf.parameter_groups(module, setup.optimizer.weight_decay),
             config=setup.engine_config,
+            mpu=self.model.mpu,
         )
         if self.stage == 0 and setup.precision != "fp32":
             _undo_first_step(self.optimizer)
-        hf.restore_buffers(self.engine.module, setup.model_config)
+        self.model.restore_buffers(self.engine.module)
         self.engine.train()
-
-    def _build_model(self, deepspeed: Any) -> PreTrainedModel:
-        """The model with its initial weights, sharded from the start under stage 3."""
-        config, weights = self.setup.model_config, self.setup.weights
-        dtype = DTYPES[self.setup.precision]
-        if self.stage < 3:
-            model = hf.empty_model(config, self.device, dtype)
-            hf.fill(model, weights)
-            return model
-        sharded = deepspeed.zero.Init(config_dict_or_path=self.setup.engine_config)
-        with hf_initialization.no_init_weights(), sharded:
-            model = hf.new_model(config, dtype)
-        model.tie_weights()
-        for name, parameter in model.named_parameters():
-            _fill_shard(deepspeed, name, parameter, weights)
-        return model
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], learning_rate: float
@@ -93,18 +56,18 @@ class DeepSpeedEngine:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = global_tokens(micro_batches, self.device)
+        tokens = global_tokens(micro_batches, self.device, self.model.data_group)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         norm: float | Tensor | None = None
         for batch in micro_batches:
             batch_loss = self._loss(batch) / tokens
-            # DeepSpeed averages gradients over ranks; the loss is a sum over them.
-            self.engine.backward(batch_loss * self.world, scale_wrt_gas=False)
+            # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
+            self.engine.backward(batch_loss * self.copies, scale_wrt_gas=False)
             if self.engine.is_gradient_accumulation_boundary():
                 norm = self._plain_norm()
             self.engine.step()
             loss += batch_loss.detach()
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=self.model.data_group)
         if norm is None:
             norm = self.engine.get_global_grad_norm()
         skipped = not self.engine.was_step_applied()
@@ -115,19 +78,19 @@ class DeepSpeedEngine:
         """Gradient norm of fp32 stage 0, which DeepSpeed does not compute itself."""
         if self.stage > 0 or self.setup.precision != "fp32":
             return None
-        return gradient_norm(self.engine.module.parameters())
+        return self.model.gradient_norm(self.engine.module)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        return hf.summed_loss(self.engine, to_device(batch, self.device))
+        return self.model.summed_loss(self.engine, to_device(batch, self.device))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        tokens = global_tokens(micro_batches, self.device)
+        tokens = global_tokens(micro_batches, self.device, self.model.data_group)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with hf.evaluating(self.engine):
             for batch in micro_batches:
                 loss += self._loss(batch)
-        dist.all_reduce(loss)
+        dist.all_reduce(loss, group=self.model.data_group)
         return EvalResult((loss / tokens).item(), int(tokens.item()))
 
     def save_state(self, folder: Path) -> None:
@@ -174,7 +137,6 @@ class DeepSpeedEngine:
 
     def _write_swapped(self, shards: dict[str, Tensor]) -> None:
         """Put the shards back: first the states, then the compute weights made from them."""
-        deepspeed = import_deepspeed()
         # The moments exist only after a first step; what it does is overwritten.
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
@@ -183,33 +145,23 @@ class DeepSpeedEngine:
             for key in SWAPPED_STATES:
                 self.optimizer.set_local_hp_param(shards[f"{name}/{key}"], parameter, key)
             full = self.optimizer.get_full_hp_param(parameter)
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            with gathered([parameter], modifier_rank=0):
                 parameter.data.copy_(full)
         for state, step in zip(self._group_states(), shards["step"].tolist(), strict=True):
             state["step"] = step
 
     def export_hf(self, folder: Path) -> None:
-        """See `Engine.export_hf`. Under stage 3 one parameter is gathered at a time."""
-        state = dict(self._full_state())
+        """See `Engine.export_hf`."""
+        state = self.model.full_state(self.engine.module)
         if self.setup.ranks.rank == 0:
             hf.save_folder(self.setup.model_config, state, folder)
         dist.barrier()
 
-    def _full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and full CPU copies on rank 0 (nothing on the other ranks)."""
-        deepspeed = import_deepspeed()
-        module = self.engine.module
-        keep = self.setup.ranks.rank == 0
-        for name, parameter in module.named_parameters():
-            gathered = [parameter] if hasattr(parameter, "ds_id") else []
-            with deepspeed.zero.GatheredParameters(gathered):
-                if keep:
-                    yield name, parameter.detach().to("cpu", copy=True)
-
     def close(self) -> None:
         """See `Engine.close`."""
         self.engine.destroy()
-        del self.engine, self.optimizer
+        self.model.close()
+        del self.engine, self.optimizer, self.model
 
 
 @torch.no_grad()
@@ -223,29 +175,3 @@ def _undo_first_step(optimizer: Any) -> None:
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.copy_(weight)
-
-
-@torch.no_grad()
-def _fill_shard(
-    deepspeed: Any, name: str, parameter: nn.Parameter, weights: WeightSource
-) -> None:
-    """Give a ZeRO-3 parameter its initial value.
-
-    A rank writes only its own shard, elements [rank·n, (rank+1)·n) of the flattened
-    parameter (the last shard is padded). A shard that DeepSpeed moved to NVMe, quantized
-    or keeps twice (ZeRO++) cannot be written in place: then rank 0 fills the gathered
-    parameter, one at a time.
-    """
-    shard = parameter.ds_tensor  # type: ignore[attr-defined]
-    numel = int(parameter.ds_numel)  # type: ignore[attr-defined]
-    quantized = hasattr(shard, "ds_quant_scale")
-    copied = getattr(parameter, "ds_secondary_tensor", None) is not None
-    if shard.numel() == shard.ds_numel and not quantized and not copied:
-        start = dist.get_rank() * shard.numel()
-        stop = min(start + shard.numel(), numel)
-        if start < stop:
-            shard[: stop - start].copy_(weights.read(name, start, stop))
-        return
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        if dist.get_rank() == 0:
-            parameter.copy_(weights.read(name, 0, numel).view_as(parameter))

@@ -88,14 +88,19 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def global_tokens(micro_batches: Sequence[MicroBatch], device: torch.device) -> Tensor:
-    """Unmasked tokens of all ranks' micro batches: float64 scalar on `device`, at least 1.
+def global_tokens(
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Unmasked tokens of the micro batches of all of `group`'s ranks (None: of all ranks):
+    float64 scalar on `device`, at least 1.
 
     Never zero, so that a fully masked global batch gives loss 0 and not NaN.
     """
     count = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in micro_batches)
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total.clamp(min=1.0)
 
 

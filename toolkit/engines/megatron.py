@@ -226,7 +226,7 @@ class MegatronEngine:
 
 
 def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Any]:
-    """One micro batch through one chunk: its output, and how the last stage's becomes a loss."""
+    """One micro batch through one chunk: its output, and what makes a loss of the last."""
     batch = next(batches)
     positions = position_ids(batch.input_ids)
     output = chunk(batch.input_ids, positions, None, labels=batch.labels)
@@ -234,7 +234,7 @@ def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, A
 
 
 def _summed_loss(labels: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the unmasked tokens' losses [batch, sequence], their number, and both to report."""
+    """Sum of the unmasked tokens' `losses` [batch, sequence], their number, and both."""
     mask = labels != IGNORE_INDEX
     loss = (losses.float() * mask).sum()
     tokens = mask.sum()

@@ -179,11 +179,10 @@ def _in_zero_stage(
     """The layout in the lowest ZeRO stage that leaves room for activations."""
     legal = legality.zero_stages(recipe.parallel, pair)
     least = _least_stage(recipe, pair, layout.dp, device)
-    candidates = [
-        replace(layout, zero_stage=stage)
-        for stage in legal
-        if stage >= least or stage == legal[-1]
-    ]
+    open_to = [stage for stage in legal if stage >= least] or legal[-1:]
+    if pair.engine == "megatron" and least in legal:
+        open_to = [least]  # sharding over a single rank saves nothing
+    candidates = [replace(layout, zero_stage=stage) for stage in open_to]
     room = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
     chosen = next((one for one in candidates if states.gib(one) <= room), candidates[-1])
     if recipe.parallel.zero.stage != "auto":
@@ -198,19 +197,18 @@ def _in_zero_stage(
         why = "the only stage with this offload"
     else:
         why = "auto" if device.memory_gib else "auto on CPU, where memory is not the limit"
-    return chosen, f"zero {chosen.zero_stage}: {why}{_memory_note(states.gib(chosen), device)}"
+    note = _memory_note(states.gib(chosen), device, pair)
+    return chosen, f"zero {chosen.zero_stage}: {why}{note}"
 
 
-def _memory_note(needed_gib: float, device: Gpu) -> str:
+def _memory_note(needed_gib: float, device: Gpu, pair: Pair) -> str:
     if device.memory_gib is None:
         return ""
     note = f"model states take {needed_gib:.1f} of {device.memory_gib:g} GiB per GPU"
     if needed_gib <= device.memory_gib * STATE_SHARE:
         return f"; {note}"
-    return (
-        f"; WARNING: {note}, which leaves little for activations: use more GPUs, a higher "
-        "stage or offload"
-    )
+    instead = ", a higher stage or offload" if pair.engine == "deepspeed" else ""
+    return f"; WARNING: {note}, which leaves little for activations: use more GPUs{instead}"
 
 
 def _least_stage(recipe: Recipe, pair: Pair, dp: int, device: Gpu) -> Stage:

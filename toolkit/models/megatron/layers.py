@@ -166,8 +166,15 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             pre_mlp_layernorm=Norm,
             mlp=_experts(config) if experts else _dense_mlp(),
             mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
         ),
     )
+
+
+_NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_NORM_KEYS = _NORM_KEYS_OF_EXPERTS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Names in distributed checkpoints: those of Transformer Engine's layers, which hold the norm
+inside the linear layer that follows it, so that either kind of layer reads the other's."""
 
 
 def _dense_mlp() -> ModuleSpec:

@@ -1,0 +1,260 @@
+"""What the engine `deepspeed` trains: a transformers model, or one rank's part of a Megatron
+model.
+
+Both are one `nn.Module` to DeepSpeed. They differ in how they are built and filled, in
+which ranks hold copies of the same parameters, and in how they turn a batch into a loss.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_initialization
+
+from toolkit.engines import distributed
+from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.engines.megatron_config import render_model
+from toolkit.engines.setup import EngineSetup
+from toolkit.models import huggingface as hf
+from toolkit.models.families import megatron_model
+from toolkit.models.weights import CheckpointTensors, WeightSource
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, quietly: its own INFO lines are not for our users.
+
+    It would probe every operator with the compiler, and on a CPU compile a shared-memory
+    all-reduce at its first use, for a minute or more without a word. gloo does that work.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+class TrainedModel(Protocol):
+    """What the engine asks of either."""
+
+    module: nn.Module
+    mpu: Any
+    """DeepSpeed's view of the model-parallel groups; None without them."""
+    data_group: dist.ProcessGroup | None
+    """Ranks that hold the same parameters and different samples; None for all."""
+
+    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """Sum of the cross entropies of the unmasked positions, in fp32: scalar."""
+        ...
+
+    def gradient_norm(self, module: nn.Module) -> Tensor:
+        """L2 norm of the whole model's gradients: float64 scalar."""
+        ...
+
+    def restore_buffers(self, module: nn.Module) -> None:
+        """Give buffers that DeepSpeed cast to 16 bits their fp32 values again."""
+        ...
+
+    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """All parameters under their Hugging Face names on rank 0, empty elsewhere."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model-parallel groups."""
+        ...
+
+
+def build_model(setup: EngineSetup) -> TrainedModel:
+    """The model that the plan names, filled with its initial weights; collective."""
+    return MegatronShard(setup) if setup.model == "megatron" else TransformersModel(setup)
+
+
+class TransformersModel:
+    """A whole transformers model; under ZeRO-3 it is sharded while it is built."""
+
+    mpu = None
+    data_group = None
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.config = setup.model_config
+        self.module = _build_transformers(setup)
+        if setup.layout.recompute == "full":
+            hf.enable_recompute(self.module)
+
+    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """See `TrainedModel.summed_loss`."""
+        return hf.summed_loss(engine, batch)
+
+    def gradient_norm(self, module: nn.Module) -> Tensor:
+        """See `TrainedModel.gradient_norm`."""
+        return distributed.gradient_norm(module.parameters())
+
+    def restore_buffers(self, module: nn.Module) -> None:
+        """See `TrainedModel.restore_buffers`."""
+        hf.restore_buffers(module, self.config)
+
+    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """See `TrainedModel.full_state`; under ZeRO-3 one parameter is gathered at a time."""
+        keep = dist.get_rank() == 0
+        return dict(_gathered(module, keep=keep))
+
+    def close(self) -> None:
+        """See `TrainedModel.close`."""
+
+
+class MegatronShard:
+    """This rank's tensor-parallel part of a GPTModel (one pipeline stage)."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        from megatron.core import parallel_state
+
+        from toolkit.models.megatron import model, weights
+
+        model.join_groups(setup.layout, setup.seed)
+        self.config = setup.model_config
+        self.model = megatron_model(setup.model_config.to_dict())
+        rendered = render_model(self.model, setup.layout, setup.precision)
+        self.module = model.build_chunks(self.model, **rendered)[0]
+        weights.fill([self.module], self.model, setup.weights)
+        self.mpu = _mpu()
+        self.data_group = parallel_state.get_data_parallel_group()
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._sum_partial_gradients()
+
+    def _sum_partial_gradients(self) -> None:
+        """Sum over the tensor group what each of its ranks has only a part of.
+
+        Under sequence parallel these are the gradients of norms and biases; norms of query
+        and key heads always, because each rank has other heads. The hook runs before
+        DeepSpeed takes the gradient.
+        """
+        if self.tensor_group.size() == 1:
+            return
+
+        def summed(gradient: Tensor) -> Tensor:
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=self.tensor_group)
+            return gradient
+
+        for name, parameter in self.module.named_parameters():
+            head_norm = "q_layernorm" in name or "k_layernorm" in name
+            if getattr(parameter, "sequence_parallel", False) or head_norm:
+                parameter.register_hook(summed)
+
+    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """See `TrainedModel.summed_loss`."""
+        from toolkit.models.megatron.model import position_ids
+
+        positions = position_ids(batch.input_ids)
+        losses: Tensor = engine(batch.input_ids, positions, None, labels=batch.labels)
+        return (losses.float() * (batch.labels != IGNORE_INDEX)).sum()
+
+    def gradient_norm(self, module: nn.Module) -> Tensor:
+        """See `TrainedModel.gradient_norm`."""
+        split, whole = [], []
+        for parameter in module.parameters():
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            (split if is_split else whole).append(parameter)
+        squares = distributed.gradient_norm(split).square()
+        dist.all_reduce(squares, group=self.tensor_group)
+        return (squares + distributed.gradient_norm(whole).square()).sqrt()
+
+    def restore_buffers(self, module: nn.Module) -> None:
+        """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""
+
+    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """See `TrainedModel.full_state`."""
+        from toolkit.models.megatron import weights
+
+        parameters = hf.meta_model(self.config).named_parameters()
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        values = {(0, name): value for name, value in _gathered(module, keep=True)}
+        return weights.collect([self.module], self.model, CheckpointTensors(shapes), values)
+
+    def close(self) -> None:
+        """See `TrainedModel.close`."""
+        from toolkit.models.megatron.model import leave_groups
+
+        leave_groups()
+
+
+def _mpu() -> SimpleNamespace:
+    """The functions by which DeepSpeed asks for Megatron's groups."""
+    from megatron.core import parallel_state
+
+    functions = {}
+    for what in ("group", "rank", "world_size"):
+        tensor = getattr(parallel_state, f"get_tensor_model_parallel_{what}")
+        functions[f"get_tensor_model_parallel_{what}"] = tensor
+        functions[f"get_model_parallel_{what}"] = tensor
+        data = getattr(parallel_state, f"get_data_parallel_{what}")
+        functions[f"get_data_parallel_{what}"] = data
+    return SimpleNamespace(**functions)
+
+
+def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextManager[None]:
+    """A block in which parameters that ZeRO-3 sharded are whole; collective."""
+    deepspeed = import_deepspeed()
+    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    block: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded, **kwargs)
+    return block
+
+
+def _gathered(module: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """Names and full CPU copies of all parameters on the ranks that keep them."""
+    for name, parameter in module.named_parameters():
+        with gathered([parameter]):
+            if keep:
+                yield name, parameter.detach().to("cpu", copy=True)
+
+
+def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
+    """The model with its initial weights, sharded from the start under stage 3."""
+    config, weights = setup.model_config, setup.weights
+    dtype = DTYPES[setup.precision]
+    if setup.layout.zero_stage < 3:
+        model = hf.empty_model(config, setup.ranks.device, dtype)
+        hf.fill(model, weights)
+        return model
+    deepspeed = import_deepspeed()
+    sharded = deepspeed.zero.Init(config_dict_or_path=setup.engine_config)
+    with hf_initialization.no_init_weights(), sharded:
+        model = hf.new_model(config, dtype)
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        _fill_shard(name, parameter, weights)
+    return model
+
+
+@torch.no_grad()
+def _fill_shard(name: str, parameter: nn.Parameter, weights: WeightSource) -> None:
+    """Give a ZeRO-3 parameter its initial value.
+
+    A rank writes only its own shard, elements [rank·n, (rank+1)·n) of the flattened
+    parameter (the last shard is padded). A shard that DeepSpeed moved to NVMe, quantized
+    or keeps twice (ZeRO++) cannot be written in place: then rank 0 fills the gathered
+    parameter, one at a time.
+    """
+    shard = parameter.ds_tensor  # type: ignore[attr-defined]
+    numel = int(parameter.ds_numel)  # type: ignore[attr-defined]
+    quantized = hasattr(shard, "ds_quant_scale")
+    copied = getattr(parameter, "ds_secondary_tensor", None) is not None
+    if shard.numel() == shard.ds_numel and not quantized and not copied:
+        start = dist.get_rank() * shard.numel()
+        stop = min(start + shard.numel(), numel)
+        if start < stop:
+            shard[: stop - start].copy_(weights.read(name, start, stop))
+        return
+    with gathered([parameter], modifier_rank=0):
+        if dist.get_rank() == 0:
+            parameter.copy_(weights.read(name, 0, numel).view_as(parameter))

@@ -1,0 +1,105 @@
+"""Writing safetensors files tensor by tensor, holding one at a time.
+
+The format is a length (8 bytes, little endian), a JSON header with each tensor's dtype, shape
+and place, and the bytes of the tensors. https://huggingface.co/docs/safetensors
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+LARGEST_FILE_BYTES = 5_000_000_000
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: its form now, its values when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_model(folder: Path, entries: Sequence[Entry], limit: int = LARGEST_FILE_BYTES) -> None:
+    """Write a model as transformers names it: one file, or several of `limit` bytes and an index."""
+    files = _files(entries, limit)
+    if len(files) == 1:
+        write_file(folder / "model.safetensors", files[0])
+        return
+    weight_map = {}
+    for number, content in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_file(folder / name, content)
+        weight_map |= dict.fromkeys((entry.name for entry in content), name)
+    total = sum(entry.nbytes for entry in entries)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    """Fill files in order; a tensor larger than the limit has one of its own."""
+    files: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if files[-1] and size + entry.nbytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(entry)
+        size += entry.nbytes
+    return files
+
+
+def write_file(path: Path, entries: Iterable[Entry]) -> None:
+    """Write one safetensors file."""
+    # Readers may map the file: every tensor begins at a multiple of its element size.
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in ordered:
+        header[entry.name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for entry in ordered:
+            values = entry.values()
+            assert values.shape == entry.shape and values.dtype == entry.dtype, entry.name
+            flat = values.contiguous().reshape(-1)
+            if flat.numel():
+                file.write(memoryview(flat.view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,236 @@
+"""megatron-core's `torch_dist` checkpoint format, written and read one rectangle at a time.
+
+A checkpoint is a folder of data files and a `.metadata` that says which rectangle of which
+global tensor lies at which byte. Ranks of any layout read what they need from it, because a
+global tensor does not depend on who wrote it. torch's own writer holds tensors until a file
+is done, so here the bytes go straight to the file; the format is that of
+`torch.distributed.checkpoint` (torch 2.10 and later) with the three small files that
+`megatron.core.dist_checkpointing` adds (0.15 and later).
+"""
+
+import io
+import json
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from toolkit.errors import CheckpointError
+
+METADATA = ".metadata"
+DATA_FILE = "__0_0.distcp"
+FORMAT_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+CACHE_BYTES = 256 << 20
+"""Rectangles kept by a reader: the parts of a fused tensor are asked for one after another."""
+
+
+class Writer:
+    """Writes a checkpoint folder; nothing is a checkpoint before `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self._file: BinaryIO = (folder / DATA_FILE).open("wb")
+        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, key: str, size: Sequence[int], offset: Sequence[int], part: Tensor) -> None:
+        """Write `part` as the rectangle at `offset` of the global tensor `key` of `size`.
+
+        All rectangles of a tensor have its number of dimensions, and one dtype.
+        """
+        entry = self._tensors.setdefault(
+            key,
+            TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(size), []),
+        )
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.properties.dtype != part.dtype:
+            raise CheckpointError(
+                f"{key} would hold both {entry.properties.dtype} and {part.dtype}; a Megatron "
+                "tensor has one dtype",
+                fix="convert the model to one dtype first",
+            )
+        chunk = ChunkStorageMetadata(torch.Size(offset), part.shape)
+        index = MetadataIndex(key, chunk.offsets, len(entry.chunks))
+        entry.chunks.append(chunk)
+        # Saving a view would save all that lies under it.
+        owned = part.numel() == part.untyped_storage().nbytes() // part.element_size()
+        self._write(index, part if owned and part.is_contiguous() else part.clone().contiguous())
+
+    def add_empty_object(self, key: str) -> None:
+        """Write the object that a module without extra state saves."""
+        self._tensors[key] = BytesStorageMetadata()
+        self._write(MetadataIndex(key), [None])
+
+    def _write(self, index: MetadataIndex, value: object) -> None:
+        start = self._file.tell()
+        torch.save(value, self._file)
+        self._storage[index] = _StorageInfo(DATA_FILE, start, self._file.tell() - start)
+
+    def finish(self, common: Mapping[str, Any]) -> None:
+        """Write the index; `common` is the plain state that is the same on all ranks."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        torch.save(dict(common), self.folder / COMMON_FILE)
+        (self.folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+        metadata = Metadata(self._tensors, storage_data=self._storage)
+        (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A tensor of a checkpoint, whole."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Reader:
+    """Reads rectangles of global tensors from a checkpoint that any layout saved.
+
+    Raises CheckpointError for a folder that is no such checkpoint or was tampered with.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        metadata = _load_metadata(folder)
+        self.tensors: dict[str, GlobalTensor] = {}
+        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.tensors[key] = GlobalTensor(tuple(entry.size), entry.properties.dtype)
+                self._chunks[key] = entry.chunks
+        self._places = {
+            (index.fqn, tuple(index.offset or ())): place
+            for index, place in metadata.storage_data.items()
+        }
+        self._files: dict[str, BinaryIO] = {}
+        self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
+
+    def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """The rectangle at `offset` of `size`, in as many dimensions as the tensor has."""
+        whole = self.tensors[key]
+        result = torch.empty(tuple(size), dtype=whole.dtype)
+        filled = 0
+        for chunk in self._chunks[key]:
+            overlap = [
+                (max(a, c), min(a + n, c + m))
+                for a, n, c, m in zip(offset, size, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(low >= high for low, high in overlap):
+                continue
+            target = tuple(slice(x - a, y - a) for (x, y), a in zip(overlap, offset, strict=True))
+            source = tuple(
+                slice(x - c, y - c) for (x, y), c in zip(overlap, chunk.offsets, strict=True)
+            )
+            result[target] = self._chunk(key, chunk)[source]
+            filled += result[target].numel()
+        if filled != result.numel():
+            raise CheckpointError(f"{self.folder}: parts of {key} are missing")
+        return result
+
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A stored rectangle; the last ones are kept."""
+        name = key, tuple(chunk.offsets)
+        if name not in self._cache:
+            self._cache[name] = self._load(name, chunk)
+            while sum(part.nbytes for part in self._cache.values()) > CACHE_BYTES:
+                if len(self._cache) == 1:
+                    break
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(name)
+        return self._cache[name]
+
+    def _load(self, name: tuple[str, tuple[int, ...]], chunk: ChunkStorageMetadata) -> Tensor:
+        place = self._places.get(name)
+        if place is None or Path(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{self.folder}: no place is given for {name[0]}")
+        if place.relative_path not in self._files:
+            self._files[place.relative_path] = (self.folder / place.relative_path).open("rb")
+        file = self._files[place.relative_path]
+        file.seek(place.offset)
+        stored = io.BytesIO(file.read(place.length))
+        part = torch.load(stored, map_location="cpu", weights_only=True)
+        if not isinstance(part, Tensor) or part.shape != torch.Size(chunk.sizes):
+            raise CheckpointError(f"{self.folder}: {name[0]} is not what the index says")
+        return part
+
+    def close(self) -> None:
+        """Close the data files."""
+        for file in self._files.values():
+            file.close()
+
+
+# --- the index --------------------------------------------------------------------------
+
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+"""What an index consists of, by module. Anything else in it could run code."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes of an index and torch's dtypes, nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _load_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is no torch_dist checkpoint: it has no {METADATA}",
+            fix="name the folder that holds the *.distcp files, or the one above it with "
+            "latest_checkpointed_iteration.txt",
+        )
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is refused: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} is not the index of a checkpoint")
+    return metadata
