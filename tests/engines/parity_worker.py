@@ -8,18 +8,20 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from toolkit.engines.base import IGNORE_INDEX, Engine, MicroBatch
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
 from toolkit.models import huggingface as hf
+from toolkit.plan.layout import Layout
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -55,12 +57,20 @@ class Case:
     nvme_path: str | None = None
     steps: int = STEPS
     wide: bool = False
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the recipe's `parallel` section."""
+    family: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the model's config."""
     resume_in: str | None = None
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
+    export_to: str | None = None
+    """Folder: export there, and measure the validation loss of the export as well."""
 
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
+        parts += [f"{key}{value}" for key, value in self.parallel.items()]
+        parts += [str(self.family["model_type"])] if "model_type" in self.family else []
         resumed = ["resumed"] if self.resume_in else []
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
@@ -70,7 +80,7 @@ def recipe(case: Case, world: int) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "parity",
-            "model": {"config": CONFIG | (WIDE if case.wide else {})},
+            "model": {"config": CONFIG | (WIDE if case.wide else {}) | case.family},
             "data": {"train": {"kind": "text", "files": ["unused"]}},
             "training": {
                 "steps": case.steps,
@@ -83,6 +93,7 @@ def recipe(case: Case, world: int) -> Recipe:
             "parallel": {
                 "engine": case.engine,
                 "recompute": case.recompute,
+                **case.parallel,
                 "zero": {
                     "stage": case.stage,
                     "offload_optimizer": case.offload,
@@ -107,9 +118,11 @@ def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens[:, :-1], labels
 
 
-def reference(*, wide: bool = False) -> dict[str, list[float]]:
+def reference(
+    *, wide: bool = False, family: dict[str, Any] | None = None
+) -> dict[str, list[float]]:
     """A plain single-process transformers loop over whole global batches."""
-    wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide), world=1)
+    wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {}), world=1)
     config = hf.build_config(wanted.model)
     model = hf.empty_model(config, torch.device("cpu"))
     hf.fill(model, hf.weight_source(wanted.model, config, SEED))
@@ -134,16 +147,17 @@ def reference(*, wide: bool = False) -> dict[str, list[float]]:
 
 
 def micro_batches(
-    inputs: torch.Tensor, labels: torch.Tensor, ranks: Ranks, size: int
+    inputs: torch.Tensor, labels: torch.Tensor, ranks: Ranks, layout: Layout
 ) -> list[MicroBatch]:
     """This rank's share of a global batch, in micro batches."""
-    share = GLOBAL_BATCH // ranks.world
-    mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    share = GLOBAL_BATCH // layout.dp
+    first = layout.data_rank(ranks.rank) * share
+    mine, size = slice(first, first + share), layout.micro_batch
     pairs = zip(inputs[mine].split(size), labels[mine].split(size), strict=True)
     return [MicroBatch(*pair) for pair in pairs]
 
 
-def new_engine(case: Case, ranks: Ranks, seed: int) -> Engine:
+def new_engine(case: Case, ranks: Ranks, seed: int) -> tuple[Engine, Layout]:
     """The engine of a case, built as the worker builds it."""
     wanted = recipe(case, ranks.world)
     plan = plan_recipe(wanted)
@@ -151,12 +165,12 @@ def new_engine(case: Case, ranks: Ranks, seed: int) -> Engine:
     weights = hf.weight_source(wanted.model, config, seed)
     rendered = render_engine_config(wanted, plan)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
-    return build_engine(plan.engine, setup)
+    return build_engine(plan.engine, setup), plan.layout
 
 
 def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train one case; loss and gradient norm per step, and a validation loss."""
-    engine = new_engine(case, ranks, SEED)
+    engine, layout = new_engine(case, ranks, SEED)
     results = []
     for step, (inputs, labels) in enumerate(global_batches(case.steps)):
         if case.resume_in is not None and step == case.steps // 2:
@@ -165,19 +179,33 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
             engine.save_state(folder)
             dist.barrier()
             engine.close()
-            engine = new_engine(case, ranks, SEED + 1)
+            engine, layout = new_engine(case, ranks, SEED + 1)
             engine.load_state(folder)
-        batches = micro_batches(inputs, labels, ranks, case.micro_batch)
+        batches = micro_batches(inputs, labels, ranks, layout)
         results.append(engine.train_step(batches, 1e-3))
     inputs, labels = next(global_batches(1))
-    validation = engine.evaluate(micro_batches(inputs, labels, ranks, case.micro_batch))
+    validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
+    exported = None
+    if case.export_to is not None:
+        engine.export_hf(Path(case.export_to))
+        exported = exported_loss(Path(case.export_to), inputs, labels)
     engine.close()
     return {
+        "exported": exported,
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "tokens": [result.tokens for result in results],
         "validation": validation.loss,
     }
+
+
+@torch.no_grad()
+def exported_loss(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """The loss of an exported model, by transformers alone."""
+    logits = AutoModelForCausalLM.from_pretrained(folder)(inputs).logits
+    return cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
+    ).item()
 
 
 def main() -> None:

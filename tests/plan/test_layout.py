@@ -55,6 +55,8 @@ def test_chunks_are_even(pp: int, vpp: int, extra: int) -> None:
     assert (len(chunks), sum(chunks)) == (pp * vpp, layers)
     assert max(chunks) - min(chunks) <= 1
     assert min(chunks) >= 1
+    on_ranks = [sum(chunks[rank::pp]) for rank in range(pp)]
+    assert max(on_ranks) - min(on_ranks) <= 1
     if len(chunks) > 2:
         assert chunks[0] <= min(chunks[1:-1])  # it holds the embedding besides
     assert chunks[-1] == min(chunks)  # it holds the output head besides

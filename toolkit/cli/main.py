@@ -33,6 +33,9 @@ VERBS: dict[str, Verb] = {
     "rehearse": Verb(
         "toolkit.cli.rehearse:rehearse", "Train a small copy in every layout and compare."
     ),
+    "convert": Verb(
+        "toolkit.cli.convert:convert", "Convert between Hugging Face and Megatron checkpoints."
+    ),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""

@@ -82,14 +82,16 @@ def build_model(setup: EngineSetup) -> TrainedModel:
 class TransformersModel:
     """A whole transformers model; under ZeRO-3 it is sharded while it is built."""
 
-    mpu = None
-    data_group = None
+    module: nn.Module
+    mpu: Any = None
+    data_group: dist.ProcessGroup | None = None
 
     def __init__(self, setup: EngineSetup) -> None:
         self.config = setup.model_config
-        self.module = _build_transformers(setup)
+        model = _build_transformers(setup)
         if setup.layout.recompute == "full":
-            hf.enable_recompute(self.module)
+            hf.enable_recompute(model)
+        self.module = model
 
     def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """See `TrainedModel.summed_loss`."""
@@ -115,6 +117,10 @@ class TransformersModel:
 class MegatronShard:
     """This rank's tensor-parallel part of a GPTModel (one pipeline stage)."""
 
+    module: nn.Module
+    mpu: Any
+    data_group: dist.ProcessGroup | None
+
     def __init__(self, setup: EngineSetup) -> None:
         from megatron.core import parallel_state
 
@@ -124,8 +130,9 @@ class MegatronShard:
         self.config = setup.model_config
         self.model = megatron_model(setup.model_config.to_dict())
         rendered = render_model(self.model, setup.layout, setup.precision)
-        self.module = model.build_chunks(self.model, **rendered)[0]
-        weights.fill([self.module], self.model, setup.weights)
+        self.chunks = model.build_chunks(self.model, **rendered)
+        self.module = self.chunks[0]
+        weights.fill(self.chunks, self.model, setup.weights)
         self.mpu = _mpu()
         self.data_group = parallel_state.get_data_parallel_group()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -149,7 +156,7 @@ class MegatronShard:
         for name, parameter in self.module.named_parameters():
             head_norm = "q_layernorm" in name or "k_layernorm" in name
             if getattr(parameter, "sequence_parallel", False) or head_norm:
-                parameter.register_hook(summed)
+                parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
     def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """See `TrainedModel.summed_loss`."""
@@ -161,7 +168,8 @@ class MegatronShard:
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         """See `TrainedModel.gradient_norm`."""
-        split, whole = [], []
+        split: list[nn.Parameter] = []
+        whole: list[nn.Parameter] = []
         for parameter in module.parameters():
             is_split = getattr(parameter, "tensor_model_parallel", False)
             (split if is_split else whole).append(parameter)
@@ -179,7 +187,7 @@ class MegatronShard:
         parameters = hf.meta_model(self.config).named_parameters()
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
         values = {(0, name): value for name, value in _gathered(module, keep=True)}
-        return weights.collect([self.module], self.model, CheckpointTensors(shapes), values)
+        return weights.collect(self.chunks, self.model, CheckpointTensors(shapes), values)
 
     def close(self) -> None:
         """See `TrainedModel.close`."""

@@ -12,6 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,22 +37,6 @@ from toolkit.models.families import megatron_model
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import build_chunks, join_groups, leave_groups, position_ids
 from toolkit.models.weights import CheckpointTensors
-
-cpu.before_import()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import (  # noqa: E402
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of one parameter."""

@@ -128,6 +128,10 @@ def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], Non
 
 def build_engine(name: str, setup: EngineSetup) -> Engine:
     """Build the engine `name` on this rank; collective."""
+    if setup.model == "megatron":
+        from toolkit.models.megatron import cpu
+
+        cpu.before_import()
     module, _, attribute = ENGINES[name].partition(":")
     engine: Engine = getattr(import_module(module), attribute)(setup)
     return engine

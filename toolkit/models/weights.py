@@ -295,6 +295,14 @@ STORED_NAMES = (
 names otherwise: pattern of the model's name → stored name."""
 
 
+def published_name(family: str, name: str) -> str:
+    """The name under which transformers saves a checkpoint tensor of a family."""
+    if family in ("mixtral", "gpt_neox"):
+        for pattern, stored in STORED_NAMES:
+            name = re.sub(pattern, stored, name)
+    return name
+
+
 class SafetensorsWeights:
     """Weights read from the safetensors of a Hugging Face folder, never by pickle.
 
@@ -362,14 +370,14 @@ class SafetensorsWeights:
         return rectangle.T if block.transposed else rectangle
 
     def _slice(self, name: str) -> Any:
-        stored = self._stored_name(name)
+        stored = self.stored_name(name)
         file = self.files[stored]
         if file not in self._handles:
             self._handles[file] = safe_open(self.folder / file, framework="pt")
         return self._handles[file].get_slice(stored)
 
-    def _stored_name(self, name: str) -> str:
-        """The checkpoint's own name of a tensor, or DataError."""
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's own name of a tensor. Raises DataError when it has none."""
         candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
         candidates += [re.sub(pattern, stored, name) for pattern, stored in STORED_NAMES]
         for candidate in candidates:

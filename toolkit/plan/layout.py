@@ -56,22 +56,15 @@ def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     """Number of layers of each of the pp · vpp model chunks, in model order.
 
     Chunk `virtual_stage · pp + pp_rank` belongs to pipeline rank `pp_rank`. Chunks differ
-    by one layer at most. What does not divide goes to the chunks in the middle, the lightest
-    pipeline rank first; then to the first, which holds the embedding, and never to the last,
-    which holds the larger output head. Needs at least one layer per chunk.
+    by one layer at most, and so do pipeline ranks. What does not divide goes to the chunks
+    in the middle, in order; then to the first, which holds the embedding, and never to the
+    last, which holds the larger output head. Needs at least one layer per chunk.
     """
     count = pp * vpp
     assert 1 <= count <= layers, "refused at check"
     share, rest = divmod(layers, count)
-    sizes = [share] * count
-
-    def weight(chunk: int) -> tuple[bool, bool, int, int]:
-        on_rank = sum(sizes[chunk % pp :: pp])
-        return chunk == count - 1, chunk == 0, on_rank, chunk
-
-    for _ in range(rest):
-        sizes[min((c for c in range(count) if sizes[c] == share), key=weight)] += 1
-    return tuple(sizes)
+    longer = [*range(1, count - 1), 0][:rest]
+    return tuple(share + (chunk in longer) for chunk in range(count))
 
 
 def total_steps(training: TrainingSection, samples_per_epoch: int | None = None) -> int | None:

@@ -133,8 +133,9 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
 def _head_dim(settings: Settings, head_dim: int) -> int:
     """8, or 9 where it is odd; more where only a share of it is turned by positions."""
     share = settings["rotary_pct"] or 1.0
-    even = next(size for size in (8, 16, 32, 64, head_dim) if int(size * share) in (2, 4, 8))
-    return min(even + head_dim % 2, head_dim)
+    turned = {size: int(size * share) for size in (8, 16, 32, 64, head_dim)}
+    whole_pairs = next(size for size, n in turned.items() if n >= 2 and n % 2 == 0)
+    return min(whole_pairs + head_dim % 2, head_dim)
 
 
 def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:

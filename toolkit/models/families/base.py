@@ -6,7 +6,7 @@ tensors, and what megatron-core cannot express. It is data and arithmetic: no to
 megatron-core.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,37 @@ class MegatronModel:
     feeds the MLP with what attention returns."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts in place of a dense MLP."""
+
+    def instances(self) -> Iterator["Instance"]:
+        """Every tensor of the model, layer by layer and expert by expert."""
+        for tensor in self.tensors:
+            experts: list[int | None] = [None]
+            if "{expert}" in tensor.name:
+                experts = list(range(self.transformer["num_moe_experts"]))
+            for layer in self._layers_of(tensor):
+                for expert in experts:
+                    yield Instance(tensor, layer, expert)
+
+    def _layers_of(self, tensor: TensorMap) -> list[int | None]:
+        if "{layer}" not in tensor.name:
+            return [None]
+        layers = range(self.transformer["num_layers"])
+        if ".mlp.router" in tensor.name or ".mlp.experts" in tensor.name:
+            return [layer for layer in layers if layer in self.moe_layers]
+        if ".mlp." in tensor.name:
+            return [layer for layer in layers if layer not in self.moe_layers]
+        return list(layers)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One tensor of the model."""
+
+    tensor: TensorMap
+    layer: int | None
+    """Its layer in the whole model; None for one outside the layers."""
+    expert: int | None
+    """Its expert in the whole layer; None for one outside the experts."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +146,7 @@ def sliding_window(spec: ModelSpec, layers: tuple[bool, ...]) -> dict[str, Any]:
     """
     if spec.sliding_window is None or not any(layers):
         return {}
-    fields: dict[str, Any] = {"window_size": (spec.sliding_window - 1, 0)}
+    fields: dict[str, Any] = {"window_size": (spec.sliding_window, 0)}
     if not all(layers):
         fields["window_attn_skip_freq"] = [int(slides) for slides in layers]
     return fields

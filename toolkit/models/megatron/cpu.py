@@ -6,6 +6,8 @@ megatron-core's modules the name `torch` stands for a view of torch whose CUDA c
 on the CPU. torch itself stays as it is. Where CUDA is available nothing happens at all.
 """
 
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,7 @@ def redirect() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
             vars(module)["torch"] = _TORCH
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     _replace("tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state)
     _replace("tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state)
     _replace("optimizer.clip_grads", "l2_norm_impl", _l2_norm)
@@ -38,17 +40,22 @@ def redirect() -> None:
 
 
 def before_import() -> None:
-    """Call it before megatron-core's other modules are imported.
+    """What must be settled before the rest of megatron-core is imported.
 
-    Keeps it from compiling its fused operators for the CPU, and from warning about
-    packages that it can do without.
+    Its warnings about packages that it can do without are left out, and where there is no
+    CUDA it does not compile fused operators.
     """
-    absent = r"(Transformer Engine and )?Apex (is|are) not installed"
-    warnings.filterwarnings("ignore", message=absent)
-    if not torch.cuda.is_available():
-        from megatron.core import jit
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    if torch.cuda.is_available():
+        # One queue to the GPU keeps tensor-parallel communication ahead of the products
+        # that hide it; megatron-core warns without it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+    from megatron.core import jit
 
-        jit.disable_jit_fuser()
+    jit.disable_jit_fuser()
 
 
 def cuda_type_names() -> AbstractContextManager[None]:

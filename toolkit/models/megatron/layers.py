@@ -41,9 +41,9 @@ class Norm:
     gradient of the (replicated) weight is a sum over ranks; the mark says so.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
-    ) -> nn.Module:  # type: ignore[misc]
+    ) -> nn.Module:
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)

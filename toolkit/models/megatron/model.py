@@ -5,21 +5,17 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
+from toolkit.models.megatron.config import expert_tensor
+from toolkit.models.megatron.layers import chunk_spec
 from toolkit.plan.layout import Layout
-
-cpu.before_import()
-
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from toolkit.models.megatron.config import expert_tensor  # noqa: E402
-from toolkit.models.megatron.layers import chunk_spec  # noqa: E402
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

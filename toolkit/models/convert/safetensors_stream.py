@@ -1,4 +1,4 @@
-"""Writing safetensors files tensor by tensor, holding one at a time.
+"""Safetensors files tensor by tensor, one at a time in memory.
 
 The format is a length (8 bytes, little endian), a JSON header with each tensor's dtype, shape
 and place, and the bytes of the tensors. https://huggingface.co/docs/safetensors
@@ -6,12 +6,15 @@ and place, and the bytes of the tensors. https://huggingface.co/docs/safetensors
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -47,14 +50,26 @@ class Entry:
         """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def telling(self, tick: Callable[[int], None]) -> "Entry":
+        """The same tensor, telling `tick` of its bytes when it is read."""
 
-def write_model(folder: Path, entries: Sequence[Entry], limit: int = LARGEST_FILE_BYTES) -> None:
-    """Write a model as transformers names it: one file, or several of `limit` bytes and an index."""
+        def values() -> Tensor:
+            result = self.values()
+            tick(self.nbytes)
+            return result
+
+        return replace(self, values=values)
+
+
+def write_model(
+    folder: Path, entries: Sequence[Entry], limit: int = LARGEST_FILE_BYTES
+) -> None:
+    """Write a model's files as transformers names them: several with an index above `limit`."""
     files = _files(entries, limit)
     if len(files) == 1:
         write_file(folder / "model.safetensors", files[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, content in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_file(folder / name, content)
@@ -79,8 +94,8 @@ def _files(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
 
 def write_file(path: Path, entries: Iterable[Entry]) -> None:
     """Write one safetensors file."""
-    # Readers may map the file: every tensor begins at a multiple of its element size.
-    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    # The order of the safetensors library, in which every tensor is aligned to its elements.
+    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in ordered:
@@ -100,6 +115,18 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
             assert values.shape == entry.shape and values.dtype == entry.dtype, entry.name
             flat = values.contiguous().reshape(-1)
             if flat.numel():
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
+                file.write(flat.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[Entry]:
+    """Tensors of a safetensors file, all or those of these names; their values stay on disk."""
+    dtypes = {text: dtype for dtype, text in _NAMES.items()}
+    handle: Any = safe_open(path, framework="pt")
+    for name in handle.keys() if names is None else names:
+        part = handle.get_slice(name)
+        yield Entry(
+            name, dtypes[part.get_dtype()], tuple(part.get_shape()),
+            partial(handle.get_tensor, name),
+        )  # fmt: skip

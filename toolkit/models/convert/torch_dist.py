@@ -83,7 +83,9 @@ class Writer:
         entry.chunks.append(chunk)
         # Saving a view would save all that lies under it.
         owned = part.numel() == part.untyped_storage().nbytes() // part.element_size()
-        self._write(index, part if owned and part.is_contiguous() else part.clone().contiguous())
+        self._write(
+            index, part if owned and part.is_contiguous() else part.clone().contiguous()
+        )
 
     def add_empty_object(self, key: str) -> None:
         """Write the object that a module without extra state saves."""
@@ -147,7 +149,9 @@ class Reader:
             ]
             if any(low >= high for low, high in overlap):
                 continue
-            target = tuple(slice(x - a, y - a) for (x, y), a in zip(overlap, offset, strict=True))
+            target = tuple(
+                slice(x - a, y - a) for (x, y), a in zip(overlap, offset, strict=True)
+            )
             source = tuple(
                 slice(x - c, y - c) for (x, y), c in zip(overlap, chunk.offsets, strict=True)
             )

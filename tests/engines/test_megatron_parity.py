@@ -1,0 +1,138 @@
+"""Megatron layouts against the same plain transformers loop as every other layout.
+
+The vocabulary (101) divides by no tensor-parallel degree, the embedding is tied, the five
+layers divide by no pipeline, and tensor 4 exceeds the two key/value heads. (Regression for
+PAINS 1: Megatron-LM#1736, a vocabulary that tensor parallel does not divide.)
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.parity_worker import Case, reference
+from tests.engines.test_parity import OFFLOAD_TOLERANCE, TOLERANCE, run
+
+LAYERS = {"num_hidden_layers": 5}
+MIXTRAL = {
+    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3 = {"model_type": "qwen3", "head_dim": 32}
+
+
+def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: Any) -> Case:
+    """A case of the engine megatron."""
+    stage = parallel.pop("stage", "auto")
+    recompute = parallel.pop("recompute", "none")
+    return Case(
+        "megatron", micro_batch, stage, recompute=recompute, steps=10, family=family,
+        parallel=parallel,
+    )  # fmt: skip
+
+
+def zero(stage: int, offload: str = "none", recompute: str = "none", **family: Any) -> Case:
+    """A case of the engine deepspeed with a Megatron model in tensor 2."""
+    return Case(
+        "deepspeed", 2, stage, offload, recompute=recompute, steps=10,
+        family=family or LAYERS, parallel={"model": "megatron", "tensor": 2},
+    )  # fmt: skip
+
+
+TWO = [
+    megatron(tensor=2, sequence=False),
+    megatron(4, tensor=2),
+    megatron(tensor=2, recompute="full"),
+    megatron(pipeline=2),
+    megatron(pipeline=2, recompute="selective"),
+    megatron(pipeline=2, virtual_pipeline=2),
+    megatron(stage=0),
+    megatron(4, stage=1),
+    megatron(tensor=2, family=QWEN3),
+    megatron(tensor=2, sequence=False, family=QWEN3),
+    megatron(tensor=2, family=MIXTRAL),
+    megatron(expert=2, family=MIXTRAL),
+    megatron(expert=2, stage=0, family=MIXTRAL),
+]
+FOUR = [
+    megatron(tensor=2, pipeline=2),
+    megatron(tensor=4),
+    megatron(tensor=2, pipeline=2, virtual_pipeline=2),
+    megatron(pipeline=2, stage=1),
+    megatron(expert=2, pipeline=2, family=MIXTRAL),
+    megatron(tensor=2, expert=2, family=MIXTRAL),
+    *(zero(stage) for stage in (0, 1, 2, 3)),
+    zero(3, recompute="full"),
+    zero(2, **QWEN3),
+]
+
+
+@cache
+def _reference(family: tuple[tuple[str, Any], ...]) -> dict[str, list[float]]:
+    return reference(family=dict(family))
+
+
+def assert_equals_reference(case: Case, result: dict[str, Any], tolerance: float) -> None:
+    expected = _reference(tuple(case.family.items()))
+    print(case.name)
+    for quantity in ("loss", "grad_norm"):
+        wanted = expected[quantity][: case.steps]
+        assert result[quantity] == pytest.approx(wanted, rel=tolerance)
+
+
+def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    results = run(cases, world=world, timeout_s=280)
+    for case in cases:
+        assert_equals_reference(case, results[case.name], tolerance)
+    return results
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    check(TWO, world=2)
+
+
+@pytest.mark.slow
+def test_four_processes() -> None:
+    check(FOUR, world=4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_ops")
+def test_zero_with_cpu_offload() -> None:
+    check([zero(2, "cpu"), zero(3, "cpu")], world=4, tolerance=OFFLOAD_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_resumed_and_exported(tmp_path: Path) -> None:
+    """A load that did nothing would go on from weights of another seed; what is exported has
+    the loss that the engine has."""
+    cases = [
+        replace(case, resume_in=str(tmp_path), export_to=str(tmp_path / f"export-{index}"))
+        for index, case in enumerate(
+            [
+                megatron(tensor=2),
+                megatron(pipeline=2, virtual_pipeline=2),
+                megatron(stage=1),
+                megatron(expert=2, family=MIXTRAL),
+                zero(1),
+            ]
+        )
+    ]
+    for result in check(cases, world=2).values():
+        assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_half_precision_keeps_fp32_masters() -> None:
+    """bf16 rounds, but alike in every layout."""
+    cases = [
+        replace(case, precision="bf16", steps=5)
+        for case in (megatron(tensor=2), megatron(pipeline=2), megatron(stage=1))
+    ]
+    expected = _reference(tuple(LAYERS.items()))
+    for result in run(cases, world=2).values():
+        assert result["loss"] == pytest.approx(expected["loss"][:5], rel=1e-3)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"][:5], rel=2e-2)

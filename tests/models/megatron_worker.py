@@ -1,0 +1,172 @@
+"""Run by every rank of test_megatron_parity.py and of the conversion tests.
+
+    python -m tests.models.megatron_worker CASES_JSON
+
+For each case: builds the real GPTModel in its layout, fills it, compares logits and per-token
+losses with transformers, and where asked saves it with megatron-core's own checkpointing.
+"""
+
+import json
+import multiprocessing
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.engines.distributed import end_process, join, leave
+from toolkit.models.families import megatron_model
+from toolkit.models.megatron import cpu
+from toolkit.models.megatron import model as megatron
+from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+from toolkit.models.megatron.weights import fill, shards
+from toolkit.models.weights import SafetensorsWeights
+from toolkit.plan.layout import Layout
+
+# isort: split
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+SEQUENCES, LENGTH = 2, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout."""
+
+    name: str
+    folder: str
+    """The Hugging Face folder."""
+    layout: dict[str, Any]
+    load: str | None = None
+    """Fill from this Megatron iteration folder, by megatron-core, instead of safetensors."""
+    save: str | None = None
+    """Save there with megatron-core."""
+
+
+def tokens_of(vocabulary: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(vocabulary, (SEQUENCES, LENGTH + 1), generator=generator)
+
+
+@torch.no_grad()
+def reference(folder: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' logits [sequences, length, vocabulary] and losses per token."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config._experts_implementation = "eager"
+    logits = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits
+    losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return logits, losses
+
+
+@torch.no_grad()
+def outputs(chunks: list[megatron.GPTChunk], tokens: Tensor, *, losses: bool) -> Tensor | None:
+    """Logits (the whole vocabulary) or losses per token on the last stage, None elsewhere."""
+    inputs = tokens[:, :-1].contiguous()
+    found: list[Tensor] = []
+
+    def forward(_: object, chunk: megatron.GPTChunk) -> Any:
+        labels = tokens[:, 1:].contiguous() if losses else None
+        output = chunk(inputs, megatron.position_ids(inputs), None, labels=labels)
+
+        def keep(value: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001
+            found.append(value)
+            return value.sum(), torch.tensor(1), {}
+
+        return output, keep
+
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[None] * len(chunks),
+        model=chunks,
+        num_microbatches=1,
+        seq_length=LENGTH,
+        micro_batch_size=SEQUENCES,
+        forward_only=True,
+    )
+    if not found:
+        return None
+    if losses:
+        return found[0]
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(found[0]) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, found[0].contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def run(case: Case) -> dict[str, float]:
+    """Largest differences from transformers, on the last stage; empty elsewhere."""
+    layout = Layout(**case.layout)
+    config = AutoConfig.from_pretrained(case.folder).to_dict()
+    described = megatron_model(config)
+    vocabulary = described.gpt["vocab_size"]
+    cpu.redirect()
+    megatron.join_groups(layout, seed=1)
+    chunks = megatron.build_chunks(
+        described,
+        transformer_arguments(described, layout, "fp32"),
+        gpt_arguments(described, layout),
+    )
+    state = {"": chunks[0]} if len(chunks) == 1 else dict(enumerate(chunks))
+    if case.load is None:
+        with torch.device("meta"):
+            meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.folder))
+        shapes = {name: tuple(p.shape) for name, p in meta.named_parameters()}
+        source = SafetensorsWeights(Path(case.folder), shapes, meta.base_model_prefix)
+        for shard in shards(chunks, described):
+            shard.parameter.data.fill_(float("nan"))  # what is not filled would show
+        fill(chunks, described, source)
+    else:
+        for chunk in state.values():
+            strategy = TorchDistLoadShardedStrategy()
+            loaded = dist_checkpointing.load(chunk.sharded_state_dict(), case.load, strategy)
+            chunk.load_state_dict(loaded)
+    for chunk in chunks:
+        chunk.eval()
+    tokens = tokens_of(vocabulary)
+    logits = outputs(chunks, tokens, losses=False)
+    losses = outputs(chunks, tokens, losses=True)
+    if case.save is not None:
+        if dist.get_rank() == 0:
+            Path(case.save).mkdir(parents=True)
+        dist.barrier()
+        saver = TorchDistSaveShardedStrategy("torch_dist", 1)
+        (chunk,) = chunks
+        dist_checkpointing.save(chunk.sharded_state_dict(), case.save, saver)
+    result = {}
+    if logits is not None and losses is not None:
+        expected, expected_losses = reference(case.folder, tokens)
+        result = {
+            "logits": (logits[..., :vocabulary] - expected).abs().max().item(),
+            "losses": (losses - expected_losses).abs().max().item(),
+            "spread": expected.std().item(),
+        }
+    megatron.leave_groups()
+    return result
+
+
+def main() -> None:
+    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+    join()
+    for case in cases:
+        print("RESULT " + json.dumps({"name": case.name, **run(case)}), flush=True)
+    leave()
+    # megatron-core's writer leaves a helper process behind.
+    for child in multiprocessing.active_children():
+        child.kill()
+    filesystem_async._results_queue = None
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The Megatron model computes what transformers computes, in every layout (issue 3, 1)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.test_families import CONFIGS, LLAMA3, SMALL, config_of
+from tests.processes import run_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2-sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3 rope": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 16384}),
+    "llama linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "mistral window": ("mistral", {"sliding_window": 5}),
+    "qwen2 upper layers slide": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    ),
+    "gpt2 without attention scale": ("gpt2", {"scale_attn_weights": False}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox half rotary": ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    "qwen3_moe normalised": ("qwen3_moe", {"norm_topk_prob": True}),
+}  # fmt: skip
+"""Configs whose keys change the function, beside the plain ones."""
+
+
+def save_random_model(config: dict[str, Any], folder: Path) -> None:
+    """A model whose every tensor matters: larger weights than a fresh one, odd norms."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            parameter.normal_(mean=float(is_norm), std=0.2 if parameter.ndim == 1 else 0.1)
+    model.save_pretrained(folder)
+
+
+def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
+    """Every family and variant that the layout concerns."""
+    configs = {case: config_of(case) for case in CONFIGS}
+    configs |= {name: config_of(base, **changes) for name, (base, changes) in MORE.items()}
+    cases = []
+    for name, config in configs.items():
+        if layout == "ep2" and not ("mixtral" in name or "moe" in name):
+            continue
+        folder = tmp_path / name
+        save_random_model(config, folder)
+        cases.append({"name": name, "folder": str(folder), "layout": LAYOUTS[layout]})
+    return cases
+
+
+def run_cases(cases: list[dict[str, Any]], world: int) -> dict[str, dict[str, float]]:
+    """The largest differences of each case, from the rank that saw them."""
+    argv = ["-m", "tests.models.megatron_worker", json.dumps(cases)]
+    found = {}
+    for output in run_ranks(argv, world, timeout_s=240):
+        for line in output.splitlines():
+            if line.startswith("RESULT "):
+                result = json.loads(line.removeprefix("RESULT "))
+                name = result.pop("name")
+                if result:
+                    found[name] = result
+    return found
+
+
+def check(found: dict[str, dict[str, float]], cases: list[dict[str, Any]]) -> None:
+    assert set(found) == {case["name"] for case in cases}
+    wrong = {
+        name: result
+        for name, result in found.items()
+        if not (result["logits"] <= 1e-4 and result["losses"] <= 1e-5)
+    }
+    assert not wrong
+    assert all(result["spread"] > 0.05 for result in found.values()), "nothing to tell apart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_losses_are_those_of_transformers(layout: str, tmp_path: Path) -> None:
+    cases = cases_of(tmp_path, layout)
+    check(run_cases(cases, world=1 if layout == "tp1" else 2), cases)
+
+
+assert SMALL["vocab_size"] % 2, "the vocabulary must need padding"

@@ -1,0 +1,50 @@
+"""The batches are the same for every layout, and uneven in every way."""
+
+import pytest
+import torch
+
+from toolkit.engines.base import IGNORE_INDEX
+from toolkit.plan.layout import Layout
+from toolkit.recipe.schema import TrainingSection
+from toolkit.rehearse.batches import global_batch, micro_batches
+
+TRAINING = TrainingSection(steps=3, sequence_length=16, global_batch_size=8)
+
+
+def test_masks_are_uneven() -> None:
+    """Parity means nothing without this: a mean of means would pass."""
+    _, labels = global_batch(TRAINING, 101, 0)
+    kept = (labels != IGNORE_INDEX).sum(dim=1)
+    assert kept[0] == 16
+    assert kept[-2:].tolist() == [0, 0]
+    assert kept[:4].sum() > 2 * kept[4:].sum()
+    for rows in (2, 1):
+        assert len({int(part.sum()) for part in kept.split(rows)}) >= 4
+
+
+def test_labels_are_the_next_tokens() -> None:
+    inputs, labels = global_batch(TRAINING, 101, 0)
+    assert torch.equal(labels[0, :-1], inputs[0, 1:])
+    assert inputs.max() <= 100
+
+
+def test_a_step_is_a_function_of_seed_and_number() -> None:
+    first, again, other = (global_batch(TRAINING, 101, step)[0] for step in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    seeded = TRAINING.model_copy(update={"seed": 1})
+    assert not torch.equal(first, global_batch(seeded, 101, 0)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, micro_batch=2), Layout(micro_batch=2),
+                                    Layout(dp=4, micro_batch=1)])  # fmt: skip
+def test_shares_of_all_ranks_are_the_batch(layout: Layout) -> None:
+    inputs, labels = global_batch(TRAINING, 101, 0)
+    shares = [
+        batch
+        for rank in range(layout.dp)
+        for batch in micro_batches(inputs, labels, layout, rank)
+    ]
+    assert all(len(batch.input_ids) == layout.micro_batch for batch in shares)
+    assert torch.equal(torch.cat([batch.input_ids for batch in shares]), inputs)
+    assert torch.equal(torch.cat([batch.labels for batch in shares]), labels)

@@ -1,0 +1,136 @@
+"""Which layouts are tried: the recipe's own first, scaled down, and every engine."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+from toolkit.errors import RecipeError
+from toolkit.plan.layout import Layout
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe, ZeroSection
+from toolkit.rehearse.layouts import STANDARD, candidates, degrees, own_layout, select
+from toolkit.rehearse.rehearsal import Options, prepare
+
+TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe(TINY)
+
+
+def planned(recipe: Recipe, engine: str = "megatron", **layout: Any) -> Plan:
+    """A plan with a layout of the test's own."""
+    model: Any = "hf" if engine == "ddp" else "megatron"
+    changed: Any = {"engine": engine, "model": model, "layout": Layout(**layout)}
+    return replace(plan_recipe(recipe), **changed)
+
+
+def test_names_are_unique_and_cover_the_acceptance_list() -> None:
+    names = [one.name for one in STANDARD]
+    assert len(set(names)) == len(names) == 16
+
+
+def test_nothing_is_left_to_the_planner() -> None:
+    for one in STANDARD:
+        section = one.parallel.model_dump()
+        assert "auto" not in section.values(), one.name
+        assert section["zero"]["stage"] != "auto", one.name
+
+
+def test_own_layout_that_is_a_standard_one_comes_first_under_its_name(recipe: Recipe) -> None:
+    found = candidates(recipe, plan_recipe(recipe), 4)
+    assert [one.name for one in found[:2]] == ["zero2", "ddp"]
+    assert len(found) == len(STANDARD)
+    assert [one.name for one in select(found, ["recipe"])] == ["zero2"]
+
+
+def test_own_layout_of_its_own_comes_first_as_recipe(recipe: Recipe) -> None:
+    plan = planned(recipe, tp=2, recompute="full")
+    found = candidates(recipe, plan, 4)
+    assert found[0].name == "recipe"
+    assert found[0].note == ""
+    assert len(found) == len(STANDARD) + 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "expected", "note"),
+    [
+        ({"tp": 8, "pp": 16, "dp": 8}, 4, (2, 2, 1, 1, 1),
+         "tp8 pp16 dp8 scaled down to tp2 pp2"),
+        ({"tp": 8, "pp": 16, "dp": 8}, 8, (2, 2, 1, 1, 2),
+         "tp8 pp16 dp8 scaled down to tp2 pp2 dp2"),
+        ({"tp": 8, "pp": 16, "dp": 8}, 2, (2, 1, 1, 1, 1), "tp8 pp16 dp8 scaled down to tp2"),
+        ({"tp": 3, "dp": 9}, 6, (3, 1, 1, 1, 2), "tp3 dp9 scaled down to tp3 dp2"),
+        ({"tp": 8, "pp": 4, "ep": 8, "dp": 16}, 4, (2, 1, 1, 2, 2),
+         "tp8 pp4 ep8 dp16 scaled down to tp2 ep2 dp2"),
+        ({"pp": 4, "vpp": 3}, 2, (1, 2, 3, 1, 1), "pp4 vpp3 scaled down to pp2 vpp3"),
+        ({"pp": 4, "vpp": 3}, 1, (1, 1, 1, 1, 1), "pp4 vpp3 scaled down to one process"),
+        ({"tp": 2}, 4, (2, 1, 1, 1, 1), ""),
+    ],
+)  # fmt: skip
+def test_own_layout_is_scaled_down(
+    recipe: Recipe,
+    layout: dict[str, Any],
+    processes: int,
+    expected: tuple[int, ...],
+    note: str,
+) -> None:
+    found = own_layout(ZeroSection(), planned(recipe, **layout), processes)
+    section = found.parallel
+    assert expected[:4] == (
+        section.tensor, section.pipeline, section.virtual_pipeline, section.expert,
+    )  # fmt: skip
+    assert found.processes == expected[0] * expected[1] * expected[4] <= processes
+    assert found.note == note
+
+
+def test_own_layout_keeps_sharding_and_files(recipe: Recipe) -> None:
+    zero = ZeroSection(config="zeropp", nvme_path="/scratch")
+    plan = planned(
+        recipe, "deepspeed", dp=8, zero_stage=3, offload_optimizer="nvme", recompute="full"
+    )
+    section = own_layout(zero, plan, 4).parallel
+    assert (section.zero.stage, section.zero.offload_optimizer) == (3, "nvme")
+    assert (section.zero.config, section.zero.nvme_path) == ("zeropp", "/scratch")
+    assert section.recompute == "full"
+
+
+def test_sequence_parallel_needs_a_tensor_group(recipe: Recipe) -> None:
+    plan = planned(recipe, tp=4, sequence_parallel=True)
+    assert own_layout(ZeroSection(), plan, 2).parallel.sequence is True
+    assert own_layout(ZeroSection(), plan, 1).parallel.sequence is False
+
+
+def test_degrees_are_those_of_the_recipe(recipe: Recipe) -> None:
+    found = degrees(planned(recipe, tp=8, pp=4, vpp=3, ep=4))
+    assert (found.tensor.full, found.tensor.rehearsed) == (8, 2)
+    assert (found.stages.full, found.stages.rehearsed) == (12, 6)
+    assert (found.expert.full, found.expert.rehearsed) == (4, 2)
+
+
+def test_globs_choose_in_the_order_of_the_list(recipe: Recipe) -> None:
+    found = candidates(recipe, plan_recipe(recipe), 4)
+    assert [one.name for one in select(found, ["zero[13]", "ddp"])] == ["ddp", "zero1", "zero3"]
+    assert select(found, []) == found
+
+
+def test_unknown_name_lists_all(recipe: Recipe) -> None:
+    found = candidates(recipe, plan_recipe(recipe), 4)
+    with pytest.raises(RecipeError) as caught:
+        select(found, ["ddp", "zero9"])
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.found) == ("--layouts", "'zero9'")
+    for one in found:
+        assert one.name in problem.allowed
+
+
+def test_a_recipe_for_a_cluster_can_be_rehearsed() -> None:
+    path = ROOT / "recipes/llama/llama-3.1-405b-pretrain.yaml"
+    rehearsal = prepare(load_recipe(path), Options())
+    assert rehearsal.layouts[0].name == "recipe"
+    assert rehearsal.layouts[0].processes <= 4
+    assert rehearsal.recipe.schedule.warmup_steps == 0

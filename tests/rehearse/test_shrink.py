@@ -1,0 +1,202 @@
+"""A shrunk model is small, valid, and divides as the large one does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.processes import ROOT
+from toolkit.models.config_check import Settings, check_config
+from toolkit.models.config_keys import FAMILIES
+from toolkit.models.spec import ModelSpec
+from toolkit.recipe.load import load_recipe
+from toolkit.rehearse.rehearsal import Options, prepare
+from toolkit.rehearse.shrink import (
+    SMALL_PARAMETERS,
+    Degree,
+    Degrees,
+    alike,
+    shrink_config,
+    shrink_sequence,
+    shrink_window,
+    without_noise,
+)
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [0, 47],
+}
+ANY_LAYOUT = Degrees()
+RECIPES = sorted(ROOT.glob("recipes/*/*.yaml"))
+
+
+def shrunk(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> dict[str, Any]:
+    """The small config, known to be valid."""
+    small = shrink_config(config, degrees)
+    assert check_config(small) == []
+    return small
+
+
+def spec(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> ModelSpec:
+    return ModelSpec.from_config(shrunk(config, degrees))
+
+
+@given(st.integers(1, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 200))
+def test_alike_keeps_the_remainder(original: int, unit: int, least: int) -> None:
+    small = alike(original, unit, least=least)
+    assert 1 <= small <= original
+    assert small % unit == original % unit
+    assert small < max(least, unit) + unit
+
+
+@given(st.integers(8, 10**6), st.sampled_from([(8, 2), (3, 3), (6, 2), (16, 2)]))
+def test_alike_keeps_what_the_full_degree_divides(
+    original: int, degrees: tuple[int, int]
+) -> None:
+    full, rehearsed = degrees
+    small = alike(original, 2, Degree(full, rehearsed))
+    assert (small % rehearsed == 0) == (original % full == 0)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_shrinks(path: Path) -> None:
+    rehearsal = prepare(load_recipe(path), Options())
+    before, after = rehearsal.original.model.config, rehearsal.recipe.model.config
+    assert before is not None
+    assert after is not None
+    assert check_config(after) == []
+    large, small = ModelSpec.from_config(before), ModelSpec.from_config(after)
+    assert small.parameters.total <= 3 * SMALL_PARAMETERS
+    assert large.heads // large.kv_heads == small.heads // small.kv_heads
+    for degree in (2, 4):
+        assert large.layers % degree == small.layers % degree or large.layers == 126
+    for name in ("tied_embeddings", "qkv_bias", "mlp_bias", "query_key_norm", "layer_norm",
+                 "gated_mlp", "learned_positions", "norms_per_layer", "family"):  # fmt: skip
+        assert getattr(large, name) == getattr(small, name), name
+    for name in ("rope_theta", "rope_scaling", "rope_parameters", "rotary_pct"):
+        assert before.get(name) == after.get(name), name
+    training = rehearsal.recipe.training
+    assert training.precision == "fp32"
+    assert training.sequence_length <= 33
+
+
+def test_layers_that_do_not_divide_stay_so() -> None:
+    """126 layers on 16 stages: uneven, although 2 stages would divide 126 and 6."""
+    stages = Degree(16, 2)
+    assert spec(LLAMA | {"num_hidden_layers": 126}, Degrees(stages=stages)).layers % 2 == 1
+    assert spec(LLAMA | {"num_hidden_layers": 80}, Degrees(stages=stages)).layers == 4
+    assert spec(LLAMA | {"num_hidden_layers": 30}).layers == 6
+
+
+def test_vocabulary_that_does_not_divide_stays_so() -> None:
+    assert spec(LLAMA | {"vocab_size": 50257}).vocab % 2 == 1
+    assert spec(LLAMA | {"vocab_size": 50260}).vocab % 2 == 0
+    tensor = Degrees(tensor=Degree(8, 2))
+    assert spec(LLAMA | {"vocab_size": 50260}, tensor).vocab % 2 == 1
+
+
+def test_more_ranks_than_groups_stay_so() -> None:
+    found = spec(LLAMA, Degrees(tensor=Degree(16, 2)))
+    assert (found.heads, found.kv_heads) == (4, 1)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(32, 32), (32, 1), (9, 3), (14, 2), (64, 8)])
+def test_groups(heads: int, groups: int) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    found = spec(LLAMA | sizes | {"hidden_size": 128 * heads})
+    assert found.heads // found.kv_heads == heads // groups
+    assert found.kv_heads % 2 == groups % 2
+    assert found.heads % 2 == heads % 2
+    assert found.hidden == found.heads * found.head_dim
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.25, 8), (0.75, 8), (0.125, 16), (1.0, 8)])
+def test_partial_rotation_keeps_whole_pairs(share: float, size: int) -> None:
+    neox = {"model_type": "gpt_neox", "rotary_pct": share, "num_attention_heads": 48}
+    found = shrunk(neox)
+    assert found["hidden_size"] // found["num_attention_heads"] == size
+
+
+def test_head_size_of_its_own_keeps_its_ratio() -> None:
+    found = spec({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16,
+                  "num_key_value_heads": 8, "head_dim": 128})  # fmt: skip
+    assert found.heads * found.head_dim == 2 * found.hidden
+
+
+def test_the_users_spelling_is_kept() -> None:
+    found = shrunk({"model_type": "gpt2", "n_embd": 768, "num_hidden_layers": 12})
+    assert "n_layer" not in found
+    assert found["num_hidden_layers"] == 4
+    assert found["n_embd"] == 16
+
+
+def test_experts() -> None:
+    found = shrunk(QWEN3_MOE)
+    assert (found["num_experts"], found["num_experts_per_tok"]) == (4, 2)
+    assert found["mlp_only_layers"] == [0, 3]
+    assert ModelSpec.from_config(found).moe_layers == 2
+
+
+def test_layer_types_of_the_first_and_last_layers() -> None:
+    types = ["sliding_attention", "full_attention"] * 13
+    found = shrunk({"model_type": "gemma2", "num_hidden_layers": 26, "layer_types": types})
+    assert found["num_hidden_layers"] == 6
+    assert set(found["layer_types"]) == {"sliding_attention", "full_attention"}
+    window = {"use_sliding_window": True, "max_window_layers": 20}
+    qwen = {"model_type": "qwen2", "num_hidden_layers": 40, "head_dim": 128}
+    assert shrunk(qwen | window)["max_window_layers"] == 2
+
+
+def test_sliding_window_hides_the_same_share() -> None:
+    config = {"model_type": "mistral", "sliding_window": 4096}
+    assert shrink_window(config, 8192, 32)["sliding_window"] == 16
+    assert shrink_window(config, 4096, 32)["sliding_window"] == 4096
+    off = {"model_type": "mistral", "sliding_window": None}
+    assert shrink_window(off, 8192, 32) == off
+
+
+def test_special_tokens_move_into_the_vocabulary() -> None:
+    tokens = {"bos_token_id": 128000, "eos_token_id": [128001, 5], "pad_token_id": None}
+    found = shrunk(LLAMA | tokens)
+    assert (found["bos_token_id"], found["eos_token_id"]) == (127, [127, 5])
+    assert found["pad_token_id"] is None
+
+
+def test_small_models_stay_as_they_are() -> None:
+    rehearsal = prepare(load_recipe(ROOT / "recipes/tiny/llama-bytes.yaml"), Options())
+    assert rehearsal.recipe.model.config == rehearsal.original.model.config
+
+
+def test_sequence_keeps_what_tensor_parallel_divides() -> None:
+    assert shrink_sequence(8192) == 32
+    assert shrink_sequence(127) == 33
+    assert shrink_sequence(16) == 16
+    assert shrink_sequence(8196, Degrees(tensor=Degree(8, 2))) == 33
+
+
+def test_dropout_is_off() -> None:
+    config = {"model_type": "gpt2", "attn_pdrop": 0.1, "resid_pdrop": 0.0}
+    assert without_noise(config) == config | {"attn_pdrop": 0.0}
+
+
+def test_every_family_has_a_small_form() -> None:
+    for family in FAMILIES:
+        config: dict[str, Any] = {"model_type": family}
+        if family in ("qwen2", "qwen3_moe"):
+            heads = Settings(FAMILIES[family], config)
+            config["head_dim"] = heads["hidden_size"] // heads["num_attention_heads"]
+        assert spec(config).parameters.total <= SMALL_PARAMETERS, family

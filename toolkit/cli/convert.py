@@ -1,0 +1,145 @@
+"""`dmt convert`: between a Hugging Face folder and a Megatron checkpoint."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.cli.check import human
+from toolkit.errors import RunFailed
+
+if TYPE_CHECKING:
+    from toolkit.models.convert.source import Source
+    from toolkit.models.convert.to_huggingface import ToHuggingFace
+    from toolkit.models.convert.to_megatron import ToMegatron
+
+
+def convert(
+    src: Annotated[
+        Path,
+        typer.Argument(help="Hugging Face folder, or Megatron checkpoint (torch_dist)."),
+    ],
+    dst: Annotated[Path, typer.Argument(help="Folder to write, new or empty.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face config.json of a Megatron checkpoint without one."),
+    ] = None,
+    vocab_multiple: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Pad the Megatron vocabulary to a multiple of this "
+            "(Megatron-LM: --make-vocab-size-divisible-by times TP).",
+        ),
+    ] = 128,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare logits with transformers on the same tokens."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print machine output alone on standard output.")
+    ] = False,
+) -> None:
+    """Convert a model between Hugging Face and Megatron, in the direction that SRC says.
+
+    Holds a piece of one tensor in memory. One Megatron checkpoint serves every TP, PP and EP.
+
+    Example: `dmt convert meta-llama/Llama-3.2-1B llama-megatron --verify`
+    """
+    from toolkit.models.convert import check_destination
+    from toolkit.models.convert.source import open_source
+
+    source = open_source(src, config)
+    job = _job(source, vocab_multiple)
+    check_destination(src, dst, job.nbytes)
+    report: dict[str, Any] = {
+        "direction": "megatron to huggingface"
+        if source.is_megatron
+        else "huggingface to megatron",
+        "model_type": source.family,
+        "parameters": source.parameters(),
+        "bytes": job.nbytes,
+        "notes": list(source.notes),
+        "dry_run": dry_run,
+    }
+    if not dry_run:
+        report["seconds"] = _write(job, dst, show=not as_json)
+        if verify:
+            report["verify"] = _verify(source, dst)
+    _print(report, dst, as_json=as_json)
+
+
+def _job(source: "Source", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
+    if source.is_megatron:
+        from toolkit.models.convert.to_huggingface import ToHuggingFace
+
+        return ToHuggingFace(source)
+    from toolkit.models.convert.to_megatron import ToMegatron
+
+    return ToMegatron(source, vocab_multiple)
+
+
+def _write(job: "ToHuggingFace | ToMegatron", dst: Path, *, show: bool) -> float:
+    """Convert, with a bar on standard error when that is a terminal; seconds that it took."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from toolkit.models.convert import appearing
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    started = time.perf_counter()
+    with (
+        appearing(dst) as folder,
+        Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar,
+    ):
+        task = bar.add_task("convert", total=job.nbytes)
+        job.write(folder, lambda nbytes: bar.advance(task, nbytes))
+    return time.perf_counter() - started
+
+
+def _verify(source: "Source", dst: Path) -> dict[str, Any]:
+    """Compare the logits of both sides in a process of its own. Raises RunFailed."""
+    folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
+    command = [sys.executable, "-m", "toolkit.models.convert.verify"]
+    command += [*map(str, folders), str(source.config_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RunFailed(f"{dst} is written, but comparing failed:\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not result["max_abs_difference"] <= result["bound"]:
+        raise RunFailed(
+            f"{dst} is written, but its logits differ from those of {source.folder} by "
+            f"{result['max_abs_difference']:.2e}; at most {result['bound']:.2e} is rounding",
+            fix="do not use it, and report the model's config.json",
+        )
+    return result
+
+
+def _print(report: dict[str, Any], dst: Path, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for note in report["notes"]:
+        typer.echo(f"note: {note}", err=True)
+    size = report["bytes"] / 1e9
+    what = f"{report['model_type']}, {human(report['parameters'])} parameters, {size:.2f} GB"
+    typer.echo(f"{report['direction']}: {what}")
+    if report["dry_run"]:
+        typer.echo(f"would write {dst}")
+        return
+    speed = size / max(report["seconds"], 1e-9)
+    typer.echo(f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)")
+    if "verify" in report:
+        found = report["verify"]
+        typer.echo(
+            f"logits agree: largest difference {found['max_abs_difference']:.1e} "
+            f"(bound {found['bound']:.1e})"
+        )

@@ -1,0 +1,76 @@
+"""Under which key of a distributed checkpoint a Megatron tensor lies, and where inside.
+
+megatron-core stacks the layers of a model in one global tensor, and the experts of a layer
+in a second axis; where layers differ (some with experts) each has a key of its own. Norms
+have the names of Transformer Engine's layers, which hold them inside the linear layer that
+follows.
+"""
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+from toolkit.models.families.base import Instance, MegatronModel
+
+_FUSED_NORMS = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's place in a checkpoint: a key and the position on its leading axes."""
+
+    key: str
+    index: tuple[int, ...]
+    """Position on each leading axis (layer, expert)."""
+    sizes: tuple[int, ...]
+    """Length of each leading axis."""
+
+    @property
+    def extra_state(self) -> str | None:
+        """Key of the object that megatron-core's linear layers save beside their weight."""
+        if not re.search(r"\.linear_\w+\.weight$", self.key):
+            return None
+        offset = ".".join(map(str, self.index or (0,)))
+        shape = ".".join(map(str, self.sizes or (1,)))
+        return f"{self.key.removesuffix('weight')}_extra_state/shard_{offset}_{shape}"
+
+
+def written_place(model: MegatronModel, instance: Instance) -> Place:
+    """Where megatron-core looks for a tensor of this model."""
+    stacked = "moe_layer_freq" not in model.transformer
+    return next(_places(model, instance, stacked=stacked))
+
+
+def found_place(model: MegatronModel, instance: Instance, keys: Container[str]) -> Place | None:
+    """Where a checkpoint with these keys holds the tensor; None when it does not."""
+    for stacked in (True, False):
+        for place in _places(model, instance, stacked=stacked):
+            if place.key in keys:
+                return place
+    return None
+
+
+def _places(model: MegatronModel, instance: Instance, *, stacked: bool) -> Iterator[Place]:
+    """Where the tensor may lie, the place that DMT writes first."""
+    key = instance.tensor.name
+    index: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    layer, expert = instance.layer, instance.expert
+    if layer is not None and stacked:
+        key = key.replace("layers.{layer}.", "layers.")
+        index, sizes = (layer,), (model.transformer["num_layers"],)
+    key = key.replace("{layer}", str(layer))
+    for plain, fused in _FUSED_NORMS:
+        # Experts have no single linear layer that could hold the norm before them.
+        if plain in key and not (layer in model.moe_layers and "mlp" in plain):
+            yield Place(key.replace(plain, fused), index, sizes)
+    if expert is not None:
+        one_each = key.replace("local_experts.{expert}", f"experts.{expert}")
+        key = key.replace("local_experts.{expert}.", "experts.")
+        experts = model.transformer["num_moe_experts"]
+        yield Place(key, (*index, expert), (*sizes, experts))
+        key = one_each
+    yield Place(key, index, sizes)

@@ -1,0 +1,182 @@
+"""What is to be converted: a Hugging Face folder or a Megatron checkpoint, looked at only."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError, DataError
+from toolkit.models.config_check import check_config
+from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
+from toolkit.models.convert.torch_dist import FORMAT_FILE
+from toolkit.models.families import MegatronModel, megatron_model, unsupported
+from toolkit.models.families.base import Instance
+from toolkit.models.families.tensors import Block, blocks
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron-LM's name for weights that belong to no training step."""
+KEPT = "hf"
+"""Folder beside the iterations, with what belongs to the Hugging Face side alone."""
+NAMES_FILE = "tensors.json"
+"""In `KEPT`: the names of the tensors in the Hugging Face files."""
+UNMAPPED_FILE = "unmapped.safetensors"
+"""In `KEPT`: tensors that the model does not have (buffers, copies of tied weights)."""
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a checkpoint tensor and the row at which it begins in a Megatron tensor."""
+
+    instance: Instance
+    row: int
+    block: Block
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that can be converted."""
+
+    is_megatron: bool
+    folder: Path
+    """The folder with the weights: Hugging Face's, or an iteration of a Megatron checkpoint."""
+    config_file: Path
+    companions: Path | None
+    """The folder with config.json and the other files that hold no weights; None where only
+    the config is known."""
+    config: dict[str, Any]
+    """What transformers reads of config.json, dropout left out."""
+    model: MegatronModel
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+    @property
+    def family(self) -> str:
+        """transformers' model_type."""
+        return str(self.config["model_type"])
+
+    def tensors(self) -> dict[str, list[Part]]:
+        """The parts of every checkpoint tensor, in the order of Megatron's tensors."""
+        parts: dict[str, list[Part]] = {}
+        for instance in self.model.instances():
+            row = 0
+            for block in whole_blocks(instance):
+                parts.setdefault(block.tensor, []).append(Part(instance, row, block))
+                row += block.rows[1] - block.rows[0]
+        return parts
+
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones counted once."""
+        return sum(prod(shape_of(parts)) for parts in self.tensors().values())
+
+
+def whole_blocks(instance: Instance) -> list[Block]:
+    """The blocks that a whole Megatron tensor is made of, padding left out."""
+    return blocks(instance.tensor, 0, 1, layer=instance.layer, expert=instance.expert)
+
+
+def shape_of(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Shape of a checkpoint tensor from all its parts."""
+    rows = max(part.block.rows[1] for part in parts)
+    columns = parts[0].block.columns
+    if columns is None:
+        return (rows,)
+    return (columns[1], rows) if parts[0].block.transposed else (rows, columns[1])
+
+
+def companion_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder that hold no weights: config, tokenizer, licence."""
+    for file in sorted(folder.iterdir()):
+        weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        ours = file.name in (NAMES_FILE, TRACKER) or file.name.startswith(".")
+        if file.is_file() and not weights and not ours:
+            yield file
+
+
+def open_source(src: Path, config_file: Path | None = None) -> Source:
+    """Find out what `src` is and which model it holds.
+
+    Raises DataError or CheckpointError when it is neither form, or not a model that both
+    sides compute alike.
+    """
+    if not src.is_dir():
+        raise DataError(f"{src} is no folder", fix="name a folder on this machine")
+    iteration = _iteration_folder(src)
+    if iteration is not None:
+        path = config_file or _config_beside(src, iteration)
+        config, notes = _load_config(path)
+        companions = path.parent if config_file is None else None
+        return Source(True, iteration, path, companions, config, megatron_model(config), notes)
+    if config_file is not None:
+        raise DataError(
+            f"{src} is no Megatron checkpoint; a Hugging Face folder has its own config.json",
+            fix="leave --config out",
+        )
+    path = src / "config.json"
+    if not path.is_file():
+        raise DataError(
+            f"{src} holds neither a Hugging Face model (config.json) nor a Megatron checkpoint "
+            f"({TRACKER} or {FORMAT_FILE})"
+        )
+    config, notes = _load_config(path)
+    return Source(False, src, path, src, config, megatron_model(config), notes)
+
+
+def _iteration_folder(src: Path) -> Path | None:
+    """The folder with the data of a Megatron checkpoint; None when `src` is none."""
+    if (src / FORMAT_FILE).is_file():
+        return src
+    tracker = src / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if text != RELEASE and not text.isdecimal():
+        raise CheckpointError(f"{tracker} says {text[:40]!r}, neither a step nor {RELEASE}")
+    folder = src / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not (folder / FORMAT_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {FORMAT_FILE}: it is no torch_dist checkpoint",
+            fix="save it with Megatron-LM's --ckpt-format torch_dist",
+        )
+    return folder
+
+
+def _config_beside(src: Path, iteration: Path) -> Path:
+    """The Hugging Face config kept with a Megatron checkpoint."""
+    for folder in (src / KEPT, iteration.parent / KEPT, src, iteration):
+        if (folder / "config.json").is_file():
+            return folder / "config.json"
+    raise DataError(
+        f"{src} does not say which model it holds: it has no config.json",
+        fix="pass the model's Hugging Face config with --config config.json",
+    )
+
+
+def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A config that the Megatron model computes exactly, and notes on what was left out."""
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(stated, dict):
+        raise DataError(f"{path} is not a config: it holds no JSON object")
+    family = FAMILIES.get(str(stated.get("model_type")))
+    known = {*family.keys, *family.aliases} if family else set(stated)
+    foreign = sorted(set(stated) - known)
+    if "quantization_config" in foreign:
+        raise DataError(
+            f"{path}: quantized weights are not converted", fix="use the unquantized model"
+        )
+    # A checkpoint does not depend on dropout, of which Megatron has fewer kinds.
+    config = {k: v for k, v in stated.items() if k in known and k not in DROPOUT_KEYS}
+    if problems := check_config(config):
+        lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
+        raise DataError("\n  ".join([f"{path} does not fit:", *lines]))
+    if reason := unsupported(config):
+        raise DataError(f"{path}: {reason}")
+    if not foreign:
+        return config, ()
+    return config, (f"{path.name}: {', '.join(foreign)}: transformers' model does not read it",)

@@ -1,0 +1,100 @@
+"""Do a Hugging Face folder and a Megatron checkpoint compute the same logits?
+
+    python -m toolkit.models.convert.verify HF_FOLDER MEGATRON_FOLDER CONFIG_JSON
+
+prints {"max_abs_difference", "largest_logit", "bound"} as its last line. It is a program of its
+own because megatron-core's process groups belong to a whole process. Both models compute in
+fp32, one after the other, so the machine needs room for the weights in fp32.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TOKENS = (2, 32)
+"""Sequences and their length."""
+TOLERANCE = 1e-4
+"""Largest accepted difference, relative to the largest logit where that is above 1."""
+
+
+def same_tokens(vocabulary: int, length: int) -> Tensor:
+    """The tokens that both models read: int64 [sequences, length]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (TOKENS[0], length), generator=generator)
+
+
+@torch.no_grad()
+def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Logits of transformers' model: fp32 [sequences, length, vocabulary]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not torch.cuda.is_available():
+        # The grouped matrix products that are the default need 16-byte strides on CPUs.
+        model.config._experts_implementation = "eager"
+    logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+@torch.no_grad()
+def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> Tensor:
+    """Logits of megatron-core's own model, loaded by megatron-core itself, padding cut off."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    from toolkit.models.families import megatron_model
+    from toolkit.models.megatron import cpu
+    from toolkit.models.megatron import model as megatron
+    from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+    from toolkit.plan.layout import Layout
+
+    layout = Layout()
+    described = megatron_model(config)
+    cpu.redirect()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    megatron.join_groups(layout, seed=0)
+    (chunk,) = megatron.build_chunks(
+        described,
+        transformer_arguments(described, layout, "fp32"),
+        gpt_arguments(described, layout),
+    )
+    strategy = TorchDistLoadShardedStrategy()
+    state = dist_checkpointing.load(chunk.sharded_state_dict(), str(folder), strategy)
+    chunk.load_state_dict(state)
+    logits: Tensor = chunk.eval()(tokens, megatron.position_ids(tokens), None)
+    return logits[..., : described.gpt["vocab_size"]].float()
+
+
+def main() -> None:
+    """Compare, and print the result."""
+    from toolkit.models.convert.source import open_source
+
+    hf_folder, megatron_folder, config_file = map(Path, sys.argv[1:4])
+    source = open_source(megatron_folder, config_file)
+    vocabulary = source.model.gpt["vocab_size"]
+    length = min(TOKENS[1], source.model.gpt["max_sequence_length"])
+    tokens = same_tokens(vocabulary, length)
+    expected = huggingface_logits(hf_folder, tokens)
+    gc.collect()
+    found = megatron_logits(source.folder, source.config, tokens)
+    largest = expected.abs().max().item()
+    result = {
+        "max_abs_difference": (found - expected).abs().max().item(),
+        "largest_logit": largest,
+        "bound": TOLERANCE * max(1.0, largest),
+    }
+    print(json.dumps(result), flush=True)
+    sys.stderr.flush()
+    # Interpreter teardown with process groups aborts now and then.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
