@@ -1,6 +1,8 @@
-"""Cost of DMT against a hand-written DeepSpeed loop: tokens/s and time to the first step.
+"""Cost of DMT against a hand-written loop of the same engine: tokens/s and time to the
+first step.
 
-    python benchmarks/overhead.py [--pairs 5] [--steps 120] [--out benchmarks/results/…json]
+    python benchmarks/overhead.py [--engine deepspeed | megatron] [--pairs 5] [--steps 120]
+        [--out benchmarks/results/…json]
 
 Runs alternate (dmt, bare, dmt, bare, …), so that a machine that gets slower or faster
 does so for both; quoted is the median of the ratios within each pair.
@@ -22,6 +24,15 @@ from pathlib import Path
 
 RECIPE = Path("recipes/tiny/llama-bytes.yaml")
 WARM_UP_STEPS = 20
+ENGINES = {
+    "deepspeed": [],
+    "megatron": [
+        "parallel.engine=megatron", "parallel.zero.stage=auto", "parallel.tensor=2",
+        "parallel.sequence=false",
+    ],
+}  # fmt: skip
+"""What each engine changes in the recipe; its bare loop is bare_ENGINE.py."""
+PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
 
 
 def run(command: list[str], first_step: Path) -> tuple[float, float]:
@@ -41,11 +52,12 @@ def run(command: list[str], first_step: Path) -> tuple[float, float]:
     return first, time.perf_counter() - started
 
 
-def dmt(folder: Path, steps: int) -> tuple[float, float]:
+def dmt(folder: Path, engine: str, steps: int) -> tuple[float, float]:
     """Seconds per step (median) and to the first step of `dmt launch`."""
     run_dir = folder / "dmt"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [
+        *ENGINES[engine],
         f"training.steps={steps}", "logging.every_steps=1", "logging.wandb=null",
         "evaluation.every_steps=null", "checkpoint.every_steps=null", "checkpoint.export=false",
     ]  # fmt: skip
@@ -57,12 +69,12 @@ def dmt(folder: Path, steps: int) -> tuple[float, float]:
     return statistics.median(times[WARM_UP_STEPS:]), first
 
 
-def bare(folder: Path, steps: int) -> tuple[float, float]:
+def bare(folder: Path, engine: str, steps: int) -> tuple[float, float]:
     """The same for the hand-written loop under torchrun."""
     out = folder / "bare.json"
     out.with_suffix(".first").unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "benchmarks/bare_deepspeed.py"]
+    command += ["--nproc-per-node=2", f"benchmarks/bare_{engine}.py"]
     first, _ = run(
         [*command, str(folder / "dmt"), str(steps), str(out)], out.with_suffix(".first")
     )
@@ -72,6 +84,7 @@ def bare(folder: Path, steps: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--engine", choices=ENGINES, default="deepspeed")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path)
@@ -79,8 +92,8 @@ def main() -> None:
     ratios, starts = [], []
     with tempfile.TemporaryDirectory() as name:
         for pair in range(options.pairs):
-            ours, our_start = dmt(Path(name), options.steps)
-            theirs, their_start = bare(Path(name), options.steps)
+            ours, our_start = dmt(Path(name), options.engine, options.steps)
+            theirs, their_start = bare(Path(name), options.engine, options.steps)
             ratios.append(theirs / ours)
             starts.append((our_start, their_start))
             print(
@@ -89,12 +102,14 @@ def main() -> None:
                 f"{their_start:.1f} s bare",
                 flush=True,
             )
+    packages = ("torch", "transformers", PACKAGES[options.engine])
     result = {
         "date": datetime.now(UTC).date().isoformat(),
         "recipe": str(RECIPE),
+        "engine": options.engine,
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "versions": {name: version(name) for name in packages},
         "tokens_per_s_ratio_dmt_to_bare": {
             "median": round(statistics.median(ratios), 4),
             "pairs": [round(ratio, 4) for ratio in ratios],

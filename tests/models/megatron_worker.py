@@ -129,8 +129,9 @@ def run(case: Case) -> dict[str, float]:
     else:
         for chunk in state.values():
             strategy = TorchDistLoadShardedStrategy()
-            loaded = dist_checkpointing.load(chunk.sharded_state_dict(), case.load, strategy)
-            chunk.load_state_dict(loaded)
+            wanted = {"model": chunk.sharded_state_dict()}
+            loaded = dist_checkpointing.load(wanted, case.load, strategy)
+            chunk.load_state_dict(loaded["model"])
     for chunk in chunks:
         chunk.eval()
     tokens = tokens_of(vocabulary)
@@ -142,7 +143,7 @@ def run(case: Case) -> dict[str, float]:
         dist.barrier()
         saver = TorchDistSaveShardedStrategy("torch_dist", 1)
         (chunk,) = chunks
-        dist_checkpointing.save(chunk.sharded_state_dict(), case.save, saver)
+        dist_checkpointing.save({"model": chunk.sharded_state_dict()}, case.save, saver)
     result = {}
     if logits is not None and losses is not None:
         expected, expected_losses = reference(case.folder, tokens)

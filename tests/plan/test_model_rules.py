@@ -32,6 +32,7 @@ def job(
 ) -> Job:
     assert check_config(config) == []
     micro = asked.pop("micro_batch", "auto")
+    precision = asked.pop("precision", "fp32")
     cluster = ClusterSection(gpus_per_node=ranks)
     parallel = intent(**asked)
     assert legality.problems(parallel, cluster) == []
@@ -40,7 +41,7 @@ def job(
         sequence_length=length,
         global_batch_size=batch,
         micro_batch_size=micro,
-        precision="fp32",
+        precision=precision,
     )
     return Job(parallel, cluster, training, config)
 
@@ -146,6 +147,15 @@ def test_experts_are_not_deepspeeds_with_megatron() -> None:
     assert problem.key == "parallel.engine"
     assert "parallel.engine to megatron" in problem.fix
     assert only(job(MIXTRAL, 2, tensor=2, zero={"stage": 2})).key == "parallel.zero"
+
+
+def test_deepspeed_in_16_bits_shards_optimizer_states_at_least() -> None:
+    asked = {"engine": "deepspeed", "model": "megatron", "zero": {"stage": 0}}
+    problem = only(job(LLAMA, 4, precision="bf16", tensor=2, **asked))
+    assert problem.key == "parallel.zero.stage"
+    assert "set parallel.zero.stage to 1" in problem.fix
+    assert problems(job(LLAMA, 4, precision="bf16", tensor=1, **asked)) == []
+    assert problems(job(LLAMA, 4, tensor=2, **asked)) == []
 
 
 def test_a_layer_per_chunk() -> None:

@@ -57,7 +57,9 @@ def pair_problems(job: Job, pair: Pair) -> list[Problem]:
         return [_inexpressible(job, pair, reason)]
     if job.spec.moe_layers and pair.engine == "deepspeed":
         return [_experts_in_deepspeed(job, pair)]
-    rules = (_expert, _tensor, _sequence, _pipeline, _virtual_pipeline)
+    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
+    if pair.engine == "deepspeed":
+        rules.append(_half_precision_stage)
     return [problem for rule in rules for problem in rule(job)]
 
 
@@ -192,6 +194,20 @@ def _virtual_pipeline(job: Job) -> Iterator[Problem]:
         f"1, or micro batches in a multiple of {pp}: the interleaved schedule's groups",
         f"set parallel.virtual_pipeline to 1, or training.global_batch_size to {batches}",
     )
+
+
+def _half_precision_stage(job: Job) -> Iterator[Problem]:
+    """DeepSpeed's unfused_optimizer.py takes the norm of a flattened copy of the gradients,
+    which no longer says that the tensor is split: each rank clips by its own norm."""
+    precision, tensor = job.training.precision, job.parallel.tensor
+    if job.parallel.zero.stage == 0 and precision != "fp32" and tensor != 1:
+        yield Problem(
+            "parallel.zero.stage",
+            f"0 with precision: {precision} and parallel.tensor: {tensor}",
+            "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
+            "tensor-parallel rank",
+            "set parallel.zero.stage to 1 (or auto)",
+        )
 
 
 def _refuse(name: str, found: int, allowed: str, near: int | None) -> Problem:

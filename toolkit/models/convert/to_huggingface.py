@@ -51,7 +51,6 @@ class ToHuggingFace:
         if self.source.companions is not None:
             for file in companion_files(self.source.companions):
                 shutil.copyfile(file, folder / file.name)
-        self.reader.close()
 
     def _kept(self, name: str) -> Path | None:
         """A file that the conversion to Megatron left beside the config."""

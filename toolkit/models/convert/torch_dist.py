@@ -134,7 +134,6 @@ class Reader:
             (index.fqn, tuple(index.offset or ())): place
             for index, place in metadata.storage_data.items()
         }
-        self._files: dict[str, BinaryIO] = {}
         self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -177,20 +176,19 @@ class Reader:
         place = self._places.get(name)
         if place is None or Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{self.folder}: no place is given for {name[0]}")
-        if place.relative_path not in self._files:
-            self._files[place.relative_path] = (self.folder / place.relative_path).open("rb")
-        file = self._files[place.relative_path]
-        file.seek(place.offset)
-        stored = io.BytesIO(file.read(place.length))
-        part = torch.load(stored, map_location="cpu", weights_only=True)
+        try:
+            with (self.folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                stored = io.BytesIO(file.read(place.length))
+            part = torch.load(stored, map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{self.folder / place.relative_path}: {name[0]} cannot be read "
+                f"({type(error).__name__})"
+            ) from error
         if not isinstance(part, Tensor) or part.shape != torch.Size(chunk.sizes):
             raise CheckpointError(f"{self.folder}: {name[0]} is not what the index says")
         return part
-
-    def close(self) -> None:
-        """Close the data files."""
-        for file in self._files.values():
-            file.close()
 
 
 # --- the index --------------------------------------------------------------------------

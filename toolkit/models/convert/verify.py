@@ -66,8 +66,10 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
         gpt_arguments(described, layout),
     )
     strategy = TorchDistLoadShardedStrategy()
-    state = dist_checkpointing.load(chunk.sharded_state_dict(), str(folder), strategy)
-    chunk.load_state_dict(state)
+    state = dist_checkpointing.load(
+        {"model": chunk.sharded_state_dict()}, str(folder), strategy
+    )
+    chunk.load_state_dict(state["model"])
     logits: Tensor = chunk.eval()(tokens, megatron.position_ids(tokens), None)
     return logits[..., : described.gpt["vocab_size"]].float()
 

@@ -146,7 +146,7 @@ def sliding_window(spec: ModelSpec, layers: tuple[bool, ...]) -> dict[str, Any]:
     """
     if spec.sliding_window is None or not any(layers):
         return {}
-    fields: dict[str, Any] = {"window_size": (spec.sliding_window, 0)}
+    fields: dict[str, Any] = {"window_size": (spec.sliding_window - 1, 0)}
     if not all(layers):
         fields["window_attn_skip_freq"] = [int(slides) for slides in layers]
     return fields
