@@ -41,3 +41,9 @@ def test_batched_p2p_between_two_stages(rehearse: Rehearse) -> None:
     assert (first.step, first.quantity) == (1, "loss"), first
     assert outcome.comparison is not None
     assert outcome.comparison.max_rel_grad_norm > 0.1
+
+
+def test_forgotten_weight_decay(rehearse: Rehearse) -> None:
+    """The steps are large enough to show a wrong update, not only a wrong gradient."""
+    outcome = rehearse("ddp", worker="tests.rehearse.no_weight_decay", steps=5)["ddp"]
+    assert first_divergence(outcome).step > 1

@@ -284,22 +284,23 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
 # --- pretrained -----------------------------------------------------------------------
 
 
-STORED_NAMES = (
-    (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
-    (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
-    (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
-    (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
-    (r"^lm_head\.", "embed_out."),
-)
-"""Names under which published checkpoints (mixtral, gpt_neox) store what transformers 5
-names otherwise: pattern of the model's name → stored name."""
+STORED_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
+        (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
+        (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
+        (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
+    ),
+    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
+}
+"""Names under which the published checkpoints of a family store what transformers 5 names
+otherwise: pattern of the model's name → stored name."""
 
 
 def published_name(family: str, name: str) -> str:
     """The name under which transformers saves a checkpoint tensor of a family."""
-    if family in ("mixtral", "gpt_neox"):
-        for pattern, stored in STORED_NAMES:
-            name = re.sub(pattern, stored, name)
+    for pattern, stored in STORED_NAMES.get(family, ()):
+        name = re.sub(pattern, stored, name)
     return name
 
 
@@ -379,7 +380,7 @@ class SafetensorsWeights:
     def stored_name(self, name: str) -> str:
         """The checkpoint's own name of a tensor. Raises DataError when it has none."""
         candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
-        candidates += [re.sub(pattern, stored, name) for pattern, stored in STORED_NAMES]
+        candidates += [published_name(family, name) for family in STORED_NAMES]
         for candidate in candidates:
             if candidate in self.files:
                 return candidate

@@ -1,0 +1,97 @@
+"""`dmt convert`, on real folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_convert import assert_same_model
+from tests.models.test_families import config_of
+from tests.models.test_megatron_parity import save_random_model
+from toolkit.cli.main import main
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path) -> Path:
+    save_random_model(config_of("qwen2"), tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+@pytest.mark.slow
+def test_both_directions_verified(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    capsys.readouterr()
+    assert main(["convert", str(qwen2), megatron, "--verify", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["direction"] == "huggingface to megatron"
+    assert 0 <= said["verify"]["max_abs_difference"] <= said["verify"]["bound"] < 1e-3
+    assert main(["convert", megatron, back]) == 0
+    out = capsys.readouterr().out
+    assert "megatron to huggingface: qwen2" in out and "GB/s" in out
+    assert_same_model(Path(back), qwen2)
+
+
+@pytest.mark.slow
+def test_verify_names_a_wrong_result(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a bug in the way back would look like: two tensors exchanged."""
+    megatron = tmp_path / "megatron"
+    assert main(["convert", str(qwen2), str(megatron)]) == 0
+    tensors = load_file(qwen2 / "model.safetensors")
+    names = json.loads((megatron / "hf" / "tensors.json").read_text())
+    gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    names[gate], names[up] = up, gate
+    (megatron / "hf" / "tensors.json").write_text(json.dumps(names))
+    capsys.readouterr()
+    assert main(["convert", str(megatron), str(tmp_path / "back"), "--verify"]) == 4
+    error = capsys.readouterr().err
+    assert "its logits differ" in error and "Traceback" not in error
+    wrong = load_file(tmp_path / "back" / "model.safetensors")
+    assert (wrong[gate] == tensors[up]).all()
+
+
+def test_dry_run_writes_nothing(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["convert", str(qwen2), str(tmp_path / "out"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "huggingface to megatron: qwen2" in out and f"would write {tmp_path}/out" in out
+    assert [f.name for f in tmp_path.iterdir()] == ["hf"]
+
+
+def test_mistakes_are_one_message(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    for arguments, words in (
+        ([str(qwen2), str(tmp_path / "full")], "not empty"),
+        ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is no folder"),
+        ([str(tmp_path / "full"), str(tmp_path / "out")], "neither a Hugging Face model"),
+        ([str(qwen2), str(tmp_path / "out"), "--vocab-multiple", "0"], "vocab-multiple"),
+        ([str(qwen2), str(tmp_path / "out"), "--config", "x.json"], "leave --config out"),
+    ):
+        capsys.readouterr()
+        assert main(["convert", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert words in error and "Traceback" not in error
+
+
+def test_truncated_weights(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(qwen2 / "model.safetensors")
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    save_file(tensors, qwen2 / "model.safetensors")
+    assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
+    assert "no tensor model.layers.2.mlp.down_proj.weight" in capsys.readouterr().err
+    whole = (qwen2 / "model.safetensors").read_bytes()
+    (qwen2 / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,65 @@
+"""Run by every rank of test_megatron_loading.py: loads a Hugging Face folder into TP2·PP2.
+
+    python -m tests.models.loading_worker FOLDER
+
+Every rank prints `READ` and a JSON list of the rectangles that it read.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from toolkit.engines.distributed import end_process, join
+from toolkit.engines.megatron_config import render_model
+from toolkit.models import huggingface as hf
+from toolkit.models.families import megatron_model
+from toolkit.models.families.tensors import Block
+from toolkit.models.megatron import cpu
+from toolkit.models.weights import SafetensorsWeights
+from toolkit.plan.layout import Layout
+
+
+class Counted(SafetensorsWeights):
+    """A source that remembers what was asked of it."""
+
+    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
+        super().__init__(folder, shapes, prefix)
+        self.blocks: list[Block] = []
+
+    def read_block(self, block: Block) -> Tensor:
+        self.blocks.append(block)
+        return super().read_block(block)
+
+
+def main() -> None:
+    join()
+    cpu.before_import()
+    from toolkit.models.megatron import model as megatron
+    from toolkit.models.megatron import weights
+
+    folder = Path(sys.argv[1])
+    config = AutoConfig.from_pretrained(folder)
+    meta = hf.meta_model(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
+    source = Counted(folder, shapes, meta.base_model_prefix)
+    layout = Layout(tp=2, pp=2, sequence_parallel=True)
+    model = megatron_model(config.to_dict())
+    megatron.join_groups(layout, seed=1)
+    chunks = megatron.build_chunks(model, **render_model(model, layout, "fp32"))
+    weights.fill(chunks, model, source)
+    # A transposed block's rows are the file's columns.
+    read = [
+        (block.tensor, block.columns, block.rows)
+        if block.transposed
+        else (block.tensor, block.rows, block.columns)
+        for block in source.blocks
+    ]
+    print("READ " + json.dumps(read))
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Weights go from a Hugging Face folder straight into any layout, each byte read once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from tests.processes import run_ranks
+
+SHAPE = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 101,
+}  # fmt: skip
+MODELS = {
+    "tied-llama": {"model_type": "llama", "tie_word_embeddings": True, **SHAPE},
+    "llama": {"model_type": "llama", **SHAPE},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 101,
+        "n_positions": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_replica_reads_every_element_once(name: str, tmp_path: Path) -> None:
+    """Norms and the tied embedding, which several ranks hold, are handed on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: dict[str, Any] = MODELS[name]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
+    outputs = run_ranks(["-m", "tests.models.loading_worker", str(tmp_path)], 4)
+    reads = [
+        read
+        for output in outputs
+        for line in output.splitlines()
+        if line.startswith("READ ")
+        for read in json.loads(line.removeprefix("READ "))
+    ]
+    with safe_open(tmp_path / "model.safetensors", framework="np") as file:
+        times = {key: np.zeros(file.get_slice(key).get_shape(), int) for key in file.keys()}  # noqa: SIM118
+    for tensor, rows, columns in reads:
+        rectangle = (slice(*rows),) if columns is None else (slice(*rows), slice(*columns))
+        times[tensor][rectangle] += 1
+    for tensor, count in times.items():
+        assert (count == 1).all(), tensor
