@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -304,6 +304,16 @@ def published_name(family: str, name: str) -> str:
     return name
 
 
+def _open(path: Path) -> Any:
+    """A safetensors file. Raises DataError when it is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", fix="download or copy the file again"
+        ) from error
+
+
 class SafetensorsWeights:
     """Weights read from the safetensors of a Hugging Face folder, never by pickle.
 
@@ -337,8 +347,7 @@ class SafetensorsWeights:
                 fix="point `model.hub` at a model with safetensors weights; pickled "
                 "weights (pytorch_model.bin) can run code and are not read",
             )
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single.name)
+        return dict.fromkeys(_open(single).keys(), single.name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
@@ -374,7 +383,7 @@ class SafetensorsWeights:
         stored = self.stored_name(name)
         file = self.files[stored]
         if file not in self._handles:
-            self._handles[file] = safe_open(self.folder / file, framework="pt")
+            self._handles[file] = _open(self.folder / file)
         return self._handles[file].get_slice(stored)
 
     def stored_name(self, name: str) -> str:
