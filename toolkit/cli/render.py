@@ -1,44 +1,100 @@
-"""`dmt render`: print the engine's own configuration for a recipe."""
+"""`dmt render`: print a backend's own configuration for a recipe."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from toolkit.cli.options import Overrides, RecipePath
+from toolkit.engines import megatron_config, megatron_lm
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.plan.planner import plan_recipe
+from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+
+Target = Literal["deepspeed", "megatron", "megatron-lm"]
 
 
 def render(
     recipe: RecipePath,
     to: Annotated[
-        Literal["deepspeed"], typer.Option("--to", help="Whose configuration.")
-    ] = "deepspeed",
+        Target | None,
+        typer.Option(
+            "--to",
+            help="Whose configuration; default: that of the engine that the recipe runs on.",
+        ),
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write; default: standard output.")
     ] = None,
 ) -> None:
-    """Print the configuration that a recipe becomes: DeepSpeed's JSON, every value filled.
+    """Print the configuration that a recipe becomes, every value filled.
+
+    deepspeed: DeepSpeed's JSON. megatron: the arguments of megatron-core's classes as JSON,
+    every field checked against the installed version. megatron-lm: the arguments of
+    Megatron-LM's own pretrain_gpt.py, one per line, to be run by
+    `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed as comments
+    on standard error.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
+
+    Example: dmt render recipes/llama/llama-3.1-405b-pretrain.yaml --to megatron-lm > args.txt
     """
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
     plan = plan_recipe(loaded)
-    if plan.engine != to:
-        raise PlanError(
-            f"{recipe} runs on the engine {plan.engine}, which reads no {to} configuration",
-            fix=f"--set parallel.engine={to}",
-        )
-    text = json.dumps(render_engine_config(loaded, plan), indent=2)
+    target = to or _own_target(recipe, plan)
+    if target == "megatron-lm":
+        _require(recipe, plan, target, plan.engine == "megatron")
+        rendered = megatron_lm.render(loaded, plan.layout)
+        for note in rendered.notes:
+            typer.echo(f"# {note}", err=True)
+        text = rendered.text
+    else:
+        config = _deepspeed if target == "deepspeed" else _megatron
+        text = json.dumps(config(recipe, loaded, plan), indent=2)
     if out is None:
         typer.echo(text)
     else:
         _write(out, text + "\n")
+
+
+def _own_target(recipe: Path, plan: Plan) -> Target:
+    if plan.engine in ("deepspeed", "megatron"):
+        return plan.engine
+    raise PlanError(
+        f"{recipe} runs on the engine {plan.engine}, which reads no configuration",
+        fix="--set parallel.engine=deepspeed or --set parallel.engine=megatron",
+    )
+
+
+def _require(recipe: Path, plan: Plan, target: Target, able: bool) -> None:
+    """Raises PlanError where the plan's engine has nothing to do with `target`."""
+    if not able:
+        engine = "deepspeed" if target == "deepspeed" else "megatron"
+        raise PlanError(
+            f"{recipe} runs on the engine {plan.engine}, which reads no {target} configuration",
+            fix=f"--set parallel.engine={engine}",
+        )
+
+
+def _deepspeed(recipe: Path, loaded: Recipe, plan: Plan) -> dict[str, Any]:
+    _require(recipe, plan, "deepspeed", plan.engine == "deepspeed")
+    return render_engine_config(loaded, plan)
+
+
+def _megatron(recipe: Path, loaded: Recipe, plan: Plan) -> dict[str, Any]:
+    """The whole of `megatron.json`, or the model's sections where DeepSpeed trains it."""
+    _require(recipe, plan, "megatron", plan.model == "megatron")
+    config = megatron_config.render(loaded, plan.layout)
+    if plan.engine != "megatron":
+        config = {name: config[name] for name in ("transformer", "gpt")}
+    from toolkit.engines.megatron_fields import check_fields
+
+    check_fields(config)
+    return config
 
 
 def _write(path: Path, text: str) -> None:

@@ -57,9 +57,13 @@ class Writer:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def __enter__(self) -> Self:
+        # No reader of torch's looks at the checksums, which take twice as long as writing.
+        self._checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
         return self
 
     def __exit__(self, *_: object) -> None:
+        torch.serialization.set_crc32_options(self._checksums)
         self._file.close()
 
     def add(self, key: str, size: Sequence[int], offset: Sequence[int], part: Tensor) -> None:

@@ -1,0 +1,259 @@
+"""Renders a plan as arguments of Megatron-LM's own script, `pretrain_gpt.py`.
+
+What `megatron.json` says is said again in Megatron-LM's flags, one to a line and quoted, so
+that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is dropped: what would change
+the training and has no flag is a Problem; what only surrounds it is a note to the user.
+
+Flags and their meaning are those of `megatron/training/arguments.py` in Megatron-LM
+core_v0.16.1. Its default `--transformer-impl transformer_engine` stays: without Apex, `local` has no RMSNorm
+that works under sequence parallel. Fusions that megatron-core in DMT does not use are off.
+"""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.engines import megatron_config
+from toolkit.engines.megatron_lm_run import problems as run_problems
+from toolkit.engines.megatron_lm_run import run_arguments, run_notes
+from toolkit.errors import Problem, RecipeError
+from toolkit.models.families import MegatronModel, megatron_model
+from toolkit.plan.layout import Layout, stage_layers
+from toolkit.recipe.schema import Recipe
+
+Arguments = Iterator[tuple[str, ...]]
+"""Flags, each with its values."""
+
+_TRANSFORMER_VALUES = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "kv_channels": "--kv-channels",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "normalization": "--normalization",
+    "layernorm_epsilon": "--norm-epsilon",
+    "attention_dropout": "--attention-dropout",
+    "hidden_dropout": "--hidden-dropout",
+    "num_moe_experts": "--num-experts",
+    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "moe_router_topk": "--moe-router-topk",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
+    "moe_aux_loss_coeff": "--moe-aux-loss-coeff",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "recompute_granularity": "--recompute-granularity",
+    "recompute_method": "--recompute-method",
+    "recompute_num_layers": "--recompute-num-layers",
+}
+"""Fields of TransformerConfig that a flag takes as they are."""
+
+_TRANSFORMER_SWITCHES = {
+    "gated_linear_unit": (True, "--swiglu"),
+    "add_bias_linear": (False, "--disable-bias-linear"),
+    "add_qkv_bias": (True, "--add-qkv-bias"),
+    "qk_layernorm": (True, "--qk-layernorm"),
+    "moe_router_pre_softmax": (True, "--moe-router-pre-softmax"),
+    "sequence_parallel": (True, "--sequence-parallel"),
+    "bf16": (True, "--bf16"),
+    "fp16": (True, "--fp16"),
+    "calculate_per_token_loss": (True, "--calculate-per-token-loss"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
+    "persist_layer_norm": (False, "--no-persist-layer-norm"),
+}
+"""Fields of TransformerConfig → the value that a flag stands for, and that flag."""
+
+_TRANSFORMER_OTHERS = frozenset(
+    # `_model_arguments`, `_pipeline_arguments` and `_fusion_arguments` say these ...
+    ("num_query_groups", "window_size", "window_attn_skip_freq", "moe_layer_freq",
+     "recompute_modules", "activation_func", "batch_p2p_comm",
+     "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+     # ... and Megatron-LM derives these from --bf16 and --fp16.
+     "params_dtype", "pipeline_dtype")
+)  # fmt: skip
+
+_GPT_VALUES = {
+    "position_embedding_type": "--position-embedding-type",
+    "rotary_percent": "--rotary-percent",
+    "vocab_size": "--padded-vocab-size",
+}
+_GPT_SWITCHES = {
+    "rope_scaling": (True, "--use-rope-scaling"),
+    "share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
+}
+_GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_scaling_factor"))
+"""Said by `_model_arguments`; `rope_scaling_factor` is 8 or refused."""
+
+_OPTIMIZER_VALUES = {
+    "optimizer": "--optimizer",
+    "lr": "--lr",
+    "weight_decay": "--weight-decay",
+    "adam_beta1": "--adam-beta1",
+    "adam_beta2": "--adam-beta2",
+    "adam_eps": "--adam-eps",
+    "clip_grad": "--clip-grad",
+}
+_OPTIMIZER_OTHERS = frozenset(("bf16", "fp16", "params_dtype", "use_distributed_optimizer"))
+"""The same as in the sections transformer and ddp."""
+
+_DDP_SWITCHES = {
+    "grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
+    "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
+}
+
+ROPE_SCALING_FACTOR = 8.0
+"""Of llama 3's rope scaling in `pretrain_gpt.py`, which passes on no other."""
+
+
+@dataclass(frozen=True)
+class ArgumentList:
+    """Arguments for `pretrain_gpt.py`, and what the user must still see to."""
+
+    arguments: tuple[tuple[str, ...], ...]
+    """Flags, each with its values."""
+    notes: tuple[str, ...]
+    """One sentence per matter that the arguments leave open."""
+
+    @property
+    def text(self) -> str:
+        """One flag per line, quoted as shells and `xargs` read it."""
+        return "\n".join(shlex.join(argument) for argument in self.arguments)
+
+
+def render(recipe: Recipe, layout: Layout) -> ArgumentList:
+    """The arguments that train `recipe` in `layout`, for a plan of the engine megatron.
+
+    Raises RecipeError naming everything that Megatron-LM cannot express.
+    """
+    model = megatron_model(megatron_config.trained_config(recipe.model))
+    config = megatron_config.render(recipe, layout)
+    found = [*_model_problems(model, config), *run_problems(recipe)]
+    if found:
+        raise RecipeError(found)
+    arguments = [
+        *_model_arguments(config, recipe.training.sequence_length),
+        *_pipeline_arguments(config["transformer"], layout),
+        *_fusion_arguments(config["transformer"]),
+        *_switches(config["ddp"], _DDP_SWITCHES),
+        *_values(config["optimizer"], _OPTIMIZER_VALUES),
+        *run_arguments(recipe, layout),
+    ]
+    return ArgumentList(tuple(arguments), tuple(_notes(recipe, layout, model, config)))
+
+
+def _values(section: Mapping[str, Any], flags: Mapping[str, str]) -> Arguments:
+    """A flag with its value for every field that the section sets."""
+    for name, flag in flags.items():
+        if section.get(name) is not None:
+            yield flag, str(section[name])
+
+
+def _switches(section: Mapping[str, Any], flags: Mapping[str, tuple[bool, str]]) -> Arguments:
+    """The flags of the fields that have the value that the flag stands for."""
+    for name, (value, flag) in flags.items():
+        if section.get(name) is value:
+            yield (flag,)
+
+
+def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Arguments:
+    transformer, gpt = config["transformer"], config["gpt"]
+    yield from _values(transformer, _TRANSFORMER_VALUES)
+    yield from _switches(transformer, _TRANSFORMER_SWITCHES)
+    groups = transformer["num_query_groups"]
+    if groups != transformer["num_attention_heads"]:
+        yield ("--group-query-attention",)
+        yield "--num-query-groups", str(groups)
+    if "window_size" in transformer:
+        yield "--window-size", ",".join(str(tokens) for tokens in transformer["window_size"])
+    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+        if name in transformer:
+            pattern = ",".join(str(one) for one in transformer[name])
+            yield f"--{name.replace('_', '-')}", f"[{pattern}]"
+    if "recompute_modules" in transformer:
+        yield "--recompute-modules", *transformer["recompute_modules"]
+    yield from _values(gpt, _GPT_VALUES)
+    yield from _switches(gpt, _GPT_SWITCHES)
+    if "rotary_base" in gpt:
+        yield "--rotary-base", str(int(gpt["rotary_base"]))
+    # Rotary positions may reach further than the config's; Megatron-LM wants them to be said.
+    positions = max(gpt["max_sequence_length"], sequence_length)
+    yield "--max-position-embeddings", str(positions)
+    yield "--make-vocab-size-divisible-by", "1"  # times the tensor-parallel degree
+
+
+def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Arguments:
+    """How layers fall on stages: evenly, else by megatron-core's layout string.
+
+    In that string every chunk lists its parts: E embedding, t layer, L loss.
+    """
+    if layout.pp == 1:
+        return
+    counts = stage_layers(transformer["num_layers"], layout.pp, layout.vpp)
+    if len(set(counts)) > 1:
+        chunks = [f"t*{count}" for count in counts]
+        chunks[0], chunks[-1] = f"E{chunks[0]}", f"{chunks[-1]}L"
+        yield "--pipeline-model-parallel-layout", "|".join(chunks)
+    elif layout.vpp > 1:
+        yield "--num-layers-per-virtual-pipeline-stage", str(counts[0])
+    if layout.vpp > 1 and transformer["batch_p2p_comm"]:
+        yield ("--no-overlap-p2p-communication",)
+
+
+def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
+    # Megatron-LM's fused gelu is the tanh approximation, its plain one is exact.
+    if transformer["activation_func"] != "gelu_tanh":
+        yield ("--no-bias-gelu-fusion",)
+    yield ("--no-bias-swiglu-fusion",)
+    yield ("--no-bias-dropout-fusion",)
+    yield ("--no-rope-fusion",)
+    yield ("--attention-softmax-in-fp32",)
+
+
+def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """What of the model `pretrain_gpt.py` cannot be told."""
+    transformer, gpt = config["transformer"], config["gpt"]
+
+    def problem(found: str, allowed: str) -> Problem:
+        return Problem("model.config", found, f"in Megatron-LM, {allowed}", _LAUNCH_INSTEAD)
+
+    if model.parallel_residual:
+        found = "a parallel residual (use_parallel_residual)"
+        yield problem(found, "layers whose MLP reads what attention returns")
+    activation, gated = transformer["activation_func"], transformer["gated_linear_unit"]
+    if gated != (activation == "silu"):
+        found = f"{'a gated' if gated else 'a plain'} MLP with {activation}"
+        yield problem(found, "a gated MLP with silu or a plain one with gelu")
+    elif activation == "gelu_tanh" and not transformer["add_bias_linear"]:
+        yield problem("gelu_tanh without bias", "gelu_tanh is fused with the MLP's bias")
+    if gpt.get("rope_scaling_factor", ROPE_SCALING_FACTOR) != ROPE_SCALING_FACTOR:
+        found = f"llama 3's rope scaling with factor {gpt['rope_scaling_factor']:g}"
+        yield problem(found, f"factor {ROPE_SCALING_FACTOR:g}: pretrain_gpt.py passes no other")
+    if gpt.get("rotary_base", 0) % 1:
+        yield problem(f"rope_theta {gpt['rotary_base']}", "a whole number")
+    said = {*_TRANSFORMER_VALUES, *_TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}
+    said |= {*_GPT_VALUES, *_GPT_SWITCHES, *_GPT_OTHERS}
+    for name in (*transformer, *gpt):
+        if name not in said:
+            yield problem(f"what needs megatron-core's {name}", "no argument says this")
+
+
+_LAUNCH_INSTEAD = "train it with `dmt launch`"
+
+
+def _notes(
+    recipe: Recipe, layout: Layout, model: MegatronModel, config: Mapping[str, Any]
+) -> Iterable[str]:
+    vocabulary, padded = model.gpt["vocab_size"], config["gpt"]["vocab_size"]
+    if padded != vocabulary:
+        yield (
+            f"the {padded - vocabulary} rows that pad the vocabulary take part in "
+            "Megatron-LM's softmax; in DMT's loss they do not"
+        )
+    if layout.tp > 1:
+        yield "on GPUs before Blackwell, set CUDA_DEVICE_MAX_CONNECTIONS=1"
+    yield from run_notes(recipe, layout)

@@ -1,0 +1,172 @@
+"""The arguments of Megatron-LM's `pretrain_gpt.py` beside model and optimizer.
+
+Batch, schedule, data and intervals, and the notes on what surrounds a run. Megatron-LM's
+arguments are those of core_v0.16.1.
+"""
+
+from collections.abc import Iterator
+from decimal import Decimal
+
+from toolkit.engines.megatron_config import trained_config
+from toolkit.errors import Problem
+from toolkit.models.config_check import Settings
+from toolkit.models.config_keys import FAMILIES
+from toolkit.plan.layout import Layout, total_steps
+from toolkit.recipe.schema import (
+    DataSection,
+    LoggingSection,
+    MegatronSource,
+    OptimizerSection,
+    Recipe,
+    ScheduleSection,
+)
+
+Arguments = Iterator[tuple[str, ...]]
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """What of the run `pretrain_gpt.py` cannot be told."""
+    if total_steps(recipe.training) is None:
+        yield Problem(
+            "training.epochs",
+            f"{recipe.training.epochs:g}",
+            "in Megatron-LM, a number of steps",
+            "set training.steps or training.tokens instead",
+        )
+    train, validation = recipe.data.train, recipe.data.validation
+    if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
+        yield Problem(
+            "data.validation.kind",
+            validation.kind,
+            "megatron, as data.train",
+            "write both in Megatron's indexed format",
+        )
+
+
+def run_arguments(recipe: Recipe, layout: Layout) -> Arguments:
+    """Arguments of everything that is neither model nor optimizer."""
+    steps = total_steps(recipe.training)
+    assert steps is not None, "refused by `problems`"
+    yield "--micro-batch-size", str(layout.micro_batch)
+    yield "--global-batch-size", str(layout.global_batch)
+    yield "--seq-length", str(recipe.training.sequence_length)
+    yield "--train-iters", str(steps)
+    yield "--seed", str(recipe.training.seed)
+    if recipe.model.init == "random":
+        yield "--init-method-std", str(_init_std(recipe))
+    yield from schedule_arguments(recipe.schedule, recipe.optimizer, steps)
+    yield from _tokenizer_arguments(recipe.data.tokenizer)
+    yield from _data_arguments(recipe.data)
+    # Without an interval DMT evaluates and saves at the end only, as Megatron-LM does when
+    # the interval is the whole run. Its script needs both numbers in any case.
+    yield "--eval-interval", str(recipe.evaluation.every_steps or steps)
+    yield "--eval-iters", str(recipe.evaluation.batches if _validates(recipe.data) else 0)
+    yield "--save-interval", str(recipe.checkpoint.every_steps or steps)
+    yield from _logging_arguments(recipe.logging, recipe.name)
+
+
+def schedule_arguments(
+    schedule: ScheduleSection, optimizer: OptimizerSection, steps: int
+) -> Arguments:
+    """The learning rates of `toolkit.train.schedule`, the same at every step.
+
+    Megatron-LM's scheduler is asked for the number of steps done *before* a step, ours counts
+    the step itself. So its warm-up begins at our first rate and is one step shorter, and its
+    decay ends one step earlier. Without a warm-up, a decay would have to begin one step before
+    the run: its style WSD can do that.
+    """
+    peak, warmup = optimizer.learning_rate, schedule.warmup_steps
+    style, tail = schedule.name, None
+    if style == "wsd":
+        assert schedule.decay_steps is not None, "checked at load"
+        style, shape = "WSD", "linear"
+        tail = max(1, min(schedule.decay_steps, steps - warmup))
+    elif style != "constant" and warmup == 0:
+        style, shape, tail = "WSD", style, steps
+    before = max(warmup - 1, 0)
+    yield "--min-lr", str(schedule.min_learning_rate)
+    yield "--lr-warmup-iters", str(before)
+    if before:
+        yield "--lr-warmup-init", str(peak / warmup)
+    yield "--lr-decay-style", style
+    yield "--lr-decay-iters", str(max(steps - 1, before + 1))
+    if tail is not None:
+        yield "--lr-wsd-decay-style", shape
+        yield "--lr-wsd-decay-iters", str(tail)
+
+
+def _init_std(recipe: Recipe) -> float:
+    config = trained_config(recipe.model)
+    return float(Settings(FAMILIES[config["model_type"]], config)["initializer_range"])
+
+
+def _tokenizer_arguments(tokenizer: str) -> Arguments:
+    if tokenizer == "bytes":
+        # Token numbers below 256 and one more that ends a text.
+        yield "--tokenizer-type", "NullTokenizer"
+        yield "--vocab-size", "256"
+    else:
+        yield "--tokenizer-type", "HuggingFaceTokenizer"
+        yield "--tokenizer-model", tokenizer
+
+
+def _data_arguments(data: DataSection) -> Arguments:
+    if not isinstance(data.train, MegatronSource):
+        return
+    if isinstance(data.validation, MegatronSource):
+        yield "--train-data-path", data.train.prefix
+        yield "--valid-data-path", data.validation.prefix
+    else:
+        held_out = Decimal(str(data.validation_fraction))
+        yield "--data-path", data.train.prefix
+        yield "--split", f"{1 - held_out},{held_out},0"
+
+
+def _validates(data: DataSection) -> bool:
+    return data.validation is not None or data.validation_fraction > 0
+
+
+def _logging_arguments(logging: LoggingSection, name: str) -> Arguments:
+    yield "--log-interval", str(logging.every_steps)
+    if logging.tensorboard:
+        yield "--tensorboard-dir", f"runs/{name}/tensorboard"
+    wandb = logging.wandb
+    if wandb is not None and wandb.mode != "disabled":
+        yield "--wandb-project", wandb.project
+        yield "--wandb-exp-name", name
+        yield "--wandb-save-dir", f"runs/{name}/wandb"
+        if wandb.entity is not None:
+            yield "--wandb-entity", wandb.entity
+
+
+def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """What the user must add, and what Megatron-LM does in its own way."""
+    cluster, data = recipe.cluster, recipe.data
+    yield (
+        f"start it with: xargs torchrun --nnodes {cluster.nodes} --nproc-per-node "
+        f"{cluster.gpus_per_node} pretrain_gpt.py < args.txt"
+    )
+    if cluster.gpu == "cpu":
+        yield "Megatron-LM's script needs GPUs; this recipe is for CPUs"
+    if recipe.model.init == "pretrained":
+        yield (
+            f"for the pretrained weights: dmt convert {recipe.model.hub} DIR "
+            f"--vocab-multiple {layout.tp}, and add --load DIR --finetune"
+        )
+    else:
+        yield "initial weights are Megatron-LM's own draw, not DMT's"
+    if not isinstance(data.train, MegatronSource):
+        yield (
+            "add --data-path PREFIX and --split: Megatron-LM reads only its own indexed "
+            f"format, and data.train is {data.train.kind}"
+        )
+    yield "data order and held-out documents are Megatron-LM's own choice, not DMT's"
+    if data.tokenizer_revision is not None:
+        yield f"data.tokenizer_revision {data.tokenizer_revision}: pass a local folder of it"
+    yield "add --save DIR for checkpoints, and --load DIR to resume from them"
+    yield "not passed on: checkpoint.keep, checkpoint.resume, checkpoint.export"
+    wandb = recipe.logging.wandb
+    if wandb is not None and wandb.mode == "offline":
+        yield "set WANDB_MODE=offline"
+    if wandb is not None and wandb.tags:
+        yield "not passed on: logging.wandb.tags"
