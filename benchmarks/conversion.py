@@ -6,8 +6,8 @@ The model has llama-3.2-1B's shape with random weights in bf16. In each round th
 copied with `cp -r`, converted to a Megatron checkpoint, and converted back; all three end on
 disk (the copy is followed by `sync`). Quoted are medians; times include the start of Python.
 Peak memory is anonymous memory, sampled; peak resident memory also counts the pages of the
-model's files that are mapped, which the kernel takes back at will. `start_alone` is `--dry-run`:
-what there is before the first weight is read.
+model's files that are mapped, which the kernel takes back at will. `start_alone` is
+`--dry-run`: what there is before the first weight is read.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def make_model(folder: Path) -> None:
 
     def entry(name: str, shape: tuple[int, ...]) -> Entry:
         return Entry(
-            name, torch.bfloat16, shape, lambda: torch.randn(shape, dtype=torch.bfloat16)
+            name, torch.bfloat16, shape, lambda: [torch.randn(shape, dtype=torch.bfloat16)]
         )
 
     tensors = open_source(folder).tensors()

@@ -12,7 +12,12 @@ from toolkit.errors import CheckpointError
 from toolkit.plan.layout import Layout
 
 MANIFEST = Manifest(
-    step=1, consumed_samples=8, data_fingerprint="abc", engine="ddp", model="hf", layout=Layout(dp=2)
+    step=1,
+    consumed_samples=8,
+    data_fingerprint="abc",
+    engine="ddp",
+    model="hf",
+    layout=Layout(dp=2),
 )
 
 

@@ -1,7 +1,10 @@
-"""`dmt render`: the same JSON as the run directory's, or one clear error."""
+"""`dmt render`: what the backend reads, or one clear error."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -55,6 +58,59 @@ def test_writes_a_file(tmp_path: Path) -> None:
         run("--out", str(tmp_path / "no" / "ds.json"))
 
 
-def test_other_engines_have_no_deepspeed_configuration() -> None:
-    with pytest.raises(PlanError, match="runs on the engine ddp"):
-        run("--set", "parallel.engine=ddp", "--set", "parallel.zero.stage=auto")
+def test_engines_read_no_other_configuration() -> None:
+    ddp = ("--set", "parallel.engine=ddp", "--set", "parallel.zero.stage=auto")
+    with pytest.raises(PlanError, match="runs on the engine ddp, which reads no configuration"):
+        run(*ddp)
+    for target, engine in (
+        ("deepspeed", "deepspeed"),
+        ("megatron", "megatron"),
+        ("megatron-lm", "megatron"),
+    ):
+        with pytest.raises(PlanError, match=f"which reads no {target} configuration") as caught:
+            run("--to", target, *ddp)
+        assert caught.value.fix == f"--set parallel.engine={engine}"
+    with pytest.raises(PlanError, match="runs on the engine deepspeed"):
+        run("--to", "megatron-lm", "--set", "parallel.model=megatron")
+
+
+def in_own_process(*arguments: str) -> dict[str, Any]:
+    """megatron-core is imported by the verb alone, without a word on standard error."""
+    command = [sys.executable, "-m", "toolkit.cli.main", "render", RECIPE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    config: dict[str, Any] = json.loads(done.stdout)
+    return config
+
+
+def test_megatron_cores_arguments_are_the_default_of_its_engine() -> None:
+    config = in_own_process(
+        "--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto"
+    )
+    assert list(config) == ["transformer", "gpt", "ddp", "optimizer"]
+    assert config["transformer"]["num_query_groups"] == 2
+    assert config["optimizer"]["lr"] == 3.0e-3
+
+
+def test_a_megatron_model_under_deepspeed_has_both_configurations() -> None:
+    model = ("--set", "parallel.model=megatron")
+    config = in_own_process("--to", "megatron", *model)
+    assert list(config) == ["transformer", "gpt"]
+    assert config["gpt"]["vocab_size"] == 320
+    assert json.loads(run(*model))["zero_optimization"]["stage"] == 2
+
+
+def test_megatron_lm_arguments_and_what_they_leave_open(tmp_path: Path) -> None:
+    engine = ("--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto")
+    lines = run("--to", "megatron-lm", *engine).splitlines()
+    assert all(line.startswith("--") for line in lines)
+    assert "--global-batch-size 16" in lines and "--lr 0.003" in lines
+    app = typer.Typer()
+    app.command()(render)
+    out = tmp_path / "args.txt"
+    result = CliRunner().invoke(
+        app, [RECIPE, "--to", "megatron-lm", "--out", str(out), *engine]
+    )
+    assert result.stdout == "" and out.read_text().splitlines() == lines
+    assert all(line.startswith("# ") for line in result.stderr.splitlines())
+    assert "add --data-path PREFIX" in result.stderr

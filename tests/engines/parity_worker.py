@@ -70,7 +70,7 @@ class Case:
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
-        parts += [str(self.family["model_type"])] if "model_type" in self.family else []
+        parts += [f"{key}{value}" for key, value in self.family.items()]
         resumed = ["resumed"] if self.resume_in else []
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 

@@ -20,6 +20,8 @@ MIXTRAL = {
     "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
+PADDED = LAYERS | {"pad_token_id": 7}
+"""transformers gives the input embedding of token 7 no gradient."""
 QWEN3 = {"model_type": "qwen3", "head_dim": 32}
 
 
@@ -45,6 +47,8 @@ TWO = [
     megatron(tensor=2, sequence=False),
     megatron(4, tensor=2),
     megatron(tensor=2, recompute="full"),
+    megatron(tensor=2, family=PADDED),
+    megatron(tensor=2, sequence=False, family=PADDED),
     megatron(pipeline=2),
     megatron(pipeline=2, recompute="selective"),
     megatron(pipeline=2, virtual_pipeline=2),

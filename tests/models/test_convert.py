@@ -16,7 +16,13 @@ from torch import Tensor
 from tests.models.test_families import CONFIGS, config_of
 from tests.models.test_megatron_parity import check, run_cases, save_random_model
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.models.convert import appearing, check_destination, safetensors_stream, to_megatron
+from toolkit.models.convert import (
+    appearing,
+    check_destination,
+    safetensors_stream,
+    to_huggingface,
+    to_megatron,
+)
 from toolkit.models.convert.safetensors_stream import Entry, write_model
 from toolkit.models.convert.source import open_source
 from toolkit.models.convert.to_huggingface import ToHuggingFace
@@ -83,6 +89,7 @@ def test_tensors_in_many_pieces(
 ) -> None:
     """A piece of three rows cuts through every head group."""
     monkeypatch.setattr(to_megatron, "CHUNK_ELEMENTS", 3 * 64)
+    monkeypatch.setattr(to_huggingface, "PIECE_ELEMENTS", 5 * 64)
     monkeypatch.setattr(safetensors_stream, "LARGEST_FILE_BYTES", 1)
     megatron = to_megatron_folder(llama, tmp_path / "megatron")
     assert_same_model(to_hf_folder(megatron, tmp_path / "back"), llama)
@@ -147,7 +154,7 @@ def test_what_megatron_has_no_place_for_is_kept(llama: Path, tmp_path: Path) -> 
 def test_sharded_files_and_their_index(llama: Path, tmp_path: Path) -> None:
     tensors = tensors_of(llama)
     entries = [
-        Entry(name, t.dtype, tuple(t.shape), lambda t=t: t)  # type: ignore[misc]
+        Entry(name, t.dtype, tuple(t.shape), lambda t=t: t.split(7))  # type: ignore[misc]
         for name, t in tensors.items()
     ]
     write_model(tmp_path, entries, limit=60_000)

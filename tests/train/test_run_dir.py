@@ -33,7 +33,9 @@ def recipe(**changes: object) -> Recipe:
     return Recipe.model_validate(sections)
 
 
-def create(path: Path, a_recipe: Recipe, config: dict[str, object] | None = None) -> RunDirectory:
+def create(
+    path: Path, a_recipe: Recipe, config: dict[str, object] | None = None
+) -> RunDirectory:
     plan = {"engine": "deepspeed"}
     return RunDirectory.create(path, a_recipe, plan, COMMAND, config or {})
 

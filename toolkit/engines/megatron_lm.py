@@ -1,12 +1,12 @@
 """Renders a plan as arguments of Megatron-LM's own script, `pretrain_gpt.py`.
 
 What `megatron.json` says is said again in Megatron-LM's flags, one to a line and quoted, so
-that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is dropped: what would change
-the training and has no flag is a Problem; what only surrounds it is a note to the user.
+that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is dropped: what would
+change the training and has no flag is a Problem; what only surrounds it is a note to the user.
 
 Flags and their meaning are those of `megatron/training/arguments.py` in Megatron-LM
-core_v0.16.1. Its default `--transformer-impl transformer_engine` stays: without Apex, `local` has no RMSNorm
-that works under sequence parallel. Fusions that megatron-core in DMT does not use are off.
+core_v0.16.1. Its default `--transformer-impl transformer_engine` stays: without Apex, `local`
+has no norm that works under sequence parallel. Fusions that DMT's model does not use are off.
 """
 
 import shlex
@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.engines import megatron_config
-from toolkit.engines.megatron_lm_run import problems as run_problems
-from toolkit.engines.megatron_lm_run import run_arguments, run_notes
+from toolkit.engines.megatron_lm_run import (
+    Arguments,
+    run_arguments,
+    run_notes,
+    run_problems,
+)
 from toolkit.errors import Problem, RecipeError
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.plan.layout import Layout, stage_layers
 from toolkit.recipe.schema import Recipe
-
-Arguments = Iterator[tuple[str, ...]]
-"""Flags, each with its values."""
 
 _TRANSFORMER_VALUES = {
     "num_layers": "--num-layers",

@@ -22,16 +22,25 @@ from toolkit.recipe.schema import (
 )
 
 Arguments = Iterator[tuple[str, ...]]
+"""Flags, each with its values."""
 
 
-def problems(recipe: Recipe) -> Iterator[Problem]:
+def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What of the run `pretrain_gpt.py` cannot be told."""
-    if total_steps(recipe.training) is None:
+    steps, schedule = total_steps(recipe.training), recipe.schedule
+    if steps is None:
         yield Problem(
             "training.epochs",
             f"{recipe.training.epochs:g}",
             "in Megatron-LM, a number of steps",
             "set training.steps or training.tokens instead",
+        )
+    if steps == 1 and schedule.warmup_steps == 0 and schedule.name != "constant":
+        yield Problem(
+            "training.steps",
+            "1",
+            "in Megatron-LM, 2 or more: its decay is not complete at the first step",
+            "set schedule.warmup_steps to 1",
         )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
@@ -46,7 +55,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 def run_arguments(recipe: Recipe, layout: Layout) -> Arguments:
     """Arguments of everything that is neither model nor optimizer."""
     steps = total_steps(recipe.training)
-    assert steps is not None, "refused by `problems`"
+    assert steps is not None, "refused by `run_problems`"
     yield "--micro-batch-size", str(layout.micro_batch)
     yield "--global-batch-size", str(layout.global_batch)
     yield "--seq-length", str(recipe.training.sequence_length)
@@ -76,23 +85,23 @@ def schedule_arguments(
     the run: its style WSD can do that.
     """
     peak, warmup = optimizer.learning_rate, schedule.warmup_steps
-    style, tail = schedule.name, None
+    style: str = schedule.name
+    tail = None  # WSD's shape, and the steps that it takes
     if style == "wsd":
         assert schedule.decay_steps is not None, "checked at load"
-        style, shape = "WSD", "linear"
-        tail = max(1, min(schedule.decay_steps, steps - warmup))
+        tail = "linear", max(1, min(schedule.decay_steps, steps - warmup))
     elif style != "constant" and warmup == 0:
-        style, shape, tail = "WSD", style, steps
+        tail = style, steps
     before = max(warmup - 1, 0)
     yield "--min-lr", str(schedule.min_learning_rate)
     yield "--lr-warmup-iters", str(before)
     if before:
         yield "--lr-warmup-init", str(peak / warmup)
-    yield "--lr-decay-style", style
+    yield "--lr-decay-style", "WSD" if tail else style
     yield "--lr-decay-iters", str(max(steps - 1, before + 1))
     if tail is not None:
-        yield "--lr-wsd-decay-style", shape
-        yield "--lr-wsd-decay-iters", str(tail)
+        yield "--lr-wsd-decay-style", tail[0]
+        yield "--lr-wsd-decay-iters", str(tail[1])
 
 
 def _init_std(recipe: Recipe) -> float:

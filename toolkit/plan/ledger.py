@@ -50,9 +50,9 @@ def ledger(
 
 
 def summary(entries: Sequence[Entry]) -> list[str]:
-    """One line per kind that names its entries; what is refused is left out."""
+    """One line per kind that names its entries."""
     lines = []
-    for kind in KINDS[:2]:
+    for kind in KINDS:
         if names := [entry.what for entry in entries if entry.kind == kind]:
             lines.append(f"{kind}: {', '.join(names)}")
     return lines

@@ -38,12 +38,13 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write: its form now, its values when its turn comes."""
+    """A tensor to write: its form now, its values when their turn comes."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    values: Callable[[], Tensor]
+    pieces: Callable[[], Iterable[Tensor]]
+    """The tensor in pieces that follow one another in its flattened form."""
 
     @property
     def nbytes(self) -> int:
@@ -51,14 +52,14 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
     def telling(self, tick: Callable[[int], None]) -> "Entry":
-        """The same tensor, telling `tick` of its bytes when it is read."""
+        """The same tensor, telling `tick` of each piece's bytes when it has been written."""
 
-        def values() -> Tensor:
-            result = self.values()
-            tick(self.nbytes)
-            return result
+        def pieces() -> Iterator[Tensor]:
+            for piece in self.pieces():
+                yield piece
+                tick(piece.nbytes)
 
-        return replace(self, values=values)
+        return replace(self, pieces=pieces)
 
 
 def write_model(
@@ -111,11 +112,13 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in ordered:
-            values = entry.values()
-            assert values.shape == entry.shape and values.dtype == entry.dtype, entry.name
-            flat = values.contiguous().reshape(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
+            start = file.tell()
+            for piece in entry.pieces():
+                assert piece.dtype == entry.dtype, entry.name
+                flat = piece.contiguous().reshape(-1)
+                if flat.numel():
+                    file.write(flat.view(torch.uint8).numpy().data)
+            assert file.tell() - start == entry.nbytes, entry.name
         file.flush()
         os.fsync(file.fileno())
 
@@ -128,5 +131,9 @@ def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[Entry]
         part = handle.get_slice(name)
         yield Entry(
             name, dtypes[part.get_dtype()], tuple(part.get_shape()),
-            partial(handle.get_tensor, name),
+            partial(_whole, handle, name),
         )  # fmt: skip
+
+
+def _whole(handle: Any, name: str) -> list[Tensor]:
+    return [handle.get_tensor(name)]

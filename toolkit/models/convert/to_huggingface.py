@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from toolkit.models.convert.torch_dist import Reader
 from toolkit.models.families.base import Instance
 from toolkit.models.weights import published_name
 
+PIECE_ELEMENTS = 1 << 25
+"""Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
 _WEIGHTS = ("decoder.", "embedding.", "output_layer.")
 """How the keys of model weights begin; what is left of a checkpoint is training state."""
 
@@ -101,27 +103,25 @@ class ToHuggingFace:
     def _entry(self, name: str, parts: Sequence[Part]) -> Entry:
         key = self._places[parts[0].instance].key
         dtype = self.reader.tensors[key].dtype
-        shape = shape_of(parts)
-        return Entry(name, dtype, shape, partial(self._gather, parts, shape, dtype))
+        return Entry(name, dtype, shape_of(parts), partial(self._pieces, parts))
 
-    def _gather(
-        self, parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """Put one checkpoint tensor together."""
-        if len(parts) == 1:
-            rows = self._read(parts[0])
-            return rows.T if parts[0].block.transposed else rows
-        whole = torch.empty(shape, dtype=dtype)
-        for part in parts:
-            oriented = whole.T if part.block.transposed else whole
-            oriented[slice(*part.block.rows)] = self._read(part)
-        return whole
+    def _pieces(self, parts: Sequence[Part]) -> Iterator[Tensor]:
+        """One checkpoint tensor, some rows at a time where its rows lie together."""
+        ordered = sorted(parts, key=lambda part: part.block.rows)
+        if ordered[0].block.transposed:
+            yield torch.cat([piece for part in ordered for piece in self._rows(part)]).T
+            return
+        for part in ordered:
+            yield from self._rows(part)
 
-    def _read(self, part: Part) -> Tensor:
+    def _rows(self, part: Part) -> Iterator[Tensor]:
         """The rows of a Megatron tensor that are this part."""
         place, block = self._places[part.instance], part.block
         columns = () if block.columns is None else (block.columns[1],)
-        rows = block.rows[1] - block.rows[0]
-        offset = (*place.index, part.row, *(0,) * len(columns))
-        size = (*(1,) * len(place.index), rows, *columns)
-        return self.reader.read(place.key, offset, size).view(rows, *columns)
+        last = part.row + block.rows[1] - block.rows[0]
+        step = max(1, PIECE_ELEMENTS // (columns[0] if columns else 1))
+        for row in range(part.row, last, step):
+            rows = min(step, last - row)
+            offset = (*place.index, row, *(0,) * len(columns))
+            size = (*(1,) * len(place.index), rows, *columns)
+            yield self.reader.read(place.key, offset, size).reshape(rows, *columns)

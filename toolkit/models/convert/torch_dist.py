@@ -141,7 +141,10 @@ class Reader:
         self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """The rectangle at `offset` of `size`, in as many dimensions as the tensor has."""
+        """The rectangle at `offset` of `size`, in as many dimensions as the tensor has.
+
+        It may be a view of what the reader keeps: not to be written to.
+        """
         whole = self.tensors[key]
         result = torch.empty(tuple(size), dtype=whole.dtype)
         filled = 0
@@ -158,8 +161,11 @@ class Reader:
             source = tuple(
                 slice(x - c, y - c) for (x, y), c in zip(overlap, chunk.offsets, strict=True)
             )
-            result[target] = self._chunk(key, chunk)[source]
-            filled += result[target].numel()
+            part = self._chunk(key, chunk)[source]
+            if part.numel() == result.numel():
+                return part
+            result[target] = part
+            filled += part.numel()
         if filled != result.numel():
             raise CheckpointError(f"{self.folder}: parts of {key} are missing")
         return result

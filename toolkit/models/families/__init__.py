@@ -4,6 +4,7 @@ One file per family; to add one, write it and list it here.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from toolkit.models.config_check import Settings
 from toolkit.models.config_keys import FAMILIES as KEYS
@@ -47,4 +48,7 @@ def megatron_model(config: Mapping[str, object]) -> MegatronModel:
     settings = Settings(KEYS[model_type], config)
     describe = FAMILIES[model_type].model
     assert describe is not None, "refused by `unsupported`"
-    return describe(ModelSpec.from_config(config), settings)
+    model = describe(ModelSpec.from_config(config), settings)
+    if FAMILIES[model_type].freezes_padding:
+        return replace(model, padding_token=settings["pad_token_id"])
+    return model

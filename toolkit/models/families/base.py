@@ -32,6 +32,8 @@ class MegatronModel:
     feeds the MLP with what attention returns."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts in place of a dense MLP."""
+    padding_token: int | None = None
+    """Token whose input embedding gets no gradient; None when all are trained."""
 
     def instances(self) -> Iterator["Instance"]:
         """Every tensor of the model, layer by layer and expert by expert."""
@@ -74,6 +76,8 @@ class Family:
     """None for a family that `unsupported` always refuses."""
     unsupported: Callable[[ModelSpec, Settings], str | None]
     """Why megatron-core cannot compute this config exactly; None when it can."""
+    freezes_padding: bool = True
+    """transformers does not train the input embedding of `pad_token_id`."""
 
 
 HF_ACTIVATIONS: Mapping[str, str] = {

@@ -95,4 +95,4 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     return first_reason(scaled, dropouts, activation)
 
 
-GPT2 = Family("gpt2", model, unsupported)
+GPT2 = Family("gpt2", model, unsupported, freezes_padding=False)

@@ -100,4 +100,4 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     )
 
 
-GPT_NEOX = Family("gpt_neox", model, unsupported)
+GPT_NEOX = Family("gpt_neox", model, unsupported, freezes_padding=False)

@@ -42,8 +42,8 @@ def redirect() -> None:
 def before_import() -> None:
     """What must be settled before the rest of megatron-core is imported.
 
-    Its warnings about packages that it can do without are left out, and where there is no
-    CUDA it does not compile fused operators.
+    Its warnings about packages that it can do without are left out. Where there is no CUDA
+    its fused operators stay plain Python: compiling them takes seconds for nothing.
     """
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     logging.getLogger("megatron").setLevel(logging.WARNING)
@@ -53,9 +53,12 @@ def before_import() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
-    from megatron.core import jit
-
-    jit.disable_jit_fuser()
+    compiled = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment, misc]
+    try:
+        import megatron.core  # noqa: F401 - it decorates its fused operators now
+    finally:
+        torch.compile = compiled
 
 
 def cuda_type_names() -> AbstractContextManager[None]:

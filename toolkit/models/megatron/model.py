@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -94,8 +95,28 @@ def build_chunks(
             **gpt,
         )
         chunk.vocabulary = model.gpt["vocab_size"]
+        if first and model.padding_token is not None:
+            _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
     return chunks
+
+
+def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
+    """Give the input embedding of `token` no gradient, as torch's `padding_idx` does.
+
+    What comes out is [batch, sequence, hidden], or this rank's part of [sequence, batch,
+    hidden] where sequence parallel scatters it.
+    """
+
+    def stop_gradient(_: object, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        tokens = inputs[0]
+        if embedding.reduce_scatter_embeddings:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            length = output.shape[0]
+            tokens = tokens.T[rank * length : (rank + 1) * length]
+        return torch.where((tokens == token)[..., None], output.detach(), output)
+
+    embedding.register_forward_hook(stop_gradient)
 
 
 def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:

@@ -1,0 +1,43 @@
+"""Rendered megatron-core arguments against the classes of the installed version."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from toolkit.engines.megatron_fields import SUPPORTED, check_fields
+from toolkit.errors import BackendUnavailable
+
+pytestmark = pytest.mark.usefixtures("megatron_core")
+
+
+def test_known_fields_are_accepted() -> None:
+    check_fields(
+        {
+            "transformer": {"num_layers": 2},
+            "gpt": {"rope_scaling_factor": 8.0},
+            "ddp": {"grad_reduce_in_fp32": True},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "owner"),
+    [
+        ("transformer", "TransformerConfig"),
+        ("gpt", "GPTModel"),
+        ("ddp", "DistributedDataParallelConfig"),
+        ("optimizer", "OptimizerConfig"),
+    ],
+)
+def test_a_field_that_is_gone_is_named(section: str, owner: str) -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        check_fields({section: {"gone": 1}})
+    assert f"has no gone in {owner}" in str(caught.value)
+    assert f"DMT supports megatron-core {SUPPORTED}" in str(caught.value)
+
+
+def test_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"megatron-core{SUPPORTED}" in project["project"]["dependencies"]
