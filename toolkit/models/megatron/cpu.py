@@ -54,7 +54,7 @@ def before_import() -> None:
         return
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     compiled = torch.compile
-    torch.compile = lambda function: function  # type: ignore[assignment, misc]
+    torch.compile = lambda function: function  # type: ignore[assignment]
     try:
         import megatron.core  # noqa: F401 - it decorates its fused operators now
     finally:
