@@ -174,8 +174,9 @@ def test_megatron_cores_scheduler_has_our_learning_rates(
         decay_steps=3 if name == "wsd" else None,
     )
     optimizer = OptimizerSection(learning_rate=1e-3)
-    arguments = schedule_arguments(schedule, optimizer, steps)
-    given = {flag: value for flag, value in arguments}
+    given = {
+        argument[0]: argument[1] for argument in schedule_arguments(schedule, optimizer, steps)
+    }
     group: dict[str, Any] = {}
     batch, decay = 8, given.get("--lr-wsd-decay-iters")
     # As get_optimizer_param_scheduler of Megatron-LM builds it: in samples.

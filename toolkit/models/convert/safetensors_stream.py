@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from toolkit.models.convert.sliced_file import SlicedFile
+
 INDEX = "model.safetensors.index.json"
 LARGEST_FILE_BYTES = 5_000_000_000
 
@@ -108,7 +110,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with SlicedFile(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in ordered:
@@ -119,7 +121,6 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
                 if flat.numel():
                     file.write(flat.view(torch.uint8).numpy().data)
             assert file.tell() - start == entry.nbytes, entry.name
-        file.flush()
         os.fsync(file.fileno())
 
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from toolkit.errors import CheckpointError
+from toolkit.models.convert.sliced_file import SlicedFile
 
 METADATA = ".metadata"
 DATA_FILE = "__0_0.distcp"
@@ -42,7 +43,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-CACHE_BYTES = 256 << 20
+CACHE_BYTES = 128 << 20
 """Rectangles kept by a reader: the parts of a fused tensor are asked for one after another."""
 
 
@@ -52,7 +53,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        self._file: BinaryIO = (folder / DATA_FILE).open("wb")
+        self._file = SlicedFile(folder / DATA_FILE, "wb")
         self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
@@ -103,7 +104,6 @@ class Writer:
 
     def finish(self, common: Mapping[str, Any]) -> None:
         """Write the index; `common` is the plain state that is the same on all ranks."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         torch.save(dict(common), self.folder / COMMON_FILE)
         (self.folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
