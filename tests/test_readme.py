@@ -15,7 +15,7 @@ COMMANDS = [
     line.split("#")[0].removeprefix("$ dmt ").strip()
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
-    if line.startswith("$ dmt ") and "my.yaml" not in line
+    if line.startswith("$ dmt ") and "my.yaml" not in line and "runs/demo" not in line
 ]
 
 
@@ -41,7 +41,7 @@ def test_command(command: str, tmp_path: Path) -> None:
         env=os.environ | {"DMT_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -49,4 +49,4 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 def test_there_are_commands() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
-    assert verbs == {"check", "plan", "render", "launch", "data"}
+    assert verbs == {"check", "plan", "render", "rehearse", "launch", "data"}

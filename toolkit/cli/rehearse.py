@@ -66,7 +66,8 @@ def rehearse(
         typer.echo(json.dumps(machine_output(reference, outcomes)))
     else:
         out.print(table(reference, outcomes))
-        out.print(reasons(outcomes), soft_wrap=True)
+        if below := reasons(outcomes):
+            out.print(below, soft_wrap=True)
         out.print("\nthe recipe as planned, against one fp32 process", style="dim")
         for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):
             out.print(f"  {line}", soft_wrap=True)

@@ -13,6 +13,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Outcome, Rehearsal
+from toolkit.rehearse.shrink import without_noise
 from toolkit.train import jsonl
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
@@ -150,9 +151,13 @@ def _size_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 def _training_changes(original: Recipe, small: Recipe) -> list[str]:
     old, new = original.training, small.training
+    rates = (recipe.optimizer.learning_rate for recipe in (original, small))
     shown = {
         "sequence": (old.sequence_length, new.sequence_length),
         "batch": (old.global_batch_size, new.global_batch_size),
         "precision": (old.precision, new.precision),
+        "learning rate": tuple(f"{rate:g}" for rate in rates),
     }
-    return [f"{what} {a} → {b}" if a != b else f"{what} {b}" for what, (a, b) in shown.items()]
+    changes = [f"{key} {a} → {b}" if a != b else f"{key} {b}" for key, (a, b) in shown.items()]
+    noisy = without_noise(_config(original)) != _config(original)
+    return [*changes, "no dropout or jitter"] if noisy else changes
