@@ -1,0 +1,25 @@
+"""What is trained: all that memory and time depend on besides the layout and the cluster."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.legality import EngineName
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Attention = Literal["fused", "unfused"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model under an engine, free of any layout."""
+
+    spec: ModelSpec
+    sequence_length: int
+    precision: Precision
+    engine: EngineName
+    attention: Attention = "fused"
+    """fused: flash attention, which stores no scores; unfused: scores written to memory."""
+    fused_elementwise: bool = True
+    """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
+    fusions, torch.compile); otherwise each reads and writes memory."""
