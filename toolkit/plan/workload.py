@@ -23,3 +23,12 @@ class Workload:
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
+    recomputed_layers: float = 1.0
+    """Share of the layers that `recompute: full` covers."""
+    reduce_bytes: int | None = None
+    """Bytes per gradient element on the wire; None: what the engine does by itself."""
+    tensor_overlap: bool = False
+    """Collectives of tensor and sequence parallel run beside the matrix products that need
+    them (Transformer Engine's user buffers, PyTorch's async tensor parallel)."""
+    reduce_overlap: bool = True
+    """Gradients are reduced, and sharded parameters gathered, while others are computed."""
