@@ -1,8 +1,20 @@
 """A cluster: nodes of equal accelerators, and the links between them."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from toolkit.hardware.catalogue import Gpu
+from toolkit.errors import PlanError
+from toolkit.hardware.catalogue import GIGA, Gpu, gpu
+
+LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared"]
+LINK_KINDS: tuple[LinkKind, ...] = (
+    "nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared",
+)  # fmt: skip
+"""shared: processes of one machine that talk through its memory."""
+
+MICRO = 1e-6
 
 
 @dataclass(frozen=True)
@@ -13,6 +25,8 @@ class Link:
     """Peak bandwidth of one accelerator's share of the link, each way."""
     latency_s: float
     """Time until the first byte of a message arrives, software included."""
+    kind: LinkKind = "infiniband"
+    """Decides which share of the peak collectives reach."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,118 @@ class Cluster:
     nvme_bytes_per_s: float
     """Local disks of one node, reading or writing."""
     price_per_gpu_hour: float | None = None
+    link_domain: int | None = None
+    """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
+    NVL72 rack); None: those of one node."""
 
     @property
     def gpus(self) -> int:
         """All accelerators."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def island(self) -> int:
+        """Accelerators that reach each other over `node_link`."""
+        return self.link_domain or self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The usual surroundings of an accelerator; bandwidths in GB/s, each way."""
+
+    gpus_per_node: int
+    node_link: LinkKind
+    node_gb_per_s: float
+    network: LinkKind
+    network_gb_per_s: float
+    """Of one accelerator."""
+    host_memory_gib: float
+    host_gb_per_s: float
+    nvme_gb_per_s: float
+    link_domain: int | None = None
+
+
+# NVLink and Infinity Fabric: the accelerators' data sheets print both directions together
+# (V100 300, A100 600, H100 900, B200 1,800, MI300X 7 × 128 GB/s): half of that. Networks: one
+# adapter per accelerator (DGX A100: HDR, 200 Gb/s; DGX H100, H200, B200 and GB200: NDR,
+# 400 Gb/s; MI300X platforms: 400 GbE RoCE), four EDR (100 Gb/s) for eight V100 in DGX-1.
+# PCIe x16: 16 GB/s (3.0), 32 (4.0), 64 (5.0); Grace's NVLink-C2C: 450. Host memory and disks:
+# the DGX user guides (DGX-1 512 GB; A100 2 TB, 8 disks; H100 2 TB, 8; B200 2 TB, 8) with
+# 3.2 GB/s per PCIe 3 disk and 6.5 per PCIe 4 disk; a GB200 tray has two Grace of 480 GB.
+_SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52)
+_SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52)
+_PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13)
+_MACHINES: Mapping[str, _Machine] = {
+    "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13),
+    "a100-40gb": _SXM_A100,
+    "a100-80gb": _SXM_A100,
+    "a100-40gb-pcie": _PCIE_A100,
+    "a100-80gb-pcie": _PCIE_A100,
+    "h100-80gb": _SXM_H100,
+    "h100-96gb": _SXM_H100,
+    "h100-80gb-pcie": _Machine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26),
+    "h200": _SXM_H100,
+    "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52),
+    "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 72),
+    "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52),
+    # A host with eight channels of DDR4-3200 (205 GB/s), 10 Gb/s Ethernet and one disk.
+    "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2),
+}
+
+# Small-message latency of a collective's step, launch included: NCCL's own tuning table
+# (src/graph/tuning.cc: 4–7 µs NVLink, 6–14 µs network, by protocol), and gloo over TCP.
+_LATENCY_S: Mapping[LinkKind, float] = {
+    "nvlink": 4 * MICRO,
+    "xgmi": 6 * MICRO,
+    "pcie": 8 * MICRO,
+    "infiniband": 10 * MICRO,
+    "roce": 12 * MICRO,
+    "ethernet": 50 * MICRO,
+    "shared": 30 * MICRO,
+}
+
+
+def link(kind: LinkKind, gb_per_s: float, latency_us: float | None = None) -> Link:
+    """A link of a kind; the latency is the kind's own where none is given."""
+    latency_s = _LATENCY_S[kind] if latency_us is None else latency_us * MICRO
+    return Link(gb_per_s * GIGA, latency_s, kind)
+
+
+def usual_gpus_per_node(name: str) -> int:
+    """Accelerators of a node as vendors sell them. Raises PlanError for unknown names."""
+    return _MACHINES[gpu(name).name].gpus_per_node
+
+
+def default_cluster(nodes: int, gpus_per_node: int, name: str) -> Cluster:
+    """A cluster of the accelerator `name` with the links that usually come with it.
+
+    Raises PlanError for an accelerator that the catalogue lacks.
+    """
+    device = gpu(name)
+    machine = _MACHINES[device.name]
+    return Cluster(
+        name=f"{nodes}x{gpus_per_node}x{device.name}",
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=device,
+        node_link=link(machine.node_link, machine.node_gb_per_s),
+        network=link(machine.network, machine.network_gb_per_s),
+        host_memory_gib=machine.host_memory_gib,
+        host_link_bytes_per_s=machine.host_gb_per_s * GIGA,
+        nvme_bytes_per_s=machine.nvme_gb_per_s * GIGA,
+        link_domain=machine.link_domain,
+    )
+
+
+def parse_cluster(text: str) -> Cluster:
+    """The cluster of a short form: `4x8xh100-80gb` is 4 nodes of 8; `8xh200` one node of 8.
+
+    Raises PlanError naming what is wrong with the text.
+    """
+    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x([^x\s].*)", text.strip().lower())
+    if match is None or "0" in (match[1], match[2]) or not int(match[2]):
+        raise PlanError(
+            f"--cluster: found {text[:80]!r}; allowed: NODESxGPUSxNAME, or a YAML file",
+            fix="for example `--cluster 4x8xh100-80gb`",
+        )
+    return default_cluster(int(match[1] or 1), int(match[2]), match[3])
