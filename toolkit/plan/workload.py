@@ -32,3 +32,8 @@ class Workload:
     them (Transformer Engine's user buffers, PyTorch's async tensor parallel)."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
+    dropout: bool = False
+    """Dropout over attention scores and both branches of a layer, whose masks are stored."""
+    fused_loss: bool = False
+    """Softmax and cross entropy in one kernel that works in the logits' own precision
+    (flash-attn's), instead of on fp32 copies."""
