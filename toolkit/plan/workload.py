@@ -20,6 +20,9 @@ class Workload:
     engine: EngineName
     attention: Attention = "fused"
     """fused: flash attention, which stores no scores; unfused: scores written to memory."""
+    flash_version: Literal[1, 2] = 2
+    """Generation of the fused kernel: 1 for FlashAttention (and its Triton port), 2 for
+    FlashAttention-2 and those that came after it."""
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
