@@ -77,9 +77,14 @@ class Memory:
         return self.allocated + self.reserve
 
     @property
+    def context(self) -> float:
+        """What CUDA and NCCL hold outside the allocator."""
+        return CONTEXT_BYTES
+
+    @property
     def total(self) -> float:
-        """All that the device needs, the driver's context included."""
-        return self.reserved + CONTEXT_BYTES
+        """All that the device needs."""
+        return self.reserved + self.context
 
     def fits(self, capacity_gib: float | None) -> bool:
         """Whether a device of this memory (None: no limit) holds it."""

@@ -1,0 +1,262 @@
+"""Published measurements as workloads, layouts and clusters.
+
+A case states a model, its hardware, layout and batch (docs: `dmt estimate --cases`). Fields
+that a source did not state get one default per engine, named below; what was reported is
+never read.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from toolkit.errors import PlanError
+from toolkit.hardware.catalogue import GPUS
+from toolkit.hardware.cluster import Cluster, default_cluster, usual_gpus_per_node
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.formulas import EstimatorQuery
+from toolkit.plan.layout import Layout, Placement, Recompute
+from toolkit.plan.legality import EngineName
+from toolkit.plan.memory import peak_memory
+from toolkit.plan.workload import Precision, Workload
+
+LAYERS_PER_CHUNK = 2
+"""Layers of a pipeline chunk where a source does not state the interleaving."""
+FAMILY = re.compile(r"gb\d{3}|b\d{3}|h\d{3}|a\d{3}|v\d{3}|mi\d{3}x", re.IGNORECASE)
+MEMORY = re.compile(r"(\d+)\s*gb", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training setup: what is trained, how it is laid out, and on what."""
+
+    workload: Workload
+    layout: Layout
+    cluster: Cluster
+
+
+class Case:
+    """A published case, with words for what its fields mean."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        """`fields`: the case as its file has it; what it reports is left behind here."""
+        self._model: Mapping[str, Any] = fields["model"]
+        self._layout: Mapping[str, Any] = fields["layout"]
+        self._batch: Mapping[str, Any] = fields.get("batch") or {}
+        self._hardware: Mapping[str, Any] = fields["hardware"]
+        self._precision = str(fields.get("precision") or "bf16").lower()
+        self._attention = fields.get("attention_kernel")
+        self._notes = str(fields.get("notes") or "").lower()
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the model's shape is stated, not only its number of parameters."""
+        keys = ("layers", "hidden", "heads", "vocab", "seq")
+        return all(self._model.get(key) is not None for key in keys)
+
+    @property
+    def parameters(self) -> float | None:
+        """The stated number of parameters."""
+        return self._model.get("params")
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of the run."""
+        return int(self._hardware["n_gpus"])
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage; 0 where none is stated."""
+        return int(self._layout.get("zero_stage") or 0)
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks: stated, or all that the other degrees leave."""
+        others = self._degree("tp") * self._degree("pp") * self._degree("cp")
+        return int(self._layout.get("dp") or self.ranks // others)
+
+    def _degree(self, name: str) -> int:
+        return int(self._layout.get(name) or 1)
+
+    @property
+    def offload(self) -> tuple[Placement, Placement]:
+        """Where optimizer states and parameters are kept."""
+        stated = str(self._layout.get("offload") or "none").lower()
+        place: Placement = "nvme" if "nvme" in stated else "cpu" if "cpu" in stated else "none"
+        return (
+            place if "optim" in stated else "none",
+            place if "param" in stated else "none",
+        )
+
+    @property
+    def estimator_query(self) -> EstimatorQuery | None:
+        """What DeepSpeed's estimator is asked; None where no largest layer is stated."""
+        largest = self._model.get("largest_layer_params")
+        if largest is None or self.parameters is None:
+            return None
+        optimizer, parameters = self.offload
+        per_node = min(8, self.ranks)
+        return EstimatorQuery(
+            parameters=self.parameters,
+            largest_layer=largest,
+            stage=self.zero_stage,
+            nodes=self.ranks // per_node,
+            gpus_per_node=per_node,
+            offload_optimizer=optimizer != "none",
+            offload_parameters=parameters != "none",
+            zero_init=self._layout.get("zero_init") != 0,
+        )
+
+    @property
+    def gpu(self) -> str | None:
+        """Catalogue name of the accelerator (`A100` alone: the largest SXM); None: unknown."""
+        stated = str(self._hardware["gpu"])
+        family, memory = FAMILY.search(stated), MEMORY.search(stated)
+        if family is None:
+            return None
+        names = [
+            name
+            for name in GPUS
+            if name.split("-")[0] == family[0].lower()
+            and ("pcie" in name) == ("pcie" in stated.lower())
+            and (memory is None or f"{memory[1]}gb" in name or "gb-" not in f"{name}-")
+        ]
+        return max(names, key=lambda name: (GPUS[name].memory_gib or 0) * (name.count("96gb") == 0 or memory is not None), default=None)
+
+    @property
+    def engine(self) -> EngineName:
+        """FSDP where parameters are sharded, megatron otherwise."""
+        return "fsdp" if "fsdp_mp_mode" in self._layout or self.zero_stage >= 2 else "megatron"
+
+    def setup(self) -> Setup:
+        """The case as a setup. Raises PlanError for hardware that the catalogue lacks."""
+        if self.gpu is None:
+            raise PlanError(
+                f"hardware.gpu: {self._hardware['gpu']!r} is not in the catalogue",
+                fix=f"use one of {', '.join(GPUS)}",
+            )
+        per_node = min(self.ranks, usual_gpus_per_node(self.gpu))
+        cluster = default_cluster(ceil(self.ranks / per_node), per_node, self.gpu)
+        return self._with_recompute(Setup(self._workload(), self._plain_layout(), cluster))
+
+    def _workload(self) -> Workload:
+        """Defaults by engine: see each field."""
+        engine, precision = self.engine, self._dtype()
+        megatron = engine == "megatron"
+        # Before flash attention, Megatron ran without it, and reduced after the backward.
+        early = megatron and self._attention == "unfused"
+        modern = megatron and not early and self.zero_stage >= 1
+        wire = {"PURE": 2, "DEFAULT": 4}.get(str(self._layout.get("fsdp_mp_mode")))
+        recompute = str(self._layout.get("recompute"))
+        return Workload(
+            spec=self._spec(),
+            sequence_length=int(self._model["seq"]),
+            precision=precision,
+            engine=engine,
+            attention="unfused" if self._attention == "unfused" else "fused",
+            # Megatron fuses by itself; FSDP runs single operators unless compiled.
+            fused_elementwise=megatron or "compile" in self._notes,
+            recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
+            reduce_bytes=wire,
+            # Transformer Engine's overlap, or what torchtitan calls async TP.
+            tensor_overlap=modern or "async tp" in self._notes,
+            reduce_overlap=not early,
+            # Megatron-LM's own default is 0.1; gated and squared-ReLU models came without.
+            dropout=megatron and self._model.get("mlp") == "gelu",
+            # Composer (llm-foundry) uses flash-attn's cross entropy, torchtitan PyTorch's.
+            fused_loss="fsdp_mp_mode" in self._layout,
+        )
+
+    def _dtype(self) -> Precision:
+        if "fp8" in self._precision or "float8" in self._precision + self._notes:
+            return "fp8"
+        for name in ("bf16", "fp16"):
+            if name in self._precision:
+                return name  # type: ignore[return-value]
+        return "fp32"
+
+    def _spec(self) -> ModelSpec:
+        """Plain models (GELU, squared ReLU) as GPT-2 has them, gated ones as Llama."""
+        model = self._model
+        mlp = model.get("mlp") or "gelu"
+        gated = "glu" in mlp
+        plain = mlp == "gelu"
+        tied = model.get("tied")
+        if tied is None:
+            tied = plain and not model.get("untied")
+        hidden, heads = int(model["hidden"]), int(model["heads"])
+        experts = int(model.get("experts") or model.get("num_experts") or 0)
+        ffn = int(model.get("ffn") or 4 * hidden)
+        return ModelSpec(
+            family="published",
+            layers=int(model["layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(model.get("kv_heads") or heads),
+            head_dim=hidden // heads,
+            intermediate=ffn,
+            vocab=int(model.get("vocab") or 0),
+            max_positions=int(model["seq"]),
+            tied_embeddings=bool(tied),
+            experts=experts,
+            experts_per_token=int(model.get("experts_per_token") or model.get("topk") or 0),
+            expert_intermediate=int(model.get("expert_ffn") or model.get("moe_ffn") or ffn),
+            moe_layers=int(model["layers"]) if experts else 0,
+            gated_mlp=gated,
+            learned_positions=plain,
+            layer_norm=plain,
+        )
+
+    def _plain_layout(self) -> Layout:
+        """The layout without recompute, and one micro batch of 1 where none is stated."""
+        dp, tp, pp = self.data_parallel, self._degree("tp"), self._degree("pp")
+        micro = int(self._batch.get("micro") or 1)
+        accumulation = ceil(int(self._batch.get("global") or micro * dp) / (micro * dp))
+        sequence = self._layout.get("sp")
+        if sequence is None:
+            sequence = tp > 1 and self._attention != "unfused"
+        optimizer, parameters = self.offload
+        return Layout(
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            vpp=self._chunks(pp, accumulation),
+            cp=self._degree("cp"),
+            ep=self._degree("ep"),
+            sequence_parallel=bool(sequence),
+            zero_stage=self.zero_stage,  # type: ignore[arg-type]
+            offload_optimizer=optimizer,
+            offload_parameters=parameters,
+            micro_batch=micro,
+            gradient_accumulation=accumulation,
+        )
+
+    def _chunks(self, pp: int, accumulation: int) -> int:
+        """Stated, or Megatron's interleaving down to two layers, where it can be used."""
+        stated = self._layout.get("vpp")
+        if stated is not None or pp == 1:
+            return int(stated or 1)
+        if self.engine != "megatron" or self._attention == "unfused" or accumulation % pp:
+            return 1
+        return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
+
+    def _with_recompute(self, setup: Setup) -> Setup:
+        """The stated recompute; where none is, the least that fits: the run did."""
+        stated = self._layout.get("recompute")
+        choices: tuple[Recompute, ...] = ("none", "selective", "full")
+        if stated is not None:
+            word = str(stated).lower()
+            named = "full" if "every other layer" in word else word.split("(")[0]
+            choices = tuple(one for one in choices if one == named)
+            if not choices:
+                raise PlanError(
+                    f"layout.recompute: {stated!r} is not known",
+                    fix="use none, selective, full or selective(every other layer)",
+                )
+        capacity = setup.cluster.gpu.memory_gib
+        for recompute in choices:
+            one = replace(setup, layout=replace(setup.layout, recompute=recompute))
+            if peak_memory(one.workload, one.layout).fits(capacity):
+                break
+        return one
