@@ -146,7 +146,7 @@ def _everything(
     # Autocast keeps the residual stream in fp32: every branch's output is added to it.
     residual = FP32_BYTES if workload.engine == "ddp" else width
     norm = residual + width
-    if not (workload.fused_elementwise or spec.layer_norm):
+    if _eager_norms(workload):
         norm += EAGER_RMS_NORM_BYTES
     masks = 2 * MASK_BYTES * sizes.stream if workload.dropout else 0.0
     head_norms = sizes.query + sizes.key if spec.query_key_norm else 0.0
@@ -158,6 +158,12 @@ def _everything(
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
         experts=_experts(workload, sizes, tp, sequence),
     )
+
+
+def _eager_norms(workload: Workload) -> bool:
+    """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
+    plain = workload.engine != "megatron" and not workload.fused_elementwise
+    return plain and not workload.spec.layer_norm
 
 
 def _kernel(workload: Workload, sizes: _Sizes) -> float:

@@ -12,13 +12,14 @@ from toolkit.errors import PlanError
 from toolkit.plan import legality
 from toolkit.plan.layout import Layout, stage_layers
 from toolkit.plan.legality import ANY, TABLE, Pair
+from toolkit.plan.memory import model_states_gib
 from toolkit.plan.model_rules import Job, pair_problems
-from toolkit.plan.states import ModelStates
+from toolkit.plan.workload import Workload
 from toolkit.recipe.schema import ParallelSection
 
 
 def choose_degrees(
-    job: Job, pair: Pair, states: ModelStates, room_gib: float
+    job: Job, pair: Pair, workload: Workload, room_gib: float
 ) -> tuple[Layout, list[str]]:
     """The layout but for ZeRO stage, batch split and recompute, and a reason per decision.
 
@@ -39,7 +40,9 @@ def choose_degrees(
     stages = legality.zero_stages(job.parallel, pair)
 
     def least_gib(layout: Layout) -> float:
-        return min(states.gib(replace(layout, zero_stage=stage)) for stage in stages)
+        return min(
+            model_states_gib(workload, replace(layout, zero_stage=stage)) for stage in stages
+        )
 
     layouts = [_layout(job, one) for one in candidates]
     within = (layout for layout in layouts if least_gib(layout) <= room_gib)

@@ -30,6 +30,8 @@ DEEPSPEED_BUCKET = 1e8
 """Elements of the reduce and all-gather buckets of `ds_configs`."""
 DEEPSPEED_LIVE_PARAMETERS = 1e9
 """Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
+NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
+"""Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
 FSDP_GATHERED_LAYERS = 2
 """Layers whose weights FSDP holds gathered: the one in use and the one that is prefetched."""
 MICRO_STEP_COPIES = 2
@@ -129,7 +131,7 @@ def _layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
-    share = _share(workload, layout.tp, layout.ep, layout.pp, layout.vpp, stage)
+    share = _share(workload, *_degrees(layout), stage)
     layer = layer_activations(workload, layout)
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = _head(workload, layout) if stage == layout.pp - 1 else 0.0
@@ -149,21 +151,19 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
 # Model states
 
 
-def model_states(workload: Workload, layout: Layout) -> float:
-    """Bytes of weights, gradients and optimizer states on the fullest rank.
+def model_states_gib(workload: Workload, layout: Layout) -> float:
+    """GiB of weights, gradients and optimizer states on the fullest rank.
 
     What is offloaded counts as away, although parts of it pass through the device.
     """
-    return max(
-        sum(
-            _states(
-                workload,
-                layout,
-                _share(workload, layout.tp, layout.ep, layout.pp, layout.vpp, stage),
-            )
-        )
-        for stage in _candidates(workload, layout)
-    )
+    stages = _candidates(workload, layout)
+    shares = (_share(workload, *_degrees(layout), stage) for stage in stages)
+    return max(sum(_states(workload, layout, share)) for share in shares) / GIB
+
+
+def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+    """What a rank's share of the parameters depends on."""
+    return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,8 @@ def _states(
     away = layout.offload_optimizer != "none"
     return (
         0.0 if layout.offload_parameters != "none" else held(each.weight, 3),
-        held(each.gradient, 2),
+        # From stage 2 on, reduced gradients go where the optimizer is.
+        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2),
         0.0 if away else held(each.optimizer, 1),
     )
 
@@ -317,3 +318,48 @@ def _fsdp_window(layout: Layout, width: int, share: Share) -> float:
     if layout.zero_stage == 2:
         gathered = share.dense + share.experts
     return width * (gathered + share.head / 2) + (width + FP32_BYTES) * layer
+
+
+# What leaves the device
+
+
+def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
+    """Host memory of one node for what is offloaded to the CPU, or passes through it.
+
+    ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
+    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back. With
+    NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of `ds_configs` remain.
+    """
+    ranks = min(gpus_per_node, layout.world)
+    each, width = state_bytes(workload), compute_bytes(workload)
+    share = _offloaded_parameters(workload, layout)
+    held = 0.0
+    if layout.offload_optimizer == "cpu":
+        held += (each.optimizer + each.gradient + width) * share
+    elif layout.offload_optimizer == "nvme":
+        # Gradients stay in memory; four buffers of one sub-group pass by.
+        held += each.gradient * share
+        held += NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, share)
+    if layout.offload_parameters == "cpu":
+        held += each.weight * share
+    elif layout.offload_parameters == "nvme":
+        held += each.weight * min(NVME_LIVE_PARAMETERS, share)
+    return held * ranks
+
+
+def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
+    """Disk of one node for what is offloaded to NVMe."""
+    ranks = min(gpus_per_node, layout.world)
+    each, share = state_bytes(workload), _offloaded_parameters(workload, layout)
+    held = 0.0
+    if layout.offload_optimizer == "nvme":
+        held += (each.optimizer + each.gradient) * share
+    if layout.offload_parameters == "nvme":
+        held += each.weight * share
+    return held * ranks
+
+
+def _offloaded_parameters(workload: Workload, layout: Layout) -> float:
+    """Parameters whose states one rank keeps away: its ZeRO partition of the first stage."""
+    share = _share(workload, *_degrees(layout), 0)
+    return (share.dense + share.experts) / (layout.dp if layout.zero_stage else 1)

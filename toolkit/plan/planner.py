@@ -19,8 +19,9 @@ from toolkit.plan import legality, model_rules
 from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.legality import EngineName, ModelName, Pair, Stage
+from toolkit.plan.memory import GIB, model_states_gib
 from toolkit.plan.model_rules import Job, able_pairs
-from toolkit.plan.states import GIB, ModelStates
+from toolkit.plan.workload import Workload, planned_workload
 from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
 
 STATE_SHARE = 0.6
@@ -83,11 +84,11 @@ def plan_recipe(recipe: Recipe) -> Plan:
         raise RecipeError(found)
     spec, device = job.spec, gpu(recipe.cluster.gpu)
     pair, pair_reason = _pair(job)
-    states = ModelStates(spec, training.precision, pair.engine)
+    workload = planned_workload(spec, training, pair.engine)
     room_gib = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
-    layout, degree_reasons = choose_degrees(job, pair, states, room_gib)
+    layout, degree_reasons = choose_degrees(job, pair, workload, room_gib)
     layout, micro_reason = _split_batch(training, layout)
-    layout, stage_reason = _in_zero_stage(recipe, pair, layout, states, device)
+    layout, stage_reason = _in_zero_stage(recipe, pair, layout, workload, device)
     recompute, recompute_reason = _recompute(recipe, layout, spec, device)
     return Plan(
         engine=pair.engine,
@@ -96,7 +97,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
         parameters=spec.parameters.total,
         flops_per_token=spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),
-        model_states_gib=states.gib(layout),
+        model_states_gib=model_states_gib(workload, layout),
         reasons=(pair_reason, *degree_reasons, stage_reason, micro_reason, recompute_reason),
     )
 
@@ -174,7 +175,7 @@ def _pair(job: Job) -> tuple[Pair, str]:
 
 
 def _in_zero_stage(
-    recipe: Recipe, pair: Pair, layout: Layout, states: ModelStates, device: Gpu
+    recipe: Recipe, pair: Pair, layout: Layout, workload: Workload, device: Gpu
 ) -> tuple[Layout, str]:
     """The layout in the lowest ZeRO stage that leaves room for activations."""
     legal = legality.zero_stages(recipe.parallel, pair)
@@ -184,7 +185,9 @@ def _in_zero_stage(
         open_to = [least]  # sharding over a single rank saves nothing
     candidates = [replace(layout, zero_stage=stage) for stage in open_to]
     room = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
-    chosen = next((one for one in candidates if states.gib(one) <= room), candidates[-1])
+    chosen = next(
+        (one for one in candidates if model_states_gib(workload, one) <= room), candidates[-1]
+    )
     if recipe.parallel.zero.stage != "auto":
         why = "asked for"
     elif legality.TABLE[pair].zero_stages == (0,):
@@ -197,7 +200,7 @@ def _in_zero_stage(
         why = "the only stage with this offload"
     else:
         why = "auto" if device.memory_gib else "auto on CPU, where memory is not the limit"
-    note = _memory_note(states.gib(chosen), device, pair)
+    note = _memory_note(model_states_gib(workload, chosen), device, pair)
     return chosen, f"zero {chosen.zero_stage}: {why}{note}"
 
 

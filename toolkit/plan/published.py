@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
-from toolkit.hardware.cluster import Cluster, default_cluster, usual_gpus_per_node
+from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.formulas import EstimatorQuery
 from toolkit.plan.layout import Layout, Placement, Recompute
@@ -25,6 +25,10 @@ LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk where a source does not state the interleaving."""
 FAMILY = re.compile(r"gb\d{3}|b\d{3}|h\d{3}|a\d{3}|v\d{3}|mi\d{3}x", re.IGNORECASE)
 MEMORY = re.compile(r"(\d+)\s*gb", re.IGNORECASE)
+NETWORK = re.compile(r"inter-node (\d+) gb/s per (\d+)-gpu node")
+BITS_PER_BYTE = 8
+_WIRE_BYTES = {"PURE": 2, "DEFAULT": 4}
+"""Composer's mixed precision modes: what gradients are reduced in."""
 
 
 @dataclass(frozen=True)
@@ -110,19 +114,18 @@ class Case:
 
     @property
     def gpu(self) -> str | None:
-        """Catalogue name of the accelerator (`A100` alone: the largest SXM); None: unknown."""
-        stated = str(self._hardware["gpu"])
+        """Catalogue name of the accelerator; None where it has none of this name.
+
+        Without a stated memory, the model with 80 GB (A100, H100) or the only one.
+        """
+        stated = str(self._hardware["gpu"]).lower()
         family, memory = FAMILY.search(stated), MEMORY.search(stated)
         if family is None:
             return None
-        names = [
-            name
-            for name in GPUS
-            if name.split("-")[0] == family[0].lower()
-            and ("pcie" in name) == ("pcie" in stated.lower())
-            and (memory is None or f"{memory[1]}gb" in name or "gb-" not in f"{name}-")
-        ]
-        return max(names, key=lambda name: (GPUS[name].memory_gib or 0) * (name.count("96gb") == 0 or memory is not None), default=None)
+        size = f"{memory[1]}gb" if memory else "80gb"
+        pcie = "-pcie" if "pcie" in stated else ""
+        names = (f"{family[0]}-{size}{pcie}", f"{family[0]}{pcie}", family[0])
+        return next((name for name in names if name in GPUS), None)
 
     @property
     def engine(self) -> EngineName:
@@ -138,35 +141,43 @@ class Case:
             )
         per_node = min(self.ranks, usual_gpus_per_node(self.gpu))
         cluster = default_cluster(ceil(self.ranks / per_node), per_node, self.gpu)
+        if network := NETWORK.search(self._notes):
+            gigabytes = int(network[1]) / BITS_PER_BYTE / int(network[2])
+            cluster = replace(cluster, network=link(cluster.network.kind, gigabytes))
         return self._with_recompute(Setup(self._workload(), self._plain_layout(), cluster))
 
     def _workload(self) -> Workload:
-        """Defaults by engine: see each field."""
-        engine, precision = self.engine, self._dtype()
-        megatron = engine == "megatron"
-        # Before flash attention, Megatron ran without it, and reduced after the backward.
+        """What is trained; what sources leave out is the same for all rows of an engine."""
+        megatron = self.engine == "megatron"
+        composer = "fsdp_mp_mode" in self._layout
+        # Before flash attention, Megatron reduced gradients after the backward pass.
         early = megatron and self._attention == "unfused"
-        modern = megatron and not early and self.zero_stage >= 1
-        wire = {"PURE": 2, "DEFAULT": 4}.get(str(self._layout.get("fsdp_mp_mode")))
         recompute = str(self._layout.get("recompute"))
         return Workload(
             spec=self._spec(),
             sequence_length=int(self._model["seq"]),
-            precision=precision,
-            engine=engine,
+            precision=self._dtype(),
+            engine=self.engine,
             attention="unfused" if self._attention == "unfused" else "fused",
-            # Megatron fuses by itself; FSDP runs single operators unless compiled.
-            fused_elementwise=megatron or "compile" in self._notes,
+            # Composer (llm-foundry) came before FlashAttention-2, and ran single operators;
+            # FSDP2 (torchtitan) is compiled where the source does not say eager.
+            flash_version=1 if composer else 2,
+            fused_elementwise=not (composer or "eager" in self._notes),
             recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
-            reduce_bytes=wire,
+            reduce_bytes=_WIRE_BYTES.get(self._layout.get("fsdp_mp_mode")),
             # Transformer Engine's overlap, or what torchtitan calls async TP.
-            tensor_overlap=modern or "async tp" in self._notes,
+            tensor_overlap=(megatron and not early and bool(self._layout.get("sp")))
+            or "async tp" in self._notes,
             reduce_overlap=not early,
             # Megatron-LM's own default is 0.1; gated and squared-ReLU models came without.
-            dropout=megatron and self._model.get("mlp") == "gelu",
-            # Composer (llm-foundry) uses flash-attn's cross entropy, torchtitan PyTorch's.
-            fused_loss="fsdp_mp_mode" in self._layout,
+            dropout=megatron and self._mlp == "gelu",
+            # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
+            fused_loss=composer,
         )
+
+    @property
+    def _mlp(self) -> str:
+        return str(self._model.get("mlp") or "gelu").lower()
 
     def _dtype(self) -> Precision:
         if "fp8" in self._precision or "float8" in self._precision + self._notes:
@@ -177,35 +188,37 @@ class Case:
         return "fp32"
 
     def _spec(self) -> ModelSpec:
-        """Plain models (GELU, squared ReLU) as GPT-2 has them, gated ones as Llama."""
-        model = self._model
-        mlp = model.get("mlp") or "gelu"
-        gated = "glu" in mlp
-        plain = mlp == "gelu"
+        """GELU models as GPT-2 has them (biases, LayerNorm, learned positions, tied head),
+        gated ones as Llama has them, squared ReLU as Nemotron: Llama with LayerNorm.
+        """
+        model, plain = self._model, self._mlp == "gelu"
+        hidden, heads, layers = (int(model[key]) for key in ("hidden", "heads", "layers"))
+        ffn = int(model.get("ffn") or 4 * hidden)
+        experts = int(_first(model, "experts", "num_experts") or 0)
         tied = model.get("tied")
         if tied is None:
             tied = plain and not model.get("untied")
-        hidden, heads = int(model["hidden"]), int(model["heads"])
-        experts = int(model.get("experts") or model.get("num_experts") or 0)
-        ffn = int(model.get("ffn") or 4 * hidden)
         return ModelSpec(
             family="published",
-            layers=int(model["layers"]),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=int(model.get("kv_heads") or heads),
-            head_dim=hidden // heads,
+            head_dim=int(model.get("head_dim") or hidden // heads),
             intermediate=ffn,
-            vocab=int(model.get("vocab") or 0),
+            vocab=int(model["vocab"]),
             max_positions=int(model["seq"]),
             tied_embeddings=bool(tied),
             experts=experts,
-            experts_per_token=int(model.get("experts_per_token") or model.get("topk") or 0),
-            expert_intermediate=int(model.get("expert_ffn") or model.get("moe_ffn") or ffn),
-            moe_layers=int(model["layers"]) if experts else 0,
-            gated_mlp=gated,
+            experts_per_token=int(_first(model, "experts_per_token", "topk", "top_k") or 0),
+            expert_intermediate=int(_first(model, "expert_ffn", "moe_ffn") or ffn),
+            moe_layers=layers if experts else 0,
+            gated_mlp="glu" in self._mlp,
             learned_positions=plain,
-            layer_norm=plain,
+            qkv_bias=plain,
+            attention_output_bias=plain,
+            mlp_bias=plain,
+            layer_norm="glu" not in self._mlp,
         )
 
     def _plain_layout(self) -> Layout:
@@ -260,3 +273,8 @@ class Case:
             if peak_memory(one.workload, one.layout).fits(capacity):
                 break
         return one
+
+
+def _first(fields: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that is stated: sources name them differently."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.legality import EngineName
+from toolkit.recipe.schema import TrainingSection
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Attention = Literal["fused", "unfused"]
@@ -40,3 +41,22 @@ class Workload:
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
+
+
+def planned_workload(
+    spec: ModelSpec, training: TrainingSection, engine: EngineName, *, dropout: bool = False
+) -> Workload:
+    """What a recipe trains, as this toolkit's engines run it.
+
+    Attention is torch's fused kernel; the other operators are single ones, without
+    Transformer Engine or torch.compile; megatron-core reduces after the backward pass.
+    """
+    return Workload(
+        spec=spec,
+        sequence_length=training.sequence_length,
+        precision=training.precision,
+        engine=engine,
+        fused_elementwise=False,
+        reduce_overlap=engine != "megatron",
+        dropout=dropout,
+    )
