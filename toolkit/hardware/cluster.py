@@ -47,6 +47,8 @@ class Cluster:
     """Between one accelerator and its host's memory (PCIe, C2C), each way."""
     nvme_bytes_per_s: float
     """Local disks of one node, reading or writing."""
+    host_memory_bytes_per_s: float
+    """Memory bandwidth of one node's processors."""
     price_per_gpu_hour: float | None = None
     link_domain: int | None = None
     """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
@@ -65,7 +67,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Machine:
-    """The usual surroundings of an accelerator; bandwidths in GB/s, each way."""
+    """The usual surroundings of an accelerator; bandwidths in GB/s, links' each way."""
 
     gpus_per_node: int
     node_link: LinkKind
@@ -76,6 +78,7 @@ class _Machine:
     host_memory_gib: float
     host_gb_per_s: float
     nvme_gb_per_s: float
+    host_memory_gb_per_s: float
     link_domain: int | None = None
 
 
@@ -84,26 +87,28 @@ class _Machine:
 # adapter per accelerator (DGX A100: HDR, 200 Gb/s; DGX H100, H200, B200 and GB200: NDR,
 # 400 Gb/s; MI300X platforms: 400 GbE RoCE), four EDR (100 Gb/s) for eight V100 in DGX-1.
 # PCIe x16: 16 GB/s (3.0), 32 (4.0), 64 (5.0); Grace's NVLink-C2C: 450. Host memory and disks:
-# the DGX user guides (DGX-1 512 GB; A100 2 TB, 8 disks; H100 2 TB, 8; B200 2 TB, 8) with
-# 3.2 GB/s per PCIe 3 disk and 6.5 per PCIe 4 disk; a GB200 tray has two Grace of 480 GB.
-_SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52)
-_SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52)
-_PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13)
+# the DGX user guides (DGX-1 512 GB; A100, H100 and B200 2 TB and 8 disks) with 3.2 GB/s per
+# PCIe 3 disk and 6.5 per PCIe 4 disk; a GB200 tray has two Grace of 480 GB. Host memory
+# bandwidth by channels: two processors with 4 × DDR4-2400 (DGX-1), 8 × DDR4-3200 (A100),
+# 8 × DDR5-4800 (H100); 512 GB/s per Grace.
+_SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410)
+_SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614)
+_PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410)
 _MACHINES: Mapping[str, _Machine] = {
-    "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13),
+    "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154),
     "a100-40gb": _SXM_A100,
     "a100-80gb": _SXM_A100,
     "a100-40gb-pcie": _PCIE_A100,
     "a100-80gb-pcie": _PCIE_A100,
     "h100-80gb": _SXM_H100,
     "h100-96gb": _SXM_H100,
-    "h100-80gb-pcie": _Machine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26),
+    "h100-80gb-pcie": _Machine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26, 614),
     "h200": _SXM_H100,
-    "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52),
-    "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 72),
-    "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52),
-    # A host with eight channels of DDR4-3200 (205 GB/s), 10 Gb/s Ethernet and one disk.
-    "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2),
+    "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614),
+    "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 72),
+    "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614),
+    # A host with two channels of DDR4, 10 Gb/s Ethernet and one disk.
+    "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40),
 }
 
 # Small-message latency of a collective's step, launch included: NCCL's own tuning table
@@ -147,6 +152,7 @@ def default_cluster(nodes: int, gpus_per_node: int, name: str) -> Cluster:
         host_memory_gib=machine.host_memory_gib,
         host_link_bytes_per_s=machine.host_gb_per_s * GIGA,
         nvme_bytes_per_s=machine.nvme_gb_per_s * GIGA,
+        host_memory_bytes_per_s=machine.host_memory_gb_per_s * GIGA,
         link_domain=machine.link_domain,
     )
 

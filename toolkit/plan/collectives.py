@@ -1,11 +1,14 @@
 """Time of collectives by algorithm, message size, link and topology.
 
 Ranks are placed as `Layout.data_rank` says: tensor fastest, then context, data, pipeline.
+Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps that move
+(n - 1)/n of the data; recursive doubling: log₂ n steps).
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.efficiency import Efficiency
 
 
@@ -15,55 +18,81 @@ class Group:
 
     size: int
     islands: int
-    """Nodes (NVLink domains) that it spreads over."""
-    bytes_per_s: float
-    """What one member sends in a ring, at most."""
-    latency_s: float
-    """Of one step of the ring, its slowest link."""
-    local_latency_s: float
+    """Nodes (or NVLink domains) that it spreads over."""
+    near_bytes_per_s: float
+    """What one member reaches within its island."""
+    far_bytes_per_s: float
+    """What one member reaches through the network."""
+    near_latency_s: float
+    far_latency_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What passes between neighbours of a ring.
+
+        A ring over several islands leaves each of them through all members' adapters at once:
+        NCCL builds as many rings as there are, each with another member at the border.
+        """
+        if self.islands == 1:
+            return self.near_bytes_per_s
+        rate = self.size / self.islands * self.far_bytes_per_s
+        return min(rate, self.near_bytes_per_s) if self.size > self.islands else rate
 
     def all_gather_s(self, total_bytes: float) -> float:
-        """Every member ends up with `total_bytes`; reduce-scatter takes as long."""
+        """Every member ends up with `total_bytes`, of which it had 1/size."""
         if self.size == 1:
             return 0.0
-        near = (self.size - self.islands) * self.local_latency_s
-        far = (self.islands - 1) * self.latency_s
+        near = (self.size - self.islands) * self.near_latency_s
+        far = (self.islands - 1) * self.far_latency_s
         return total_bytes * (self.size - 1) / self.size / self.bytes_per_s + near + far
 
+    def reduce_scatter_s(self, total_bytes: float) -> float:
+        """Every member ends up with the sum of 1/size of `total_bytes`: an all-gather back."""
+        return self.all_gather_s(total_bytes)
+
     def all_reduce_s(self, total_bytes: float) -> float:
-        """Ring, or a tree where the message is so small that steps count more than bytes."""
+        """A ring, or a tree where steps count more than bytes."""
         if self.size == 1:
             return 0.0
         ring = 2 * self.all_gather_s(total_bytes)
-        depth = (self.islands - 1).bit_length()
-        steps = depth * self.latency_s + (self.size // self.islands - 1) * self.local_latency_s
-        return min(ring, 2 * total_bytes / self.bytes_per_s + 2 * steps)
+        depth = (self.islands - 1).bit_length() * self.far_latency_s
+        chain = (self.size // self.islands - 1) * self.near_latency_s
+        tree = 2 * (total_bytes / self.bytes_per_s + depth + chain)
+        return min(ring, tree)
 
     def all_to_all_s(self, total_bytes: float) -> float:
-        """Every member sends `total_bytes`, an equal part to each member."""
-        return self.all_gather_s(total_bytes)
+        """Every member sends an equal part of `total_bytes` to each member."""
+        if self.size == 1:
+            return 0.0
+        away = (self.islands - 1) / self.islands
+        near = total_bytes * (1 / self.islands - 1 / self.size) / self.near_bytes_per_s
+        far = total_bytes * away / self.far_bytes_per_s
+        latency = self.far_latency_s if self.islands > 1 else self.near_latency_s
+        return max(near, far) + latency
 
 
+@lru_cache(maxsize=4096)
 def group(size: int, stride: int, cluster: Cluster, efficiency: Efficiency) -> Group:
     """`size` ranks that are `stride` ranks apart."""
-    island = cluster.island
-    near, far = cluster.node_link, cluster.network
-    local = max(1, min(size, island // stride))
-    islands = -(-size // local)
-    near_rate = near.bytes_per_s * efficiency.link[near.kind]
-    if islands == 1:
-        return Group(size, 1, near_rate, near.latency_s, near.latency_s)
-    # Every member brings its own share of the network: rings enter and leave a node at
-    # `local` places at once.
-    rate = local * far.bytes_per_s * efficiency.link[far.kind]
-    if local > 1:
-        rate = min(rate, near_rate)
-    return Group(size, islands, rate, far.latency_s, near.latency_s)
+    together = max(1, min(size, cluster.island // stride))
+    return Group(
+        size,
+        -(-size // together),
+        _rate(cluster.node_link, efficiency),
+        _rate(cluster.network, efficiency),
+        cluster.node_link.latency_s,
+        cluster.network.latency_s,
+    )
 
 
+@lru_cache(maxsize=65536)
 def point_to_point_s(
-    message: float, stride: int, cluster: Cluster, efficiency: Efficiency
+    message_bytes: float, stride: int, cluster: Cluster, efficiency: Efficiency
 ) -> float:
-    """One message to the rank `stride` further."""
+    """One message to the rank that is `stride` ranks further."""
     link = cluster.node_link if stride < cluster.island else cluster.network
-    return message / (link.bytes_per_s * efficiency.link[link.kind]) + link.latency_s
+    return message_bytes / _rate(link, efficiency) + link.latency_s
+
+
+def _rate(link: Link, efficiency: Efficiency) -> float:
+    return link.bytes_per_s * efficiency[f"link.{link.kind}"]

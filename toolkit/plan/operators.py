@@ -1,253 +1,400 @@
-"""Roofline time of a layer's operators on one rank, from their shapes."""
+"""Seconds of a layer's operators on one rank, by roofline, from their shapes.
+
+A matrix product takes its FLOPs at a rate that depends on its shape, or its bytes at the
+memory's; everything elementwise takes its bytes. Collectives are not here.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import ceil
 
+from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
+from toolkit.models.spec import ModelSpec
 from toolkit.plan.efficiency import Efficiency
+from toolkit.plan.layout import Recompute, padded_vocab
 from toolkit.plan.workload import Workload
 
+SPLITS = (1, 2, 4, 8)
+"""Parts of the inner dimension that different multiprocessors sum where tiles are few."""
+SAVED_PRODUCTS = 0.5
+"""Share of the matrix products that FSDP's selective recompute keeps: every second one."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Device:
-    """An accelerator's sustained rates in one precision."""
+    """An accelerator's sustained rates under a workload."""
 
     matmul: float
-    matmul_bytes: int
+    """FLOP/s of large products in the workload's precision."""
+    matmul_width: int
+    """Bytes of one of their operands' elements."""
     plain_matmul: float
-    """Of what stays in 16 bits beside fp8: attention and logits."""
+    """FLOP/s of logits and attention, which fp8 leaves in 16 bits."""
+    width: int
+    """Bytes of an activation's element."""
     attention: float
+    """FLOP/s of the fused attention kernel on long sequences with heads of 128."""
     memory: float
+    """Bytes per second of streaming kernels."""
     multiprocessors: int
-    half_k: float
-    half_sequence: float
-    kernel_s: float
-    gap_s: float
+    efficiency: Efficiency
 
 
+@lru_cache(maxsize=1024)
 def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
+    """The rates of `gpu`; those of a nominal CPU where the catalogue states none.
+
+    Raises PlanError for a precision that the accelerator lacks.
+    """
     precision = workload.precision
-    peak = gpu.peak_flops(precision)
-    plain = gpu.peak_flops("bf16") or gpu.fp16 if precision == "fp8" else peak
-    assert peak and plain and gpu.memory_bytes_per_s
-    kernel = gpu.generation
-    if workload.engine == "megatron" and kernel in ("hopper", "blackwell"):
-        kernel = f"{kernel}-te"
-    share = efficiency.matmul[gpu.name]
+    peak, memory = gpu.peak_flops(precision), gpu.memory_bytes_per_s
+    plain = gpu.peak_flops("bf16") if precision == "fp8" else peak
+    if gpu.generation == "cpu":
+        peak = plain = peak or efficiency["cpu.flops"]
+        memory = memory or efficiency["cpu.bytes_per_s"]
+    if peak is None or plain is None or memory is None:
+        raise PlanError(
+            f"training.precision: {gpu.name} has no {precision} units",
+            fix="choose another precision or accelerator",
+        )
+    share = efficiency[f"matmul.{gpu.name}"]
+    low = precision == "fp8"
     return Device(
-        matmul=peak * share,
-        matmul_bytes={"fp32": 4, "fp8": 1}.get(precision, 2),
+        matmul=peak * share * (efficiency["matmul.fp8"] if low else 1.0),
+        matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
         plain_matmul=plain * share,
-        attention=plain * efficiency.attention[kernel],
-        memory=gpu.memory_bytes_per_s * efficiency.memory,
+        width=4 if precision == "fp32" else 2,
+        attention=plain * efficiency[f"attention.{_attention_kernel(gpu, workload)}"],
+        memory=memory * efficiency["memory"],
         multiprocessors=gpu.multiprocessors,
-        half_k=efficiency.half_k,
-        half_sequence=efficiency.attention_half_seq,
-        kernel_s=efficiency.kernel_s,
-        gap_s=efficiency.gap_s,
+        efficiency=efficiency,
     )
 
 
-TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75))
-
-
-@lru_cache(maxsize=65536)
-def matmul_s(
-    m: float,
-    n: float,
-    k: float,
-    rate: float,
-    memory: float,
-    width: int,
-    sms: int,
-    half_k: float,
-) -> float:
-    """[m, k] times [k, n]."""
-    best = 0.0
-    for rows, columns, quality in TILES:
-        for r, c in ((rows, columns), (columns, rows)):
-            tiles = ceil(m / r) * ceil(n / c)
-            useful = m * n / (r * c)
-            waves = ceil(tiles / sms)
-            best = max(best, quality * useful / (waves * sms))
-    # splitting k over idle multiprocessors
-    flops = 2.0 * m * n * k
-    t = flops / (rate * best * k / (k + half_k))
-    return max(t, width * (m * k + k * n + m * n) / memory)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of one pass of one layer (or of the head) on one rank, by kind."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.launch
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    forward: Pass
-    backward: Pass
-    recompute: Pass
-    """What the backward pass repeats of the forward pass."""
+def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
+    """Megatron has Transformer Engine's kernels, written for each generation since Hopper;
+    PyTorch runs FlashAttention-2 on all of them."""
+    if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
+        return f"{gpu.generation}.1"
+    if workload.engine == "megatron" and gpu.generation in ("hopper", "blackwell"):
+        return f"{gpu.generation}.te"
+    return gpu.generation
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a layer that one rank computes."""
+    """The part of one micro batch that a rank computes."""
 
     tokens: int
-    """Of one micro batch on this rank (context parallel divides the sequence)."""
-    micro: int
+    """Context parallel divides the sequence."""
     tp: int
     cp: int
     ep: int
     sequence_parallel: bool
 
-
-def _layer_matmuls(workload: Workload, part: Slice) -> Iterator[tuple[float, float, float]]:
-    """Output features and inner size of the dense products, times; by rank."""
-    spec, tp = workload.spec, part.tp
-    heads = (spec.heads + 2 * spec.kv_heads) * spec.head_dim / tp
-    yield part.tokens, heads, spec.hidden
-    yield part.tokens, spec.hidden, spec.heads * spec.head_dim / tp
+    @property
+    def stream(self) -> float:
+        """Tokens of the residual stream (norms, residual sums) on this rank."""
+        return self.tokens / self.tp if self.sequence_parallel else self.tokens
 
 
-def _mlp_matmuls(
-    workload: Workload, part: Slice, moe: bool
-) -> Iterator[tuple[float, float, float, float]]:
-    """(count, m, n, k)"""
-    spec = workload.spec
-    gate = 2 if spec.gated_mlp else 1
-    if not moe:
-        inner = spec.intermediate / part.tp
-        yield 1, part.tokens, gate * inner, spec.hidden
-        yield 1, part.tokens, spec.hidden, inner
-        return
-    inner, local = spec.expert_intermediate, spec.experts / part.ep
-    tokens = part.tokens * spec.experts_per_token / local
-    if part.ep > 1:
-        tokens /= part.tp
-    else:
-        inner /= part.tp
-    yield local, tokens, gate * inner, spec.hidden
-    yield local, tokens, spec.hidden, inner
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass of one layer, by kind."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    """Time that the device waits for the host, or between kernels."""
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return self.matmul + self.attention + self.elementwise + self.launch
 
 
-@lru_cache(maxsize=16384)
+@dataclass(frozen=True)
+class LayerTime:
+    """The passes of one layer; of a model with some expert layers, the mean over layers."""
+
+    forward: Pass
+    backward: Pass
+    recompute: Pass
+    """What the backward pass repeats of the forward pass first."""
+
+
+# Matrix products
+
+
+@lru_cache(maxsize=1 << 17)
+def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = False) -> float:
+    """Seconds of [m, k] · [k, n]: the best of some tilings, or the memory's limit.
+
+    Tiles are computed in waves, one per multiprocessor; the last wave and the tiles at the
+    border do less than they could. Along k, a tile spends as long as `half_k` products on its
+    start and its end.
+    """
+    rate = device.plain_matmul if plain else device.matmul
+    width = device.width if plain else device.matmul_width
+    half_k, units = device.efficiency["matmul.half_k"], device.multiprocessors
+    best = 0.0
+    for (rows, columns, quality), parts in product(_tiles(device.efficiency), SPLITS):
+        tiles = ceil(m / rows) * ceil(n / columns) * parts
+        waves = ceil(tiles / units)
+        useful = m * n * parts / (rows * columns)
+        best = max(best, quality * useful / (waves * units) * k / (k + parts * half_k))
+    moved = width * (m * k + k * n) + device.width * m * n
+    return max(2.0 * m * n * k / (rate * best), moved / device.memory)
+
+
+@lru_cache(maxsize=8)
+def _tiles(efficiency: Efficiency) -> tuple[tuple[int, int, float], ...]:
+    """Rows, columns and quality of the tiles, each lying and standing."""
+    shapes = ((256, 128), (128, 128), (128, 64))
+    values = [efficiency[f"tile.{name}"] for name in (256, 128, 64)]
+    lying = [(*shape, value) for shape, value in zip(shapes, values, strict=True)]
+    return (*lying, *((columns, rows, value) for rows, columns, value in lying))
+
+
+def _attention_products(spec: ModelSpec, part: Slice) -> Iterator[tuple[float, ...]]:
+    """Count, tokens, outputs and inputs of the projections of one rank."""
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield 1, part.tokens, (queries + 2 * keys) / part.tp, spec.hidden
+    yield 1, part.tokens, spec.hidden, queries / part.tp
+
+
+def _mlp_products(spec: ModelSpec, part: Slice, experts: bool) -> Iterator[tuple[float, ...]]:
+    """Count, tokens, outputs and inputs of a dense MLP, or of the experts on one rank."""
+    count, tokens, inner = 1.0, float(part.tokens), spec.intermediate / part.tp
+    if experts:
+        count = spec.experts / part.ep
+        tokens *= spec.experts_per_token / count
+        inner = spec.expert_intermediate
+        if part.ep > 1:
+            tokens /= part.tp  # an expert is whole, and tokens of the tensor group spread
+        else:
+            inner /= part.tp
+    yield count, tokens, (2 if spec.gated_mlp else 1) * inner, spec.hidden
+    yield count, tokens, spec.hidden, inner
+
+
+# Attention
+
+
+def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+    """Forward and backward of softmax(q·kᵀ)·v on one rank."""
+    if workload.attention == "fused":
+        return _fused_attention_s(workload, part, device)
+    spec, width = workload.spec, device.width
+    scores = part.tokens * workload.sequence_length * spec.heads / part.tp
+    flops = 2.0 * scores * spec.head_dim
+    # Each of two products reads or writes all scores; head_dim is too small to hide that.
+    one = max(flops / device.plain_matmul, width * scores / device.memory)
+    softmax = 2 * width * scores / device.memory
+    # Dropout reads and writes scores and a mask of one byte each.
+    dropout = (2 * width + 1) * scores / device.memory if workload.dropout else 0.0
+    return 2 * one + softmax + dropout, 4 * one + 1.5 * softmax + dropout
+
+
+def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+    """FlashAttention: no scores in memory; the masked half is skipped.
+
+    The backward pass computes five products where the forward pass computes two
+    (arXiv:2205.14135, appendix B).
+    """
+    spec, sequence = workload.spec, workload.sequence_length
+    efficiency = device.efficiency
+    flops = (
+        4.0 * part.tokens * spec.heads * spec.head_dim / part.tp * _mean_keys(spec, sequence)
+    )
+    on_rank = sequence / part.cp
+    small = efficiency["attention.head_64"]
+    head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)
+    filled = on_rank / (on_rank + efficiency["attention.half_sequence"])
+    rate = device.attention * max(head, 0.5) * filled
+    return flops / rate, 2.5 * flops / (rate * efficiency["attention.backward"])
+
+
+def _mean_keys(spec: ModelSpec, sequence: int) -> float:
+    """Keys per query that mask and window leave, the mean over queries and layers."""
+    span = min(sequence, spec.sliding_window or sequence)
+    window = span * (1 - span / 2 / sequence)
+    share = spec.sliding_layers / spec.layers
+    return share * window + (1 - share) * sequence / 2
+
+
+# Elementwise
+
+
+def _elementwise_bytes(
+    workload: Workload, part: Slice, width: int, *, experts: bool
+) -> tuple[float, float]:
+    """Bytes that norms, residual sums, rotary positions, activation function, dropout and
+    biases move in the forward and in the backward pass of one layer.
+
+    Counted in elements per token, one for each operand read or written: fused kernels move
+    an operand once, single PyTorch operators once each. Backward, a norm reads its input and
+    the gradient twice, and every residual sum is a sum of two gradients.
+    """
+    spec, fused = workload.spec, workload.fused_elementwise
+    one_kernel = fused or spec.layer_norm  # PyTorch's RMSNorm is a chain, partly in fp32
+    norm, norm_back = (2, 4) if one_kernel else (13, 20)
+    forward = part.stream * spec.hidden * (2 * norm + 2 * 3)
+    backward = part.stream * spec.hidden * (2 * norm_back + 2 * 3)
+    inner = part.tokens * spec.intermediate / part.tp
+    if experts:
+        inner = part.tokens * spec.experts_per_token * spec.expert_intermediate / part.tp
+    gated, gated_back = (3, 5) if fused else (5, 8)
+    forward += inner * (gated if spec.gated_mlp else 2)
+    backward += inner * (gated_back if spec.gated_mlp else 3)
+    if not spec.learned_positions:
+        rotated = part.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
+        forward += rotated * (2 if fused else 12)
+        backward += rotated * (2 if fused else 12)
+    if spec.mlp_bias:  # gradients of biases are sums over all tokens
+        backward += inner + 2 * part.stream * spec.hidden
+    if workload.dropout:  # a mask of half an element; a kernel of its own backward
+        forward += part.stream * spec.hidden
+        backward += 2 * 2.5 * part.stream * spec.hidden
+    if experts:  # tokens are sorted by expert, and summed with their weights
+        routed = part.tokens * spec.experts_per_token * spec.hidden / part.tp
+        forward, backward = forward + 5 * routed, backward + 5 * routed
+    return width * forward, width * backward
+
+
+def _accumulated_bytes(workload: Workload, parameters: float) -> float:
+    """Bytes moved to add one micro batch's gradients of a layer to their fp32 sum.
+
+    Megatron and DeepSpeed keep the sum whole on the device; FSDP sums shards.
+    """
+    return 8.0 * parameters if workload.engine in ("megatron", "deepspeed") else 0.0
+
+
+def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
+    """Bytes moved to turn the products' inputs into fp8, also transposed for the backward."""
+    if workload.precision != "fp8":
+        return 0.0
+    return sum(4.0 * count * m * k for count, m, n, k in products)
+
+
+# Layers
+
+
+@lru_cache(maxsize=1 << 15)
 def layer_time(
-    workload: Workload, part: Slice, recompute: str, dev: Device, moe: bool = False
+    workload: Workload, part: Slice, recompute: Recompute, device: Device
+) -> LayerTime:
+    """One layer of one micro batch."""
+    spec = workload.spec
+    share = spec.moe_layers / spec.layers
+    if share in (0, 1):
+        return _layer_time(workload, part, recompute, device, experts=share == 1)
+    with_experts = _layer_time(workload, part, recompute, device, experts=True)
+    dense = _layer_time(workload, part, recompute, device, experts=False)
+    return LayerTime(
+        *(
+            _mix(getattr(with_experts, name), getattr(dense, name), share)
+            for name in ("forward", "backward", "recompute")
+        )
+    )
+
+
+def _mix(one: Pass, other: Pass, share: float) -> Pass:
+    """`share` of one and the rest of the other."""
+    kinds = ("matmul", "attention", "elementwise", "launch")
+    return Pass(
+        *(share * getattr(one, kind) + (1 - share) * getattr(other, kind) for kind in kinds)
+    )
+
+
+def _layer_time(
+    workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
 ) -> LayerTime:
     spec = workload.spec
-
-    def mm(m: float, n: float, k: float) -> float:
-        return matmul_s(
-            m, n, k, dev.matmul, dev.memory, dev.matmul_bytes, dev.multiprocessors, dev.half_k
-        )
-
-    products = [(1.0, *one) for one in _layer_matmuls(workload, part)]
-    products += list(_mlp_matmuls(workload, part, moe))
-    forward_mm = sum(c * mm(m, n, k) for c, m, n, k in products)
-    backward_mm = sum(c * (mm(m, k, n) + mm(n, k, m)) for c, m, n, k in products)
-    attention_f, attention_b = _attention(workload, part, dev)
-    elementwise_f, elementwise_b = (
-        b / dev.memory for b in elementwise_bytes(workload, part, moe)
+    products = [*_attention_products(spec, part), *_mlp_products(spec, part, experts)]
+    matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
+    # Gradients of the inputs, then of the weights.
+    matmul_back = sum(
+        count * (matmul_s(m, k, n, device) + matmul_s(k, n, m, device))
+        for count, m, n, k in products
     )
-    kernels = kernel_counts(workload, part)
-    forward = _launched(forward_mm, attention_f, elementwise_f, kernels, dev)
-    backward = _launched(backward_mm, attention_b, elementwise_b, 2 * kernels, dev)
-    none = Pass()
+    attention, attention_back = _attention_s(workload, part, device)
+    moved, moved_back = _elementwise_bytes(workload, part, device.width, experts=experts)
+    moved += _cast_bytes(workload, products)
+    moved_back += _cast_bytes(workload, products)
+    moved_back += _accumulated_bytes(workload, sum(c * n * k for c, _, n, k in products))
+    kernels = _kernels(workload, part, products)
+    forward = _timed(matmul, attention, moved / device.memory, kernels, device)
+    backward = _timed(
+        matmul_back, attention_back, moved_back / device.memory, 2 * kernels, device
+    )
+    return LayerTime(forward, backward, _recomputed(workload, recompute, forward))
+
+
+def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass:
+    """`selective` is Megatron's core attention, or FSDP's policy by operators, which keeps
+    attention and every second matrix product (torchtitan)."""
     if recompute == "full":
-        again = forward
-    elif recompute == "selective" and workload.engine == "megatron":
-        again = Pass(attention=attention_f)
-    elif recompute == "selective":
-        again = Pass(forward_mm / 2, 0.0, elementwise_f, forward.launch)
-    else:
-        again = none
-    return LayerTime(forward, backward, again)
+        return forward
+    if recompute == "none":
+        return Pass()
+    if workload.engine == "megatron":
+        return Pass(attention=forward.attention)
+    share = 1 - SAVED_PRODUCTS
+    return Pass(share * forward.matmul, 0.0, forward.elementwise, forward.launch)
 
 
-def _launched(
-    mm: float, attention: float, elementwise: float, kernels: float, dev: Device
-) -> Pass:
-    busy = mm + attention + elementwise + kernels * dev.gap_s
-    launch = max(busy, kernels * dev.kernel_s) - mm - attention - elementwise
-    return Pass(mm, attention, elementwise, launch)
-
-
-def kernel_counts(workload: Workload, part: Slice) -> float:
-    count = 14.0 if workload.fused_elementwise else 40.0
+def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]]) -> float:
+    """Kernels of one layer's forward pass; an operator each where nothing is fused."""
+    others = 10.0 if workload.fused_elementwise else 36.0
     if workload.attention == "unfused":
-        count += 6
+        others += 6
     if part.tp > 1:
-        count += 4
-    return count
+        others += 4  # collectives
+    return others + sum(count for count, *_ in products)
 
 
-def _attention(workload: Workload, part: Slice, dev: Device) -> tuple[float, float]:
-    spec, seq = workload.spec, workload.sequence_length
-    keys = seq
-    width = spec.heads * spec.head_dim / part.tp
-    flops = 4.0 * part.tokens * keys * width
-    if workload.attention == "fused":
-        # masked half skipped
-        local = seq / part.cp
-        rate = dev.attention * min(1.0, 0.6 + 0.4 * spec.head_dim / 128)
-        rate *= local / (local + dev.half_sequence)
-        return flops / 2 / rate, 2.5 * flops / 2 / rate / 0.85
-    scores = part.tokens * keys * spec.heads / part.tp
-    product = max(flops / 2 / dev.plain_matmul, 2.0 * scores / dev.memory)
-    forward = 2 * product + 9.0 * scores / dev.memory
-    backward = 4 * product + 13.0 * scores / dev.memory
-    return forward, backward
+def _timed(
+    matmul: float, attention: float, elementwise: float, kernels: float, device: Device
+) -> Pass:
+    """A pass whose kernels the host starts one by one."""
+    efficiency = device.efficiency
+    busy = matmul + attention + elementwise
+    started = kernels * efficiency["kernel.launch_s"]
+    launch = max(kernels * efficiency["kernel.gap_s"], started - busy)
+    return Pass(matmul, attention, elementwise, launch)
 
 
-def elementwise_bytes(workload: Workload, part: Slice, moe: bool) -> tuple[float, float]:
-    spec = workload.spec
-    h, t = spec.hidden, part.tokens
-    split = part.tp if part.sequence_parallel else 1
-    inner = spec.intermediate / part.tp
-    if moe:
-        inner = spec.expert_intermediate * spec.experts_per_token / part.tp
-    heads = (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
-    rotary = 0 if spec.learned_positions else 4 * heads
-    if workload.fused_elementwise:
-        f = 22 * h / split + (6 if spec.gated_mlp else 4) * inner + rotary
-        b = 34 * h / split + (10 if spec.gated_mlp else 8) * inner + rotary
-    else:
-        norm = 12 if spec.layer_norm else 30
-        f = (2 * norm + 12) * h / split + (10 if spec.gated_mlp else 8) * inner + 6 * rotary
-        b = (4 * norm + 12) * h / split + (16 if spec.gated_mlp else 14) * inner + 6 * rotary
-    return f * t, b * t
+# First and last stage
 
 
-@lru_cache(maxsize=4096)
-def head_time(workload: Workload, part: Slice, dev: Device) -> tuple[Pass, Pass]:
-    """Final norm, logits and loss: forward and backward."""
-    spec = workload.spec
-    vocab, h, t = spec.vocab / part.tp, spec.hidden, part.tokens
-    mm = matmul_s(t, vocab, h, dev.plain_matmul, dev.memory, 2, dev.multiprocessors, dev.half_k)
-    back = matmul_s(
-        t, h, vocab, dev.plain_matmul, dev.memory, 2, dev.multiprocessors, dev.half_k
+@lru_cache(maxsize=1 << 13)
+def head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
+    """Final norm, logits and loss: forward and backward.
+
+    Per logit and pass: a fused loss reads and writes it once; else it is cast to fp32, and
+    maximum, exponential, sum and logarithm each read or write it.
+    """
+    spec, tokens = workload.spec, float(part.tokens)
+    rows = padded_vocab(spec.vocab, part.tp) / part.tp
+    forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
+    backward = matmul_s(tokens, spec.hidden, rows, device, plain=True)
+    backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
+    per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
+    moved = tokens * rows / device.memory
+    return (
+        Pass(matmul=forward, elementwise=per_logit * moved),
+        Pass(matmul=backward, elementwise=per_logit_back * moved),
     )
-    back += matmul_s(
-        vocab, h, t, dev.plain_matmul, dev.memory, 2, dev.multiprocessors, dev.half_k
-    )
-    loss = t * vocab / dev.memory
-    return Pass(matmul=mm, elementwise=20 * loss), Pass(matmul=back, elementwise=12 * loss)
 
 
-@lru_cache(maxsize=4096)
-def embedding_time(workload: Workload, part: Slice, dev: Device) -> tuple[Pass, Pass]:
-    """Row lookup, and the scattered sum of its gradients."""
-    moved = part.tokens * workload.spec.hidden
-    return Pass(elementwise=6 * moved / dev.memory), Pass(elementwise=12 * moved / dev.memory)
+@lru_cache(maxsize=1 << 13)
+def embedding_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
+    """Row lookup (read, write), and the sum of its gradients by row (read, fp32 add)."""
+    moved = part.tokens * workload.spec.hidden / device.memory
+    width = device.width
+    return Pass(elementwise=2 * width * moved), Pass(elementwise=(width + 8) * moved)

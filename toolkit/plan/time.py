@@ -1,14 +1,22 @@
-"""Step time."""
+"""Seconds of one training step: what every rank computes, sends and waits for.
+
+A pipeline is as fast as its busiest stage; the others wait for it (the bubble). Closed forms
+throughout: no loop over layers or micro batches.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.plan.collectives import group, point_to_point_s
+from toolkit.models.spec import ModelSpec
 from toolkit.plan.efficiency import DEFAULT, Efficiency
-from toolkit.plan.layout import Layout, stage_layers
+from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.operators import (
+    SAVED_PRODUCTS,
+    Device,
+    LayerTime,
     Pass,
     Slice,
     device,
@@ -16,221 +24,292 @@ from toolkit.plan.operators import (
     head_time,
     layer_time,
 )
+from toolkit.plan.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.traffic import (
+    LayerTraffic,
+    Place,
+    data_parallel_s,
+    layer_traffic,
+    pipeline_message_s,
+    tensor_s,
+    tied_embedding_s,
+)
+from toolkit.plan.update import offload_s, optimizer_s
 from toolkit.plan.workload import Workload
 
 
 @dataclass(frozen=True)
 class StageTime:
+    """One pipeline rank and one micro batch, all its chunks together."""
+
     forward_s: float
+    """With exposed collectives inside the layers."""
     backward_s: float
-    p2p_s: float = 0.0
+    """With recompute."""
+    message_s: float
+    """Sending one activation or gradient to the neighbour."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    total_s: float
+    """Seconds of one optimizer step on the busiest stage; the parts add up to `total_s`."""
+
     compute: Mapping[str, float]
+    """By kind: matmul, attention, elementwise, launch, recompute, logits, embedding."""
     communication: Mapping[str, float]
+    """Exposed: tensor, context, expert, pipeline, data_gather, data_reduce."""
     bubble_s: float
+    """Waiting for other pipeline stages."""
     optimizer_s: float
     offload_s: float
+    """Transfers to and from host and NVMe beyond what runs beside computation."""
     overhead_s: float
+    """Host work per step, and waiting for the slowest node."""
     stages: tuple[StageTime, ...]
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu_causal: float | None
-    mfu_full: float | None
-    hfu_causal: float | None
-    hfu_full: float | None
+    """By pipeline rank."""
+    tokens: int
+    """Of one step."""
+    gpus: int
+    peak_flops: float | None
+    """Of one device in the workload's precision."""
+    flops_per_token: Mapping[str, float]
+    """Of training (mfu) and of what is computed with recompute (hfu), attention counted as
+    masked (causal) or in full."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return (
+            sum(self.compute.values())
+            + sum(self.communication.values())
+            + self.bubble_s
+            + self.optimizer_s
+            + self.offload_s
+            + self.overhead_s
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices."""
+        return self.tokens / self.total_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Of one device."""
+        return self.tokens_per_s / self.gpus
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """Model FLOPs utilization, attention counted as masked."""
+        return self._utilization("mfu_causal")
+
+    @property
+    def mfu_full(self) -> float | None:
+        """Model FLOPs utilization, every query with every key (Megatron's papers, NVIDIA)."""
+        return self._utilization("mfu_full")
+
+    @property
+    def hfu_causal(self) -> float | None:
+        """Hardware FLOPs utilization: recomputed FLOPs count too; attention as masked."""
+        return self._utilization("hfu_causal")
+
+    @property
+    def hfu_full(self) -> float | None:
+        """Hardware FLOPs utilization, every query with every key."""
+        return self._utilization("hfu_full")
+
+    def _utilization(self, convention: str) -> float | None:
+        if self.peak_flops is None:
+            return None
+        flops = self.tokens_per_s_per_gpu * self.flops_per_token[convention]
+        return flops / self.peak_flops
 
 
-@lru_cache(maxsize=4096)
-def rank_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    chunks = stage_layers(layers, pp, vpp)
-    return tuple(sum(chunks[stage::pp]) for stage in range(pp))
+@dataclass(frozen=True)
+class _Stages:
+    """What all stages have in common, and what the ends have besides."""
+
+    layer: LayerTime
+    traffic: LayerTraffic
+    recomputed: float
+    """Share of the layers that recompute covers."""
+    embedding: tuple[Pass, Pass]
+    head: tuple[Pass, Pass]
+    ends_s: float
+    """Collectives of embedding or logits, in each pass."""
+
+    @property
+    def forward_s(self) -> float:
+        """One layer and micro batch."""
+        return self.layer.forward.total + self.traffic.forward
+
+    @property
+    def backward_s(self) -> float:
+        """One layer and micro batch, with recompute."""
+        again = self.layer.recompute.total + self.traffic.tensor_again
+        # Context parallel also sends the gradients of keys and values.
+        sent = self.traffic.forward + self.traffic.context
+        return self.layer.backward.total + sent + self.recomputed * again
+
+    def passes(self, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
+        """Forward and backward of a stage for one micro batch."""
+        forward, backward = layers * self.forward_s, layers * self.backward_s
+        for is_here, (ahead, back) in ((first, self.embedding), (last, self.head)):
+            if is_here:
+                forward += ahead.total + self.ends_s
+                backward += back.total + self.ends_s
+        return forward, backward
 
 
 def step_time(
     workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
 ) -> StepTime:
-    spec = workload.spec
-    dev = device(cluster.gpu, workload, efficiency)
-    tokens = layout.micro_batch * workload.sequence_length // layout.cp
-    part = Slice(
-        tokens, layout.micro_batch, layout.tp, layout.cp, layout.ep, layout.sequence_parallel
-    )
-    m = layout.gradient_accumulation
-    share = workload.recomputed_layers if layout.recompute == "full" else 1.0
-    layer = layer_time(workload, part, layout.recompute, dev)
-    # communication inside a layer
-    tp_f, tp_b = _tensor_comm(workload, layout, cluster, efficiency, tokens)
-    tp_r = tp_f if layout.recompute == "full" else 0.0
-    if workload.tensor_overlap:
-        x = efficiency.tensor_overlap_exposed
-        tp_f, tp_b, tp_r = tp_f * x, tp_b * x, tp_r * x
-    cp_s = _context_comm(workload, layout, cluster, efficiency, tokens, layer)
-    head = head_time(workload, part, dev)
-    emb = embedding_time(workload, part, dev)
-    counts = rank_layers(spec.layers, layout.pp, layout.vpp)
-    lf = layer.forward.total + tp_f + cp_s
-    lb = layer.backward.total + tp_b + 2 * cp_s + share * (layer.recompute.total + tp_r)
-    p2p = _p2p(workload, layout, cluster, efficiency, tokens)
-    stages = []
-    for rank, n in enumerate(counts):
-        f, b = n * lf, n * lb
-        if rank == 0:
-            f, b = f + emb[0].total, b + emb[1].total
-        if rank == layout.pp - 1:
-            f, b = f + head[0].total, b + head[1].total
-        stages.append(StageTime(f, b, p2p))
-    times = [s.forward_s + s.backward_s for s in stages]
-    busiest = max(range(layout.pp), key=times.__getitem__)
-    n = counts[busiest]
-    last, first = busiest == layout.pp - 1, busiest == 0
+    """Seconds of one step of `workload` in `layout` on `cluster`.
+
+    Raises PlanError where the accelerator lacks the workload's precision.
+    """
+    spec, pp = workload.spec, layout.pp
+    place = Place(workload, layout, cluster, efficiency)
+    machine = device(cluster.gpu, workload, efficiency)
+    common = _common(place, machine)
+    counts = layers_of_stages(spec.layers, pp, layout.vpp)
+    passes = [
+        common.passes(count, first=rank == 0, last=rank == pp - 1)
+        for rank, count in enumerate(counts)
+    ]
+    times = [sum(pair) for pair in passes]
+    busiest = times.index(max(times))
+    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, busiest)
+    message = pipeline_message_s(place)
+    compute = _compute(common, layout, counts[busiest], busiest)
     bubble = (sum(times) - times[busiest]) / layout.vpp
-    pipeline = 0.0
-    if layout.pp > 1:
-        exposed = (
-            1.0 if not workload.reduce_overlap or layout.vpp == 1 else efficiency.contention
-        )
-        pipeline = exposed * 2 * p2p * layout.vpp * m + 2 * p2p * (layout.pp - 1)
-    compute = {
-        "matmul": m * n * (layer.forward.matmul + layer.backward.matmul),
-        "attention": m * n * (layer.forward.attention + layer.backward.attention),
-        "elementwise": m * n * (layer.forward.elementwise + layer.backward.elementwise),
-        "recompute": m * n * share * layer.recompute.total,
-        "launch": m * n * (layer.forward.launch + layer.backward.launch),
-        "logits": m * last * (head[0].total + head[1].total),
-        "embedding": m * first * (emb[0].total + emb[1].total),
-    }
-    gather, reduce = _data_comm(workload, layout, cluster, efficiency, lf, lb, counts)
-    communication = {
-        "tensor": m * n * (tp_f + tp_b + share * tp_r),
-        "context": m * n * 3 * cp_s,
-        "expert": 0.0,
-        "pipeline": pipeline,
-        "data_gather": gather,
-        "data_reduce": reduce,
-    }
-    optimizer = _optimizer(workload, layout, dev)
-    overhead = efficiency.step_overhead_s
-    total = sum(compute.values()) + sum(communication.values()) + bubble + optimizer + overhead
-    batch_tokens = layout.global_batch * workload.sequence_length
-    rate = batch_tokens / total
-    peak = cluster.gpu.peak_flops(workload.precision)
-    per_gpu = rate / layout.world
-
-    def use(flops_per_token: float) -> float | None:
-        return per_gpu * flops_per_token / peak if peak else None
-
-    causal = spec.flops_per_token_causal(workload.sequence_length)
-    full = spec.flops_per_token_full(workload.sequence_length)
+    update = optimizer_s(place, share, machine)
     return StepTime(
-        total,
-        compute,
-        communication,
-        bubble,
-        optimizer,
-        0.0,
-        overhead,
-        tuple(stages),
-        rate,
-        per_gpu,
-        use(causal),
-        use(full),
-        use(causal),
-        use(full),
+        compute=compute,
+        communication=_communication(place, common, share, passes[busiest], message, busiest),
+        bubble_s=bubble,
+        optimizer_s=update,
+        offload_s=offload_s(place, share, update, *passes[busiest]),
+        overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
+        stages=tuple(StageTime(*pair, message) for pair in passes),
+        tokens=layout.global_batch * workload.sequence_length,
+        gpus=layout.world,
+        peak_flops=cluster.gpu.peak_flops(workload.precision),
+        flops_per_token=_flops_per_token(workload, layout.recompute),
     )
 
 
-def _tensor_comm(
-    workload: Workload, layout: Layout, cluster: Cluster, eff: Efficiency, tokens: int
-) -> tuple[float, float]:
-    if layout.tp == 1:
-        return 0.0, 0.0
-    ring = group(layout.tp, 1, cluster, eff)
-    size = 2 * tokens * workload.spec.hidden
-    one = 2 * ring.all_gather_s(size) if layout.sequence_parallel else ring.all_reduce_s(size)
-    return 2 * one, 2 * one
+def _common(place: Place, machine: Device) -> _Stages:
+    workload, layout = place.workload, place.layout
+    part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    layer = layer_time(workload, part, layout.recompute, machine)
+    return _Stages(
+        layer=layer,
+        traffic=layer_traffic(place, layer.forward.attention),
+        recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
+        embedding=embedding_time(workload, part, machine),
+        head=head_time(workload, part, machine),
+        ends_s=tensor_s(place) / 2,
+    )
 
 
-def _context_comm(workload, layout, cluster, eff, tokens, layer):
-    if layout.cp == 1:
-        return 0.0
-    ring = group(layout.cp, layout.tp, cluster, eff)
+def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[str, float]:
+    """Seconds per step that a stage computes, by kind."""
+    layer, steps = common.layer, layout.gradient_accumulation
+    many = steps * layers
+    kinds = {
+        kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
+        for kind in ("matmul", "attention", "elementwise", "launch")
+    }
+    ends = {"embedding": 0.0, "logits": 0.0}
+    if stage == 0:
+        ends["embedding"] = steps * sum(one.total for one in common.embedding)
+    if stage == layout.pp - 1:
+        ends["logits"] = steps * sum(one.total for one in common.head)
+    return {**kinds, "recompute": many * common.recomputed * layer.recompute.total, **ends}
+
+
+def _communication(
+    place: Place,
+    common: _Stages,
+    share: StageShare,
+    passes: tuple[float, float],
+    message_s: float,
+    stage: int,
+) -> dict[str, float]:
+    """Exposed seconds per step of the busiest stage's traffic, by kind."""
+    layout, traffic = place.layout, common.traffic
+    steps = layout.gradient_accumulation
+    many = steps * share.layers
+    ends = (stage == 0) + (stage == layout.pp - 1)
+    tensor = 2 * traffic.tensor + common.recomputed * traffic.tensor_again
+    gather, reduce = data_parallel_s(place, share, *passes)
+    return {
+        "tensor": many * tensor + steps * ends * 2 * common.ends_s,
+        "context": many * 3 * traffic.context,
+        "expert": many * 2 * traffic.expert,
+        "pipeline": _pipeline_s(place, message_s),
+        "data_gather": gather,
+        "data_reduce": reduce + tied_embedding_s(place),
+    }
+
+
+def _pipeline_s(place: Place, message_s: float) -> float:
+    """Messages of a rank that computation waits for.
+
+    1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
+    schedule of today's Megatron does so beside the next chunk's computation. Filling and
+    draining the pipeline waits for every message.
+    """
+    layout = place.layout
+    waited = 1.0
+    if place.workload.reduce_overlap and layout.vpp > 1:
+        waited = place.efficiency["overlap.megatron"]
+    running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
+    return running + 2 * message_s * (layout.pp - 1)
+
+
+def _overhead_s(place: Place, computed_s: float) -> float:
+    """Host work, and waiting for the slowest of n nodes whose speeds spread by `straggler`:
+    the expected largest of n normal values is about √(2·ln n) standard deviations."""
+    nodes = place.layout.world / place.cluster.gpus_per_node
+    waited = 0.0
+    if nodes > 1:
+        waited = place.efficiency["straggler"] * sqrt(2 * log(nodes)) * computed_s
+    return place.efficiency["step.host_s"] + waited
+
+
+@lru_cache(maxsize=1024)
+def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
+    """FLOPs per token in the four conventions."""
+    spec, length = workload.spec, workload.sequence_length
+    counted = {
+        "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
+        "full": (spec.flops_per_token_full, spec.forward_flops_per_token_full),
+    }
+    found = {}
+    for convention, (training, forward) in counted.items():
+        again = _recomputed_flops(workload, recompute, forward(length))
+        found[f"mfu_{convention}"] = training(length)
+        found[f"hfu_{convention}"] = training(length) + again
+    return found
+
+
+def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
+    """Forward FLOPs per token that the backward pass repeats."""
     spec = workload.spec
-    kv = 2 * 2 * tokens * spec.kv_heads * spec.head_dim / layout.tp
-    t = kv * (layout.cp - 1) / ring.bytes_per_s + (layout.cp - 1) * ring.latency_s
-    hidden = layer.forward.attention * (layout.cp - 1) / layout.cp
-    return max(t - hidden, eff.contention * t)
-
-
-def _p2p(workload, layout, cluster, eff, tokens):
-    if layout.pp == 1:
+    attention = forward - _weight_flops(spec)
+    products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
+    if recompute == "full":
+        return workload.recomputed_layers * (products + attention)
+    if recompute == "none":
         return 0.0
-    size = 2 * tokens * workload.spec.hidden / layout.tp
-    return point_to_point_s(size, layout.world // layout.pp, cluster, eff)
-
-
-def rank_parameters(workload, layout, counts):
-    spec = workload.spec
-    p = spec.parameters
-    body = (
-        (p.attention + p.mlp) / layout.tp
-        + p.norms
-        + p.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    )
-    vocab = spec.vocab * spec.hidden / layout.tp
-    first = counts[0] / spec.layers * body + vocab
-    lastn = counts[-1] / spec.layers * body + (
-        0 if layout.pp == 1 and spec.tied_embeddings else vocab
-    )
-    if layout.pp == 1:
-        return first + lastn - body
-    return max(first, lastn)
-
-
-def _reduce_bytes(workload):
-    if workload.reduce_bytes:
-        return workload.reduce_bytes
-    if workload.precision == "fp32":
-        return 4
     if workload.engine == "megatron":
-        return 2 if workload.precision == "fp16" else 4
-    return 4 if workload.engine == "fsdp" else 2
+        return attention
+    return (1 - SAVED_PRODUCTS) * products
 
 
-def _data_comm(workload, layout, cluster, eff, lf, lb, counts):
-    size = layout.dp * layout.cp
-    if size == 1:
-        return 0.0, 0.0
-    ring = group(size, layout.tp, cluster, eff)
-    params = rank_parameters(workload, layout, counts)
-    m = layout.gradient_accumulation
-    n = max(counts)
-    if layout.zero_stage == 3:
-        units = n
-        ag = ring.all_gather_s(2 * params / units)
-        rs = ring.all_gather_s(_reduce_bytes(workload) * params / units)
-        k = eff.fsdp_contention
-        g = m * n * (max(ag - lf, k * ag) + k * ag)
-        r = m * n * max(rs + (1 - k) * 0 + ag - lb - k * ag, k * rs)
-        # backward: gather and reduce both within lb
-        return g, r
-    rb = _reduce_bytes(workload)
-    if layout.zero_stage == 0:
-        t = ring.all_reduce_s(rb * params)
-        g = 0.0
-    else:
-        t, g = ring.all_gather_s(rb * params), ring.all_gather_s(2 * params)
-    if not workload.reduce_overlap:
-        return g, t
-    c = eff.contention
-    return max(g - n * lf, c * g), max(t - n * lb, c * t)
-
-
-def _optimizer(workload, layout, dev):
-    counts = rank_layers(workload.spec.layers, layout.pp, layout.vpp)
-    params = rank_parameters(workload, layout, counts)
-    shard = params / (layout.dp * layout.cp if layout.zero_stage else 1)
-    return 50 * shard / dev.memory
+def _weight_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs per token of everything but the scores: a sequence of one token has one
+    score per head and layer, and its product with the values."""
+    return spec.forward_flops_per_token_full(1) - 4 * spec.heads * spec.head_dim * spec.layers

@@ -1,0 +1,52 @@
+"""What one rank of each pipeline stage holds, before ZeRO."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.layout import padded_vocab, stage_layers
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """Layers and parameters of one rank of a pipeline stage."""
+
+    layers: int
+    dense: float
+    """Parameters but for the experts' and the vocabulary's."""
+    experts: float
+    vocabulary: float
+    """Parameters that embed tokens or make logits."""
+
+    @property
+    def parameters(self) -> float:
+        """All parameters of the rank."""
+        return self.dense + self.experts + self.vocabulary
+
+
+@lru_cache(maxsize=4096)
+def layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
+    """Layers on each pipeline rank, all its chunks together."""
+    chunks = stage_layers(layers, pp, vpp)
+    return tuple(sum(chunks[stage::pp]) for stage in range(pp))
+
+
+@lru_cache(maxsize=16384)
+def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int) -> StageShare:
+    """The share of one rank of pipeline rank `stage`.
+
+    Norms, routers and learned positions are whole on every tensor-parallel rank; one expert
+    is whole on its rank with expert parallel, else split like a dense MLP.
+    """
+    parts = spec.parameters
+    layers = layers_of_stages(spec.layers, pp, vpp)[stage]
+    split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
+    experts = parts.experts / (ep if ep > 1 else tp)
+    matrix = padded_vocab(spec.vocab, tp) * spec.hidden / tp
+    vocabulary = 0.0
+    if stage == 0:
+        vocabulary += matrix + parts.position_embedding
+    if stage == pp - 1 and not (spec.tied_embeddings and pp == 1):
+        vocabulary += matrix
+    part = layers / spec.layers
+    return StageShare(layers, part * split, part * experts, vocabulary)
