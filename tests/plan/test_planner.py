@@ -12,8 +12,8 @@ from tests.plan.test_legality import intent
 from toolkit.errors import PlanError, RecipeError
 from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality
-from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.plan.memory import GIB
+from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ModelSection, Recipe
 

@@ -27,6 +27,9 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
     "plan": Verb("toolkit.cli.plan:plan", "Say how a recipe would be laid out, and why."),
+    "estimate": Verb(
+        "toolkit.cli.estimate:estimate", "Predict memory and step time of a fixed layout."
+    ),
     "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
     "launch": Verb("toolkit.cli.launch:launch", "Train a recipe on this machine."),
     "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),

@@ -100,12 +100,12 @@ def _activations(
     workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
 ) -> Activations:
     sizes = _sizes(workload, tp, cp, sequence, micro)
-    whole = _everything(workload, sizes, tp, sequence)
+    whole = _everything(workload, sizes, tp)
     stored = whole
     if recompute == "full":
         stored = _layer_input(workload, sizes).mixed(whole, workload.recomputed_layers)
     elif recompute == "selective" and workload.engine == "fsdp":
-        stored = _every_second_product(workload, sizes, tp, sequence)
+        stored = _every_second_product(workload, sizes, tp)
     elif recompute == "selective":
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is whole in memory again, beside the gradients.
@@ -138,9 +138,7 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
     )
 
 
-def _everything(
-    workload: Workload, sizes: _Sizes, tp: int, sequence: bool
-) -> LayerActivations:
+def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
     spec, width = workload.spec, compute_bytes(workload)
     # Autocast keeps the residual stream in fp32: every branch's output is added to it.
@@ -156,7 +154,7 @@ def _everything(
         qkv=width * (sizes.query + 2 * sizes.key + head_norms),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
-        experts=_experts(workload, sizes, tp, sequence),
+        experts=_experts(workload, sizes, tp),
     )
 
 
@@ -190,7 +188,7 @@ def _inner_tensors(workload: Workload) -> int:
     return 3 if workload.fused_elementwise else 4
 
 
-def _experts(workload: Workload, sizes: _Sizes, tp: int, sequence: bool) -> float:
+def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
     """Tokens times experts per token, spread evenly over ranks: balanced routing.
 
     Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
@@ -224,9 +222,7 @@ def _without_scores(
     return LayerActivations(whole.norms, whole.qkv, output, whole.mlp, whole.experts)
 
 
-def _every_second_product(
-    workload: Workload, sizes: _Sizes, tp: int, sequence: bool
-) -> LayerActivations:
+def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """torchtitan's selective recompute per operator: attention and every second product.
 
     Of query, key, value, output, gate, up and down (or in and out), the odd ones are kept,
@@ -241,7 +237,7 @@ def _every_second_product(
         qkv=width * (sizes.query + sizes.key),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * (sizes.inner + down),
-        experts=_experts(workload, sizes, tp, sequence),
+        experts=_experts(workload, sizes, tp),
     )
 
 

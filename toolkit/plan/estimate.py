@@ -4,34 +4,112 @@ For recipes, and for lists of published cases in the form that `dmt estimate --c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
+from toolkit.hardware.cluster import default_cluster
+from toolkit.models.spec import ModelSpec
 from toolkit.plan.formulas import StateCounts, deepspeed_estimator, zero_paper
-from toolkit.plan.memory import GIB, Memory, peak_memory
+from toolkit.plan.memory import (
+    GIB,
+    Memory,
+    host_bytes,
+    nvme_bytes,
+    peak_memory,
+    stage_memory,
+)
+from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.time import StepTime, step_time
+from toolkit.plan.workload import planned_workload
+from toolkit.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of the fullest rank and time of one optimizer step."""
+    """What one setup needs, and how long one optimizer step takes."""
 
+    setup: Setup
     memory: Memory
-    time: StepTime
+    """Of the fullest rank."""
+    time: StepTime | None
+    """None where the catalogue states no speed of the device."""
     fits: bool
+    """On the device; host memory and disks are in the two next fields."""
+    host_gib: float
+    """Host memory of one node that offload takes."""
+    nvme_gib: float
+    """Disk of one node that offload takes."""
 
 
 def estimate(setup: Setup) -> Estimate:
     """Predict one setup."""
-    memory = peak_memory(setup.workload, setup.layout)
+    workload, layout, cluster = setup.workload, setup.layout, setup.cluster
+    memory = peak_memory(workload, layout)
+    if cluster.gpu.memory_gib is None:  # a CPU
+        memory = replace(memory, context=0.0)
+    known = cluster.gpu.peak_flops(workload.precision) is not None
     return Estimate(
-        memory,
-        step_time(setup.workload, setup.layout, setup.cluster),
-        memory.fits(setup.cluster.gpu.memory_gib),
+        setup=setup,
+        memory=memory,
+        time=step_time(workload, layout, cluster) if known else None,
+        fits=memory.fits(cluster.gpu.memory_gib),
+        host_gib=host_bytes(workload, layout, cluster.gpus_per_node) / GIB,
+        nvme_gib=nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB,
     )
+
+
+def estimate_plan(recipe: Recipe, plan: Plan) -> Estimate:
+    """Predict a recipe's plan on the usual machines of its accelerator."""
+    spec = ModelSpec.from_config(model_config(recipe.model))
+    where = recipe.cluster
+    setup = Setup(
+        planned_workload(spec, recipe.training, plan.engine),
+        plan.layout,
+        default_cluster(where.nodes, where.gpus_per_node, where.gpu),
+    )
+    return estimate(setup)
+
+
+def machine_output(found: Estimate) -> dict[str, Any]:
+    """One estimate as `dmt estimate --json` prints it: DESIGN.md's contract, and parts."""
+    return _result(found, found.memory, found.memory.total) | {
+        "memory_parts_gib": memory_parts(found.memory),
+        "time_parts_s": None if found.time is None else time_parts(found.time),
+        "host_gib_per_node": found.host_gib,
+        "nvme_gib_per_node": found.nvme_gib,
+        "unsupported": None,
+    }
+
+
+def memory_parts(memory: Memory) -> dict[str, float]:
+    """Everything on the device by part, in GiB; the parts add up to `memory.total`."""
+    parts = {
+        "weights": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits and loss": memory.logits,
+        "one layer's backward": memory.workspace,
+        "communication": memory.buffers,
+        "allocator reserve": memory.reserve,
+        "CUDA and NCCL": memory.context,
+    }
+    return {part: size / GIB for part, size in parts.items()}
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """A step by part, in seconds; the parts add up to `time.total_s`."""
+    return {
+        **time.compute,
+        **{f"waiting: {part}": size for part, size in time.communication.items()},
+        "pipeline bubble": time.bubble_s,
+        "optimizer": time.optimizer_s,
+        "offload": time.offload_s,
+        "overhead": time.overhead_s,
+    }
 
 
 def estimate_case(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,38 +134,48 @@ _EMPTY: dict[str, Any] = {
 
 
 def _predicted(case: Case) -> dict[str, Any]:
-    """Memory and time of a model whose shape is known."""
+    """Memory and time of a model whose shape is known.
+
+    Memory is what the engine's own log shows, because that is what sources publish:
+    torchtitan the reserved memory of the worst rank, Megatron-LM what is allocated, and on
+    the last rank only (which writes its TensorBoard). Whether it fits is decided by the
+    fullest rank, everything included.
+    """
     setup = case.setup()
     found = estimate(setup)
-    # What an engine's own log reports: Megatron allocated, torchtitan reserved memory.
-    memory = found.memory
-    total = memory.reserved if setup.workload.engine == "fsdp" else memory.allocated
+    memory, total = found.memory, found.memory.reserved
+    if setup.workload.engine == "megatron":
+        if case.logs_last_rank:
+            memory = stage_memory(setup.workload, setup.layout, setup.layout.pp - 1)
+        total = memory.allocated
+    return _result(found, memory, total)
+
+
+def _result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
+    """What both kinds of output have in common; `total` bytes of `memory`'s rank."""
+    time = found.time
     return {
-        "step_time_s": found.time.total_s,
-        "tokens_per_s_per_gpu": found.time.tokens_per_s_per_gpu,
-        "mfu": found.time.mfu_causal,
-        "memory_gib": memory_gib(memory) | {"total": total / GIB},
+        "step_time_s": time and time.total_s,
+        "tokens_per_s_per_gpu": time and time.tokens_per_s_per_gpu,
+        "mfu": time and time.mfu_causal,
+        "memory_gib": _memory_gib(memory, total),
         "fits": found.fits,
     }
 
 
-def memory_gib(memory: Memory) -> dict[str, float]:
-    """Memory by part in GiB, under the contract's names and the finer ones."""
+def _memory_gib(memory: Memory, total: float) -> dict[str, float]:
+    """Memory by part in GiB under the contract's names, `total` bytes in all.
+
+    `other` is all of `total` that is neither a model state nor a stored activation.
+    """
     parts = {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "model_states": memory.model_states,
         "activations": memory.activations,
-        "other": memory.total - memory.model_states - memory.activations,
-        "logits": memory.logits,
-        "workspace": memory.workspace,
-        "buffers": memory.buffers,
-        "reserve": memory.reserve,
-        "context": memory.context,
-        "allocated": memory.allocated,
-        "reserved": memory.reserved,
-        "total": memory.total,
+        "other": total - memory.model_states - memory.activations,
+        "total": total,
     }
     return {part: size / GIB for part, size in parts.items()}
 

@@ -55,6 +55,8 @@ class Memory:
     """Recomputed activations and gradients of one layer; 0 where the logits need more."""
     buffers: float
     """Communication: buckets, gathered weights, pipeline messages."""
+    context: float = CONTEXT_BYTES
+    """What CUDA and NCCL hold outside the allocator."""
 
     @property
     def model_states(self) -> float:
@@ -77,11 +79,6 @@ class Memory:
     def reserved(self) -> float:
         """The peak of torch.cuda.max_memory_reserved."""
         return self.allocated + self.reserve
-
-    @property
-    def context(self) -> float:
-        """What CUDA and NCCL hold outside the allocator."""
-        return CONTEXT_BYTES
 
     @property
     def total(self) -> float:
@@ -189,9 +186,7 @@ def state_bytes(workload: Workload) -> StateBytes:
     return StateBytes(2.0, 4.0, 12.0)
 
 
-def _states(
-    workload: Workload, layout: Layout, share: Share
-) -> tuple[float, float, float]:
+def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
     copies = layout.dp * layout.cp
     # An expert's states are spread over the ranks that hold this expert.

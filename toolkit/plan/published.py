@@ -128,6 +128,11 @@ class Case:
         return next((name for name in names if name in GPUS), None)
 
     @property
+    def logs_last_rank(self) -> bool:
+        """Megatron-LM logs memory since flash attention; papers before computed theirs."""
+        return self.engine == "megatron" and self._attention != "unfused"
+
+    @property
     def engine(self) -> EngineName:
         """FSDP where parameters are sharded, megatron otherwise."""
         return "fsdp" if "fsdp_mp_mode" in self._layout or self.zero_stage >= 2 else "megatron"
@@ -164,7 +169,7 @@ class Case:
             flash_version=1 if composer else 2,
             fused_elementwise=not (composer or "eager" in self._notes),
             recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
-            reduce_bytes=_WIRE_BYTES.get(self._layout.get("fsdp_mp_mode")),
+            reduce_bytes=_WIRE_BYTES.get(str(self._layout.get("fsdp_mp_mode"))),
             # Transformer Engine's overlap, or what torchtitan calls async TP.
             tensor_overlap=(megatron and not early and bool(self._layout.get("sp")))
             or "async tp" in self._notes,
@@ -182,10 +187,9 @@ class Case:
     def _dtype(self) -> Precision:
         if "fp8" in self._precision or "float8" in self._precision + self._notes:
             return "fp8"
-        for name in ("bf16", "fp16"):
-            if name in self._precision:
-                return name  # type: ignore[return-value]
-        return "fp32"
+        if "bf16" in self._precision:
+            return "bf16"
+        return "fp16" if "fp16" in self._precision else "fp32"
 
     def _spec(self) -> ModelSpec:
         """GELU models as GPT-2 has them (biases, LayerNorm, learned positions, tied head),

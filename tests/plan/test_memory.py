@@ -1,0 +1,400 @@
+"""Bytes per rank, counted by hand and compared with the papers' equations and figures."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.activations import layer_activations
+from toolkit.plan.layout import Layout
+from toolkit.plan.memory import (
+    GIB,
+    Memory,
+    host_bytes,
+    model_states_gib,
+    nvme_bytes,
+    peak_memory,
+    stage_memory,
+)
+from toolkit.plan.workload import Workload
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+UNTIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": False})
+TIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": True})
+EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
+MIXTRAL = ModelSpec.from_config(SHAPE | EXPERTS)
+EMBEDDING = 512 * 64
+ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
+
+
+def workload(spec: ModelSpec, **fields: Any) -> Workload:
+    wanted = {"sequence_length": 32, "precision": "bf16", "engine": "megatron"} | fields
+    return Workload(spec, **wanted)
+
+
+# Model states
+
+
+def per_byte(spec: ModelSpec, layout: Layout) -> float:
+    """Parameters on the fullest rank, from what 16 bytes each would take."""
+    return model_states_gib(workload(spec, precision="fp32"), layout) * GIB / 16
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "bytes_of_stages"),
+    [
+        # megatron-core's guide to the distributed optimizer: 18 bytes, 6 + 12/d sharded.
+        ("megatron", "bf16", [18, 6 + 12 / 4]),
+        ("megatron", "fp32", [16, 8 + 8 / 4]),
+        # ZeRO (arXiv:1910.02054), figure 1, with gradients summed in fp32.
+        ("deepspeed", "bf16", [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]),
+        ("deepspeed", "fp32", [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]),
+        # FSDP2's mixed precision and DDP's autocast keep fp32 weights.
+        ("fsdp", "bf16", [16, 10, 7, 4]),
+        ("ddp", "bf16", [16]),
+    ],
+)
+def test_bytes_per_parameter_on_four_ranks(
+    engine: str, precision: str, bytes_of_stages: list[float]
+) -> None:
+    train = workload(UNTIED, engine=engine, precision=precision)
+    stages = range(len(bytes_of_stages))
+    found = [model_states_gib(train, Layout(dp=4, zero_stage=stage)) for stage in stages]  # type: ignore[arg-type]
+    total = UNTIED.parameters.total
+    assert found == pytest.approx([each * total / GIB for each in bytes_of_stages])
+
+
+def test_tensor_parallel_splits_all_but_norms() -> None:
+    split = 2 * EMBEDDING + 6 * (ATTENTION + MLP)
+    norms = 6 * NORMS + 64
+    assert per_byte(UNTIED, Layout()) == split + norms == UNTIED.parameters.total
+    assert per_byte(UNTIED, Layout(tp=2)) == split / 2 + norms
+
+
+def test_the_fullest_stage_counts() -> None:
+    layer = ATTENTION + MLP + NORMS + 64 / 6
+    assert per_byte(UNTIED, Layout(pp=2)) == pytest.approx(3 * layer + EMBEDDING)
+    # A tied head is another copy of the embedding on the last stage.
+    assert per_byte(TIED, Layout(pp=2)) == pytest.approx(3 * layer + EMBEDDING)
+    assert per_byte(TIED, Layout()) == TIED.parameters.total
+    # 6 layers in chunks of 1, 2, 2, 1: three on each rank.
+    interleaved = per_byte(UNTIED, Layout(pp=2, vpp=2))
+    assert interleaved == pytest.approx(3 * layer + EMBEDDING)
+    # 1, 2, 2, 1 on four ranks: two layers are more than one and the embedding.
+    assert per_byte(UNTIED, Layout(pp=4)) == pytest.approx(2 * layer)
+
+
+def test_the_vocabulary_is_padded() -> None:
+    odd = ModelSpec.from_config(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
+    assert per_byte(odd, Layout(tp=4)) == per_byte(UNTIED, Layout(tp=4))
+
+
+def test_experts_are_split_by_expert_or_by_tensor_parallel() -> None:
+    parts = MIXTRAL.parameters
+    assert parts.experts == 6 * 4 * MLP
+    whole = per_byte(MIXTRAL, Layout())
+    assert whole == parts.total
+    assert per_byte(MIXTRAL, Layout(dp=2, ep=2)) == whole - parts.experts / 2
+    by_tensor = per_byte(MIXTRAL, Layout(tp=2))
+    assert by_tensor == per_byte(MIXTRAL, Layout(tp=2, ep=2))
+    replicated = parts.norms + parts.router
+    assert by_tensor == (whole - replicated) / 2 + replicated
+
+
+def test_an_experts_optimizer_states_are_spread_over_who_holds_it() -> None:
+    parts = MIXTRAL.parameters
+    sharded = Layout(dp=4, ep=2, zero_stage=1)
+    dense = (parts.total - parts.experts) * (8 + 8 / 4)
+    experts = parts.experts / 2 * (8 + 8 / 2)
+    found = model_states_gib(workload(MIXTRAL, precision="fp32"), sharded) * GIB
+    assert found == dense + experts
+
+
+def test_context_ranks_share_the_optimizer_too() -> None:
+    train = workload(UNTIED)
+    split = model_states_gib(train, Layout(dp=2, cp=2, zero_stage=1))
+    assert split == model_states_gib(train, Layout(dp=4, zero_stage=1))
+
+
+# Activations: Korthikanti et al. 2022, arXiv:2205.05198
+
+GPT_22B = {"layers": 48, "hidden": 6144, "heads": 64}
+GPT_175B = {"layers": 96, "hidden": 12288, "heads": 96}
+GPT_530B = {"layers": 105, "hidden": 20480, "heads": 128}
+GPT_1T = {"layers": 128, "hidden": 25600, "heads": 160}
+LENGTH = 2048
+
+
+def gpt(layers: int, hidden: int, heads: int) -> Workload:
+    spec = ModelSpec(
+        family="gpt2", layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
+        head_dim=hidden // heads, intermediate=4 * hidden, vocab=51200, max_positions=LENGTH,
+        gated_mlp=False, layer_norm=True, tied_embeddings=True,
+    )  # fmt: skip
+    return Workload(spec, LENGTH, "fp16", "megatron", attention="unfused", dropout=True)
+
+
+@pytest.mark.parametrize("shape", [GPT_22B, GPT_175B, GPT_530B, GPT_1T])
+def test_equations_of_selective_recompute(shape: dict[str, int]) -> None:
+    train, batch, tp = gpt(**shape), 4, 8
+    sbh = LENGTH * batch * shape["hidden"]
+    scores = 5 * shape["heads"] * LENGTH / shape["hidden"]
+
+    def per_sbh(**fields: Any) -> float:
+        layout = Layout(micro_batch=batch, **fields)
+        return layer_activations(train, layout).stored.total / sbh
+
+    assert per_sbh() == pytest.approx(34 + scores)  # equation 1
+    assert per_sbh(tp=tp) == pytest.approx(10 + 24 / tp + scores / tp)  # equation 2
+    split = {"tp": tp, "sequence_parallel": True}
+    assert per_sbh(**split) == pytest.approx((34 + scores) / tp)  # equation 4
+    assert per_sbh(**split, recompute="selective") == pytest.approx(34 / tp)  # equation 6
+    assert per_sbh(tp=tp, recompute="full") == pytest.approx(2)  # table 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_batch", "pp", "vpp", "shares"),
+    [
+        # Figure 7: sequence parallel; selective; both; full, in percent of the baseline.
+        (GPT_22B, 4, 1, 1, (66.84, 49.42, 16.18, 7.64)),
+        (GPT_175B, 1, 8, 3, (62.04, 56.53, 18.49, 8.71)),
+        (GPT_530B, 1, 35, 3, (58.31, 62.04, 20.27, 9.42)),
+        (GPT_1T, 1, 64, 1, (58.31, 62.04, 20.27, 9.42)),
+    ],
+)
+def test_figure_7_shares_of_activations(
+    shape: dict[str, int], micro_batch: int, pp: int, vpp: int, shares: tuple[float, ...]
+) -> None:
+    train = gpt(**shape)
+    base = Layout(tp=8, pp=pp, vpp=vpp, micro_batch=micro_batch, gradient_accumulation=pp)
+
+    def first_stage(**fields: Any) -> float:
+        return stage_memory(train, replace(base, **fields), 0).activations
+
+    found = (
+        first_stage(sequence_parallel=True),
+        first_stage(recompute="selective"),
+        first_stage(sequence_parallel=True, recompute="selective"),
+        first_stage(recompute="full"),
+    )
+    # The paper's bars were digitised: a tenth of a percent.
+    assert [100 * share / first_stage() for share in found] == pytest.approx(shares, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_batch", "pp", "vpp", "states_gib", "tensor_gib", "present_gib"),
+    [
+        # Figure 1: layers' states at 18 bytes, activations of the baseline and of sequence
+        # parallelism with selective recompute.
+        (GPT_22B, 4, 1, 1, 45.5625, 59.25, 9.5625),
+        (GPT_175B, 1, 8, 3, 45.5625, 66.84375, 12.3515625),
+        (GPT_530B, 1, 35, 3, 31.640625, 114.0234375, 23.076171875),
+        (GPT_1T, 1, 64, 1, 32.958984375, 131.25, 26.5625),
+    ],
+)
+def test_figure_1_of_selective_recompute(
+    shape: dict[str, int], micro_batch: int, pp: int, vpp: int,
+    states_gib: float, tensor_gib: float, present_gib: float,
+) -> None:  # fmt: skip
+    train = gpt(**shape)
+    tensor = Layout(tp=8, pp=pp, vpp=vpp, micro_batch=micro_batch, gradient_accumulation=64)
+    present = replace(tensor, sequence_parallel=True, recompute="selective")
+    first = stage_memory(train, tensor, 0)
+    assert first.activations / GIB == pytest.approx(tensor_gib)
+    assert stage_memory(train, present, 0).activations / GIB == pytest.approx(present_gib)
+    # The figure leaves embeddings, norms and biases out.
+    embedding_gib = 18 * 51200 * shape["hidden"] / 8 / GIB
+    states = first.model_states / GIB - embedding_gib
+    assert states == pytest.approx(states_gib, rel=2e-3)
+
+
+def test_interleaving_holds_more_micro_batches_on_the_first_stage() -> None:
+    """Section 4.2.3: L·(1 + (p - 1)/(p·m)) layers for m chunks per rank."""
+    train, layout = gpt(**GPT_175B), Layout(pp=8, gradient_accumulation=64)
+    layer = layer_activations(train, layout).stored.total
+    plain = stage_memory(train, layout, 0).activations
+    assert plain == pytest.approx(96 * layer)
+    interleaved = stage_memory(train, replace(layout, vpp=3), 0).activations
+    assert interleaved == pytest.approx(96 * (1 + 7 / 24) * layer)
+    # 1F1B: stage r holds p - r micro batches of 12 layers; never more than there are.
+    assert stage_memory(train, layout, 6).activations == pytest.approx(2 * 12 * layer)
+    few = replace(layout, gradient_accumulation=3)
+    assert stage_memory(train, few, 0).activations == pytest.approx(3 * 12 * layer)
+
+
+def test_llama_layer_by_hand() -> None:
+    """Fused attention, gated MLP, grouped queries: Llama 3 8B in units of 4,096 tokens."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    spec = ModelSpec.from_config(SHAPE | shape | {"num_key_value_heads": 8})
+    train = workload(spec, sequence_length=4096)
+    unit = 4096 * 4096
+    stored = layer_activations(train, Layout()).stored
+    assert stored.norms == (2 + 2) * 2 * unit
+    assert stored.qkv == 2 * (1 + 1 / 4 + 1 / 4) * unit
+    assert stored.attention == 2 * unit + 4 * 32 * 4096
+    assert stored.mlp == 3 * 2 * 3.5 * unit
+    # Single operators also keep the activated gate, and transformers' norms fp32 copies.
+    eager = workload(spec, sequence_length=4096, engine="deepspeed", fused_elementwise=False)
+    assert layer_activations(eager, Layout()).stored.mlp == 4 * 2 * 3.5 * unit
+    assert layer_activations(eager, Layout()).stored.norms == 2 * (4 + 6) * unit
+    # torchtitan keeps the layer's input, wq, wv, attention, w1 and w2.
+    operators = workload(spec, sequence_length=4096, engine="fsdp")
+    chosen = layer_activations(operators, Layout(recompute="selective")).stored
+    assert chosen.total == 2 * (1 + 1 + 1 / 4 + 1 + 3.5 + 1) * unit + 4 * 32 * 4096
+
+
+def test_recompute_in_every_other_layer_is_half_way() -> None:
+    train = workload(UNTIED, engine="fsdp")
+    none, full = (
+        layer_activations(train, Layout(recompute=recompute)).stored.total
+        for recompute in ("none", "full")  # type: ignore[arg-type]
+    )
+    half = replace(train, recomputed_layers=0.5)
+    mixed = layer_activations(half, Layout(recompute="full")).stored.total
+    assert mixed == pytest.approx((none + full) / 2)
+
+
+def test_experts_keep_the_tokens_they_are_sent() -> None:
+    """Per token: 2 experts with input, output and three inner tensors, and 4 fp32 scores."""
+    train = workload(MIXTRAL)
+    experts = layer_activations(train, Layout()).stored.experts
+    assert experts == 32 * (2 * 2 * (64 + 64 + 3 * 128) + 4 * 4)
+    assert layer_activations(train, Layout()).stored.mlp == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_logit"),
+    [
+        ({"engine": "megatron"}, 2 + 4),
+        ({"engine": "fsdp"}, 3 * 4),
+        ({"engine": "fsdp", "fused_loss": True}, 2 + 2),
+        ({"engine": "megatron", "precision": "fp32"}, 4),
+    ],
+)
+def test_logits_and_loss(fields: dict[str, Any], per_logit: float) -> None:
+    # A large vocabulary: the logits need more than a layer's backward.
+    spec = replace(UNTIED, vocab=128256)
+    train = workload(spec, **fields)
+    memory = peak_memory(train, Layout(micro_batch=4))
+    stream = 2 * 4 * 32 * 64 * (4 if train.precision == "fp32" else 2)
+    assert memory.logits == 4 * 32 * 128256 * per_logit + stream
+    assert memory.workspace == 0
+    split = peak_memory(train, Layout(micro_batch=4, tp=2))
+    assert split.logits == 4 * 32 * 128256 / 2 * per_logit + stream
+
+
+# Buffers, offload, totals
+
+
+def test_fsdp_holds_gathered_layers_and_unsharded_gradients() -> None:
+    layer = ATTENTION + MLP + NORMS + 64 / 6
+    memory = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=3))
+    gathered = 2 * (2 * EMBEDDING + 2 * layer)
+    gradients = 2 * EMBEDDING + (2 + 4) * layer
+    assert memory.buffers == pytest.approx(gathered + gradients)
+    alone = peak_memory(workload(UNTIED, engine="fsdp"), Layout(zero_stage=3))
+    assert alone.buffers == 0
+
+
+def test_offload_moves_states_to_the_node() -> None:
+    train, total = workload(UNTIED, engine="deepspeed"), UNTIED.parameters.total
+    away = Layout(dp=16, zero_stage=2, offload_optimizer="cpu")
+    memory = peak_memory(train, away)
+    assert (memory.optimizer, memory.gradients) == (0, 0)
+    assert memory.parameters == 2 * total
+    # 12 optimizer, 4 gradient, 2 weight to send back, of half of the 16 partitions.
+    assert host_bytes(train, away, gpus_per_node=8) == pytest.approx(18 * total / 2)
+    assert nvme_bytes(train, away, 8) == 0
+    infinity = replace(away, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
+    assert peak_memory(train, infinity).model_states == 0
+    assert nvme_bytes(train, infinity, 8) == pytest.approx((12 + 4 + 2) * total / 2)
+    assert host_bytes(train, Layout(dp=16), 8) == 0
+
+
+def parts(memory: Memory) -> float:
+    held = memory.parameters + memory.gradients + memory.optimizer
+    held += memory.activations + memory.logits + memory.workspace + memory.buffers
+    return held + memory.reserve + memory.context
+
+
+LAYOUTS = st.builds(
+    Layout,
+    dp=st.integers(1, 64),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 3, 6]),
+    cp=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(),
+    zero_stage=st.sampled_from([0, 1, 2, 3]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    micro_batch=st.integers(1, 8),
+    gradient_accumulation=st.integers(1, 32),
+)
+WORKLOADS = st.builds(
+    Workload,
+    spec=st.sampled_from([UNTIED, TIED, MIXTRAL]),
+    sequence_length=st.sampled_from([32, 512]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    engine=st.sampled_from(["deepspeed", "megatron", "fsdp"]),
+    attention=st.sampled_from(["fused", "unfused"]),
+    fused_elementwise=st.booleans(),
+    dropout=st.booleans(),
+)
+
+
+@given(train=WORKLOADS, layout=LAYOUTS)
+def test_the_peak_is_the_fullest_of_all_stages(train: Workload, layout: Layout) -> None:
+    for chunks in (1, 2) if layout.pp < 6 else (1,):
+        split = replace(layout, vpp=chunks if layout.pp > 1 else 1)
+        stages = [stage_memory(train, split, stage) for stage in range(split.pp)]
+        peak = peak_memory(train, split)
+        assert peak.allocated == max(stage.allocated for stage in stages)
+        assert peak.total == pytest.approx(parts(peak))
+
+
+@given(train=WORKLOADS, layout=LAYOUTS)
+def test_memory_grows_with_the_micro_batch(train: Workload, layout: Layout) -> None:
+    more = replace(layout, micro_batch=layout.micro_batch + 1)
+    assert peak_memory(train, more).total > peak_memory(train, layout).total
+
+
+@given(train=WORKLOADS, layout=LAYOUTS)
+def test_more_recompute_never_stores_more(train: Workload, layout: Layout) -> None:
+    stored = [
+        layer_activations(train, replace(layout, recompute=recompute)).stored.total
+        for recompute in ("none", "selective", "full")  # type: ignore[arg-type]
+    ]
+    if train.engine == "fsdp" and layout.tp > 1:
+        stored.pop(1)  # per operator, partial sums of whole sequences are kept
+    assert stored == sorted(stored, reverse=True)
+
+
+@given(
+    train=WORKLOADS,
+    dp=st.integers(1, 1000),
+    tp=st.sampled_from([1, 2, 4]),
+    offload_optimizer=st.sampled_from(["none", "cpu", "nvme"]),
+    offload_parameters=st.sampled_from(["none", "cpu", "nvme"]),
+)
+def test_model_states_never_grow_with_stage_or_ranks(
+    train: Workload, dp: int, tp: int, **offload: Any
+) -> None:
+    def needed(dp: int, tp: int) -> list[float]:
+        return [
+            model_states_gib(train, Layout(dp=dp, tp=tp, zero_stage=stage, **offload))  # type: ignore[arg-type]
+            for stage in range(4)
+        ]
+
+    assert needed(dp, tp) == sorted(needed(dp, tp), reverse=True)
+    for more in (needed(dp + 1, tp), needed(dp, 2 * tp)):
+        assert all(after <= before for before, after in zip(needed(dp, tp), more, strict=True))
+    assert needed(dp, tp)[0] <= 18 * train.spec.parameters.total / GIB

@@ -1,0 +1,151 @@
+"""`dmt estimate`: memory and step time of a fixed layout, by part; starts nothing."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from toolkit.cli.options import Overrides
+from toolkit.errors import PlanError
+from toolkit.plan.estimate import (
+    Estimate,
+    estimate_case,
+    estimate_plan,
+    machine_output,
+    memory_parts,
+    time_parts,
+)
+from toolkit.plan.memory import GIB
+from toolkit.plan.planner import Plan
+from toolkit.recipe.load import load_recipe
+from toolkit.train.assignment import decide
+
+MIB_PER_GIB = 1024
+BAR_WIDTH = 24
+"""Characters of a full bar."""
+
+
+def estimate(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe YAML.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    cases: Annotated[
+        Path | None, typer.Option("--cases", help="JSON list of published cases.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the results of --cases go.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print machine output alone on standard output.")
+    ] = False,
+) -> None:
+    """Predict memory and step time of a recipe's layout, or of a list of cases.
+
+    Example: `dmt estimate recipes/llama/llama-3.1-8b-pretrain.yaml --set parallel.tensor=2`
+    """
+    if (recipe is None) == (cases is None) or (cases is None) != (out is None):
+        raise PlanError(
+            "dmt estimate: needs either a recipe or --cases with --out",
+            fix="`dmt estimate RECIPE` or `dmt estimate --cases CASES.json --out RESULTS.json`",
+        )
+    if cases is not None and out is not None:
+        _estimate_cases(cases, out, overrides)
+    elif recipe is not None:
+        _estimate_recipe(recipe, overrides, as_json)
+
+
+def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
+    """Answer every case of a file; those that cannot be predicted say why."""
+    if overrides:
+        raise PlanError("--set: changes a recipe, and --cases has none", fix="leave it out")
+    try:
+        listed = json.loads(cases.read_text(encoding="utf-8"))
+        results = [estimate_case(case) for case in listed]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(
+            f"--cases: {cases} is not a list of cases: {type(error).__name__}: {error}",
+            fix="see docs/estimate.md for the fields of a case",
+        ) from error
+    try:
+        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--out: cannot write {out}: {error}", fix="name a file") from error
+    refused = sum(1 for result in results if result["unsupported"])
+    typer.echo(f"{len(results) - refused} of {len(results)} cases answered in {out}", err=True)
+
+
+def _estimate_recipe(path: Path, overrides: list[str], as_json: bool) -> None:
+    assignment = decide(load_recipe(path, overrides), None)
+    recipe, plan = assignment.recipe, assignment.plan
+    found = estimate_plan(recipe, plan)
+    if as_json:
+        typer.echo(json.dumps({"id": recipe.name} | machine_output(found)))
+    else:
+        _print(recipe.name, plan, found)
+
+
+def _print(name: str, plan: Plan, found: Estimate) -> None:
+    """Memory by part, then time by part, with bars."""
+    console = Console(highlight=False)
+    layout = plan.layout
+    console.print(Text.assemble((name, "bold"), f"  {plan.engine}, {plan.model}"))
+    degrees = ("dp", "tp", "pp", "vpp", "cp", "ep")
+    split = " · ".join(f"{key} {getattr(layout, key):,}" for key in degrees)
+    console.print(f"  {split} · zero {layout.zero_stage} · recompute {layout.recompute}")
+    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
+    console.print(f"  {batch} = {layout.global_batch:,} sequences\n")
+    for line in _memory_lines(found):
+        console.print(line, soft_wrap=True)
+    console.print()
+    for line in _time_lines(found):
+        console.print(line, soft_wrap=True)
+
+
+def _memory_lines(found: Estimate) -> Iterator[Text]:
+    capacity = found.setup.cluster.gpu.memory_gib
+    total = found.memory.total / GIB
+    stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
+    if capacity is None:
+        yield Text.assemble(("  memory per process", "dim"), f"  {_size(total)}{stage}")
+    else:
+        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
+        used = f"  {total:.1f} of {capacity:g} GiB: "
+        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
+    yield from _bars(memory_parts(found.memory), capacity or total, "GiB")
+    for place, size in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
+        if size:
+            yield Text(f"    {place} of each node: {size:.0f} GiB")
+
+
+def _time_lines(found: Estimate) -> Iterator[Text]:
+    time = found.time
+    if time is None:
+        yield Text("  step time: unknown; the catalogue states no speed of this device", "dim")
+        return
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.1%}"
+    yield Text.assemble(("  step", "dim"), f"  {_seconds(time.total_s)}: {speed}{mfu}")
+    yield from _bars(time_parts(time), time.total_s, "s")
+
+
+def _bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
+    """One line per part that is not zero; bars are shares of `whole`."""
+    for part, size in parts.items():
+        if size > 0:
+            share = min(1.0, size / whole)
+            bar = "█" * round(share * BAR_WIDTH)
+            shown = _seconds(size) if unit == "s" else _size(size)
+            yield Text.assemble(f"    {part:<22}{shown:>10}  ", (bar, "cyan"))
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * MIB_PER_GIB:.1f} MiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
