@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.activations import layer_activations
+from toolkit.plan.activations import LayerActivations, layer_activations
 from toolkit.plan.layout import Layout
 from toolkit.plan.memory import (
     GIB,
@@ -35,6 +35,18 @@ EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts
 MIXTRAL = ModelSpec.from_config(SHAPE | EXPERTS)
 EMBEDDING = 512 * 64
 ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
+
+
+def layer_of(train: Workload, layout: Layout) -> LayerActivations:
+    """What a layer stores under this layout."""
+    return layer_activations(
+        train,
+        layout.tp,
+        layout.cp,
+        layout.sequence_parallel,
+        layout.micro_batch,
+        layout.recompute,
+    ).stored
 
 
 def workload(spec: ModelSpec, **fields: Any) -> Workload:
@@ -152,7 +164,7 @@ def test_equations_of_selective_recompute(shape: dict[str, int]) -> None:
 
     def per_sbh(**fields: Any) -> float:
         layout = Layout(micro_batch=batch, **fields)
-        return layer_activations(train, layout).stored.total / sbh
+        return layer_of(train, layout).total / sbh
 
     assert per_sbh() == pytest.approx(34 + scores)  # equation 1
     assert per_sbh(tp=tp) == pytest.approx(10 + 24 / tp + scores / tp)  # equation 2
@@ -221,7 +233,7 @@ def test_figure_1_of_selective_recompute(
 def test_interleaving_holds_more_micro_batches_on_the_first_stage() -> None:
     """Section 4.2.3: L·(1 + (p - 1)/(p·m)) layers for m chunks per rank."""
     train, layout = gpt(**GPT_175B), Layout(pp=8, gradient_accumulation=64)
-    layer = layer_activations(train, layout).stored.total
+    layer = layer_of(train, layout).total
     plain = stage_memory(train, layout, 0).activations
     assert plain == pytest.approx(96 * layer)
     interleaved = stage_memory(train, replace(layout, vpp=3), 0).activations
@@ -238,38 +250,38 @@ def test_llama_layer_by_hand() -> None:
     spec = ModelSpec.from_config(SHAPE | shape | {"num_key_value_heads": 8})
     train = workload(spec, sequence_length=4096)
     unit = 4096 * 4096
-    stored = layer_activations(train, Layout()).stored
+    stored = layer_of(train, Layout())
     assert stored.norms == (2 + 2) * 2 * unit
     assert stored.qkv == 2 * (1 + 1 / 4 + 1 / 4) * unit
     assert stored.attention == 2 * unit + 4 * 32 * 4096
     assert stored.mlp == 3 * 2 * 3.5 * unit
     # Single operators also keep the activated gate, and transformers' norms fp32 copies.
     eager = workload(spec, sequence_length=4096, engine="deepspeed", fused_elementwise=False)
-    assert layer_activations(eager, Layout()).stored.mlp == 4 * 2 * 3.5 * unit
-    assert layer_activations(eager, Layout()).stored.norms == 2 * (4 + 6) * unit
+    assert layer_of(eager, Layout()).mlp == 4 * 2 * 3.5 * unit
+    assert layer_of(eager, Layout()).norms == 2 * (4 + 6) * unit
     # torchtitan keeps the layer's input, wq, wv, attention, w1 and w2.
     operators = workload(spec, sequence_length=4096, engine="fsdp")
-    chosen = layer_activations(operators, Layout(recompute="selective")).stored
+    chosen = layer_of(operators, Layout(recompute="selective"))
     assert chosen.total == 2 * (1 + 1 + 1 / 4 + 1 + 3.5 + 1) * unit + 4 * 32 * 4096
 
 
 def test_recompute_in_every_other_layer_is_half_way() -> None:
     train = workload(UNTIED, engine="fsdp")
     none, full = (
-        layer_activations(train, Layout(recompute=recompute)).stored.total
+        layer_of(train, Layout(recompute=recompute)).total
         for recompute in ("none", "full")  # type: ignore[arg-type]
     )
     half = replace(train, recomputed_layers=0.5)
-    mixed = layer_activations(half, Layout(recompute="full")).stored.total
+    mixed = layer_of(half, Layout(recompute="full")).total
     assert mixed == pytest.approx((none + full) / 2)
 
 
 def test_experts_keep_the_tokens_they_are_sent() -> None:
     """Per token: 2 experts with input, output and three inner tensors, and 4 fp32 scores."""
     train = workload(MIXTRAL)
-    experts = layer_activations(train, Layout()).stored.experts
+    experts = layer_of(train, Layout()).experts
     assert experts == 32 * (2 * 2 * (64 + 64 + 3 * 128) + 4 * 4)
-    assert layer_activations(train, Layout()).stored.mlp == 0
+    assert layer_of(train, Layout()).mlp == 0
 
 
 @pytest.mark.parametrize(
@@ -370,7 +382,7 @@ def test_memory_grows_with_the_micro_batch(train: Workload, layout: Layout) -> N
 @given(train=WORKLOADS, layout=LAYOUTS)
 def test_more_recompute_never_stores_more(train: Workload, layout: Layout) -> None:
     stored = [
-        layer_activations(train, replace(layout, recompute=recompute)).stored.total
+        layer_of(train, replace(layout, recompute=recompute)).total
         for recompute in ("none", "selective", "full")  # type: ignore[arg-type]
     ]
     if train.engine == "fsdp" and layout.tp > 1:

@@ -8,9 +8,8 @@ paper's equations 1 to 6 against this module.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from toolkit.plan.layout import Layout, Recompute
+from toolkit.plan.layout import Recompute
 from toolkit.plan.workload import Workload
 
 FP32_BYTES = 4
@@ -78,27 +77,18 @@ class _Sizes:
     """Of one inner tensor of a dense MLP, or of the experts where all layers have them."""
 
 
-def layer_activations(workload: Workload, layout: Layout) -> Activations:
-    """What one micro batch leaves on a rank per layer under the layout's recompute."""
-    return _activations(
-        workload,
-        layout.tp,
-        layout.cp,
-        layout.sequence_parallel,
-        layout.micro_batch,
-        layout.recompute,
-    )
-
-
 def compute_bytes(workload: Workload) -> int:
     """Bytes of an activation; fp8 layers hand bf16 on to each other."""
     return FP32_BYTES if workload.precision == "fp32" else 2
 
 
-@lru_cache(maxsize=4096)
-def _activations(
+def layer_activations(
     workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
 ) -> Activations:
+    """What one micro batch of `micro` sequences leaves on a rank per layer.
+
+    `tp`, `cp`: tensor and context parallel degrees; `sequence`: sequence parallel.
+    """
     sizes = _sizes(workload, tp, cp, sequence, micro)
     whole = _everything(workload, sizes, tp)
     stored = whole

@@ -7,14 +7,10 @@ working memory of the layer that is computed. The fullest stage counts.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from toolkit.plan.activations import (
-    FP32_BYTES,
-    Activations,
-    compute_bytes,
-    layer_activations,
-)
-from toolkit.plan.layout import Layout, padded_vocab, stage_layers
+from toolkit.plan.activations import FP32_BYTES, compute_bytes, layer_activations
+from toolkit.plan.layout import Layout, Recompute, padded_vocab, stage_layers
 from toolkit.plan.workload import Workload
 
 GIB = 2**30
@@ -34,7 +30,7 @@ NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
 """Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
 FSDP_GATHERED_LAYERS = 2
 """Layers whose weights FSDP holds gathered: the one in use and the one that is prefetched."""
-MICRO_STEP_COPIES = 2
+MESSAGES = 2
 """Activations that a pipeline rank receives and sends while it computes."""
 
 
@@ -90,16 +86,31 @@ class Memory:
         return capacity_gib is None or self.total <= capacity_gib * GIB
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """Parameters of one rank before ZeRO."""
 
+    stage: int
     dense: float
     """All but the experts'."""
     experts: float
     head: float
     """Those of `dense` that embed tokens or make logits."""
+    output: float
+    """Those of `head` that make logits."""
     layers: int
+
+
+class _Step(NamedTuple):
+    """What one micro batch leaves and needs on every stage."""
+
+    stored: float
+    """Activations of one layer."""
+    workspace: float
+    """Of one layer's backward."""
+    head: float
+    """Logits and loss."""
+    messages: float
+    """Of tensor, pipeline and context parallel."""
 
 
 def peak_memory(workload: Workload, layout: Layout) -> Memory:
@@ -108,40 +119,50 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     Later stages hold fewer micro batches, so with equal layers only the first, the last and
     those with one layer more than it can be the fullest.
     """
-    return max(
-        (stage_memory(workload, layout, stage) for stage in _candidates(workload, layout)),
-        key=lambda memory: memory.allocated,
-    )
-
-
-def _candidates(workload: Workload, layout: Layout) -> tuple[int, ...]:
-    """Stages that can be the fullest: first, last, and the first of those with most layers."""
-    counts = _layers_of_stages(workload.spec.layers, layout.pp, layout.vpp)
-    return tuple({0, counts.index(max(counts)), layout.pp - 1})
-
-
-@lru_cache(maxsize=1024)
-def _layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
-    chunks = stage_layers(layers, pp, vpp)
-    return tuple(sum(chunks[stage::pp]) for stage in range(pp))
+    step = _step(workload, *_micro_batch(layout))
+    shares = _fullest_shares(workload, *_degrees(layout))
+    if len(shares) == 1:
+        return _memory(workload, layout, step, shares[0])
+    stages = [_memory(workload, layout, step, share) for share in shares]
+    return max(stages, key=lambda memory: memory.allocated)
 
 
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
-    share = _share(workload, *_degrees(layout), stage)
-    layer = layer_activations(workload, layout)
+    step = _step(workload, *_micro_batch(layout))
+    return _memory(workload, layout, step, _share(workload, *_degrees(layout), stage))
+
+
+def _memory(workload: Workload, layout: Layout, step: _Step, share: Share) -> Memory:
+    """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
-    logits = _head(workload, layout) if stage == layout.pp - 1 else 0.0
-    working = layer.workspace
+    logits = step.head if share.stage == layout.pp - 1 else 0.0
     return Memory(
-        stage=stage,
+        stage=share.stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_waiting(layout, layer, share, stage),
-        logits=logits if logits > working else 0.0,
-        workspace=0.0 if logits > working else working,
-        buffers=_buffers(workload, layout, share),
+        activations=step.stored * share.layers / layout.vpp * _chunks_waiting(layout, share),
+        logits=logits if logits > step.workspace else 0.0,
+        workspace=0.0 if logits > step.workspace else step.workspace,
+        buffers=step.messages + _engine_buffers(workload, layout, share),
+    )
+
+
+def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+    """What a rank's share of the parameters depends on."""
+    return layout.tp, layout.ep, layout.pp, layout.vpp
+
+
+def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute]:
+    """What one micro batch's memory on a rank depends on."""
+    return (
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        layout.sequence_parallel,
+        layout.micro_batch,
+        layout.recompute,
     )
 
 
@@ -153,18 +174,11 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
     What is offloaded counts as away, although parts of it pass through the device.
     """
-    stages = _candidates(workload, layout)
-    shares = (_share(workload, *_degrees(layout), stage) for stage in stages)
+    shares = _fullest_shares(workload, *_degrees(layout))
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
-def _degrees(layout: Layout) -> tuple[int, int, int, int]:
-    """What a rank's share of the parameters depends on."""
-    return layout.tp, layout.ep, layout.pp, layout.vpp
-
-
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes per parameter before ZeRO."""
 
     weight: float
@@ -181,9 +195,12 @@ def state_bytes(workload: Workload) -> StateBytes:
     `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
     arXiv:1910.02054, figure 1).
     """
-    if workload.precision == "fp32" or workload.engine in ("ddp", "fsdp"):
-        return StateBytes(4.0, 4.0, 8.0)
-    return StateBytes(2.0, 4.0, 12.0)
+    whole = workload.precision == "fp32" or workload.engine in ("ddp", "fsdp")
+    return _FP32_STATES if whole else _MIXED_STATES
+
+
+_FP32_STATES = StateBytes(4.0, 4.0, 8.0)
+_MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
 
 
 def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, float, float]:
@@ -208,6 +225,18 @@ def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, fl
 
 
 @lru_cache(maxsize=4096)
+def _fullest_shares(workload: Workload, tp: int, ep: int, pp: int, vpp: int) -> list[Share]:
+    """Of the stages that can be the fullest: first, last, and the first with most layers."""
+    counts = _layers_of_stages(workload.spec.layers, pp, vpp)
+    stages = sorted({0, counts.index(max(counts)), pp - 1})
+    return [_share(workload, tp, ep, pp, vpp, stage) for stage in stages]
+
+
+def _layers_of_stages(layers: int, pp: int, vpp: int) -> list[int]:
+    chunks = stage_layers(layers, pp, vpp)
+    return [sum(chunks[stage::pp]) for stage in range(pp)]
+
+
 def _share(workload: Workload, tp: int, ep: int, pp: int, vpp: int, stage: int) -> Share:
     """Parameters on a rank of a pipeline stage before ZeRO.
 
@@ -219,80 +248,86 @@ def _share(workload: Workload, tp: int, ep: int, pp: int, vpp: int, stage: int) 
     split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
     experts = parts.experts / (ep if ep > 1 else tp)
     vocabulary = padded_vocab(spec.vocab, tp) * spec.hidden / tp
-    head = 0.0
+    output = vocabulary if stage == pp - 1 else 0.0
+    shared = spec.tied_embeddings and pp == 1
+    head = 0.0 if shared else output
     if stage == 0:
         head += vocabulary + parts.position_embedding
-    if stage == pp - 1 and not (spec.tied_embeddings and pp == 1):
-        head += vocabulary
     part = layers / spec.layers
-    return Share(part * split + head, part * experts, head, layers)
+    return Share(stage, part * split + head, part * experts, head, output, layers)
 
 
 # What comes and goes within a step
 
 
-def _waiting(layout: Layout, layer: Activations, share: Share, stage: int) -> float:
-    """Activations of the micro batches whose backward pass is still to come.
+def _chunks_waiting(layout: Layout, share: Share) -> int:
+    """Forward passes of one model chunk whose backward pass is still to come.
 
     1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
     2·(p - r - 1) + (v - 1)·p forward passes of one chunk and then one more: on the first
     stage L·(1 + (p - 1)/(p·v)) layers of one micro batch (Korthikanti et al., section 4.2.3).
     """
-    after = layout.pp - stage
-    held = after
+    after = layout.pp - share.stage
     if layout.vpp > 1:
-        held = 2 * (after - 1) + (layout.vpp - 1) * layout.pp + 1
-    chunks = min(held, layout.gradient_accumulation * layout.vpp)
-    return layer.stored.total * share.layers / layout.vpp * chunks
+        after = 2 * (after - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(after, layout.gradient_accumulation * layout.vpp)
 
 
-def _head(workload: Workload, layout: Layout) -> float:
-    """The final norm, the logits and the loss of one micro batch on the last stage.
+@lru_cache(maxsize=4096)
+def _step(
+    workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
+    recompute: Recompute,
+) -> _Step:  # fmt: skip
+    spec, width = workload.spec, compute_bytes(workload)
+    layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
+    tokens = micro * workload.sequence_length / cp
+    whole = width * tokens * spec.hidden
+    stream = whole / (tp if sequence else 1)
+    messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence
+    if pp > 1:
+        messages += MESSAGES * stream
+    if cp > 1:  # keys and values of this and the next rank
+        messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
+    logits = tokens * padded_vocab(spec.vocab, tp) / tp
+    return _Step(
+        stored=layer.stored.total,
+        workspace=layer.workspace,
+        head=2 * stream + _bytes_per_logit(workload) * logits,
+        messages=messages,
+    )
 
-    Per logit: megatron-core casts to fp32 and turns that copy into the softmax and then the
-    gradient in place, beside a 16-bit tensor; PyTorch's cross entropy keeps the fp32 log
-    softmax and makes its gradient and the logits' beside it; a fused kernel holds logits and
-    gradients.
+
+def _bytes_per_logit(workload: Workload) -> int:
+    """Bytes of logits and loss at their peak, per logit.
+
+    megatron-core casts to fp32 and turns that copy into the softmax and then the gradient in
+    place, beside a 16-bit tensor. PyTorch's cross entropy keeps the fp32 log softmax and
+    makes its gradient and the logits' beside it. A fused kernel holds logits and gradients.
     """
-    spec, width = workload.spec, compute_bytes(workload)
-    tokens = layout.micro_batch * workload.sequence_length / layout.cp
-    stream = tokens * spec.hidden / (layout.tp if layout.sequence_parallel else 1)
-    logits = tokens * padded_vocab(spec.vocab, layout.tp) / layout.tp
+    width = compute_bytes(workload)
     if workload.fused_loss:
-        per_logit = 2 * width
-    elif workload.engine == "megatron":
-        per_logit = FP32_BYTES + (width if width < FP32_BYTES else 0)
-    else:
-        per_logit = 3 * FP32_BYTES
-    return 2 * width * stream + per_logit * logits
+        return 2 * width
+    if workload.engine == "megatron":
+        return FP32_BYTES + (width if width < FP32_BYTES else 0)
+    return 3 * FP32_BYTES
 
 
-def _buffers(workload: Workload, layout: Layout, share: Share) -> float:
-    """Communication: messages of tensor and pipeline parallel, and the engine's buckets."""
-    spec, width = workload.spec, compute_bytes(workload)
-    whole = layout.micro_batch * workload.sequence_length / layout.cp * spec.hidden
-    needed = 0.0
-    if layout.sequence_parallel and layout.tp > 1:
-        needed += width * whole  # the gathered sequence
-    if layout.pp > 1:
-        split = layout.tp if layout.sequence_parallel else 1
-        needed += MICRO_STEP_COPIES * width * whole / split
-    if layout.cp > 1:  # keys and values of the next ranks while those of this are used
-        needed += 4 * width * whole / spec.hidden * spec.kv_heads * spec.head_dim / layout.tp
-    held = share.dense + share.experts
+def _engine_buffers(workload: Workload, layout: Layout, share: Share) -> float:
+    """Buckets and gathered weights; megatron-core communicates in its gradient buffer."""
+    width, held = compute_bytes(workload), share.dense + share.experts
+    if workload.engine == "megatron" or layout.dp * layout.cp == 1:
+        return 0.0
     if workload.engine == "deepspeed":
-        return needed + _deepspeed_buckets(layout, width, held)
+        return _deepspeed_buckets(layout, width, held)
     if workload.engine == "fsdp":
-        return needed + _fsdp_window(layout, width, share)
-    if workload.engine == "ddp" and layout.dp > 1:
-        return needed + FP32_BYTES * held  # buckets that gradients are copied to
-    return needed
+        return _fsdp_window(layout, width, share)
+    return FP32_BYTES * held  # DDP copies gradients into buckets
 
 
 def _deepspeed_buckets(layout: Layout, width: int, held: float) -> float:
     """Reduce buckets (two where communication overlaps) and gathered weights."""
     bucket = width * min(DEEPSPEED_BUCKET, held)
-    if layout.zero_stage == 0 or layout.dp == 1:
+    if layout.zero_stage == 0:
         return 0.0
     if layout.zero_stage == 3:
         return 2 * bucket + width * min(DEEPSPEED_LIVE_PARAMETERS, held)
@@ -306,13 +341,13 @@ def _fsdp_window(layout: Layout, width: int, share: Share) -> float:
     gradient until the embedding's is there; layers come and go. A layer's gradients are
     there twice: in compute precision and, copied, in the fp32 of the reduce-scatter.
     """
-    if layout.zero_stage < 2 or layout.dp * layout.cp == 1:
+    if layout.zero_stage < 2:
         return 0.0
     layer = (share.dense - share.head + share.experts) / share.layers
     gathered = share.head + FSDP_GATHERED_LAYERS * layer
     if layout.zero_stage == 2:
         gathered = share.dense + share.experts
-    return width * (gathered + share.head / 2) + (width + FP32_BYTES) * layer
+    return width * (gathered + share.output) + (width + FP32_BYTES) * layer
 
 
 # What leaves the device
