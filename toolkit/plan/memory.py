@@ -195,12 +195,14 @@ def state_bytes(workload: Workload) -> StateBytes:
     `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
     arXiv:1910.02054, figure 1).
     """
-    whole = workload.precision == "fp32" or workload.engine in ("ddp", "fsdp")
-    return _FP32_STATES if whole else _MIXED_STATES
+    if workload.precision == "fp32" or workload.engine in ("ddp", "fsdp"):
+        return _FP32_STATES
+    return _HALF_SUMS if workload.gradient_bytes == 2 else _MIXED_STATES
 
 
 _FP32_STATES = StateBytes(4.0, 4.0, 8.0)
 _MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
+_HALF_SUMS = StateBytes(2.0, 2.0, 12.0)
 
 
 def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, float, float]:

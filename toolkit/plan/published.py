@@ -135,7 +135,7 @@ class Case:
     @property
     def engine(self) -> EngineName:
         """FSDP where parameters are sharded, megatron otherwise."""
-        return "fsdp" if "fsdp_mp_mode" in self._layout or self.zero_stage >= 2 else "megatron"
+        return "fsdp" if self._fsdp_mode or self.zero_stage >= 2 else "megatron"
 
     def setup(self) -> Setup:
         """The case as a setup. Raises PlanError for hardware that the catalogue lacks."""
@@ -154,7 +154,7 @@ class Case:
     def _workload(self) -> Workload:
         """What is trained; what sources leave out is the same for all rows of an engine."""
         megatron = self.engine == "megatron"
-        composer = "fsdp_mp_mode" in self._layout
+        composer = self._fsdp_mode != ""
         # Before flash attention, Megatron reduced gradients after the backward pass.
         early = megatron and self._attention == "unfused"
         recompute = str(self._layout.get("recompute"))
@@ -169,7 +169,8 @@ class Case:
             flash_version=1 if composer else 2,
             fused_elementwise=not (composer or "eager" in self._notes),
             recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
-            reduce_bytes=_WIRE_BYTES.get(str(self._layout.get("fsdp_mp_mode"))),
+            reduce_bytes=2 if self._nemo else _WIRE_BYTES.get(self._fsdp_mode),
+            gradient_bytes=2 if self._nemo else None,
             # Transformer Engine's overlap, or what torchtitan calls async TP.
             tensor_overlap=(megatron and not early and bool(self._layout.get("sp")))
             or "async tp" in self._notes,
@@ -179,6 +180,20 @@ class Case:
             # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
             fused_loss=composer,
         )
+
+    @property
+    def _nemo(self) -> bool:
+        """NeMo's recipes say no more than degrees and batch; Megatron-LM's rows say all.
+
+        NeMo sums and reduces gradients in bf16 (bf16_mixed, grad_reduce_in_fp32=False).
+        """
+        modern = self.engine == "megatron" and self._attention != "unfused"
+        return modern and self._layout.get("recompute") is None
+
+    @property
+    def _fsdp_mode(self) -> str:
+        """Composer's mixed precision mode; empty where another FSDP is used."""
+        return str(self._layout.get("fsdp_mp_mode") or "")
 
     @property
     def _mlp(self) -> str:

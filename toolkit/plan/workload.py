@@ -36,6 +36,9 @@ class Workload:
     them (Transformer Engine's user buffers, PyTorch's async tensor parallel)."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
+    gradient_bytes: int | None = None
+    """Bytes per element that megatron-core sums gradients in; None: 4, its training script's
+    and this toolkit's choice with bf16. NeMo's recipes sum in 16 bits."""
     dropout: bool = False
     """Dropout over attention scores and both branches of a layer, whose masks are stored."""
     fused_loss: bool = False
