@@ -147,9 +147,7 @@ class _Stages:
     def backward_s(self) -> float:
         """One layer and micro batch, with recompute."""
         again = self.layer.recompute.total + self.traffic.tensor_again
-        # Context parallel also sends the gradients of keys and values.
-        sent = self.traffic.forward + self.traffic.context
-        return self.layer.backward.total + sent + self.recomputed * again
+        return self.layer.backward.total + self.traffic.backward + self.recomputed * again
 
     def passes(self, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
         """Forward and backward of a stage for one micro batch."""
@@ -242,7 +240,8 @@ def _communication(
     steps = layout.gradient_accumulation
     many = steps * share.layers
     ends = (stage == 0) + (stage == layout.pp - 1)
-    tensor = 2 * traffic.tensor + common.recomputed * traffic.tensor_again
+    again = common.recomputed * traffic.tensor_again
+    tensor = traffic.tensor + traffic.tensor_back + again
     gather, reduce = data_parallel_s(place, share, *passes)
     return {
         "tensor": many * tensor + steps * ends * 2 * common.ends_s,

@@ -43,27 +43,35 @@ class LayerTraffic:
     """Exposed seconds of one layer and micro batch, in each pass."""
 
     tensor: float = 0.0
+    tensor_back: float = 0.0
     tensor_again: float = 0.0
     """Repeated by recompute."""
     context: float = 0.0
+    """Of the forward pass; the backward pass also sends the gradients: twice as much."""
     expert: float = 0.0
 
     @property
     def forward(self) -> float:
-        """Added to the forward pass; the backward pass sends as much."""
+        """Added to the forward pass."""
         return self.tensor + self.context + self.expert
+
+    @property
+    def backward(self) -> float:
+        """Added to the backward pass."""
+        return self.tensor_back + 2 * self.context + self.expert
 
 
 def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
     tensor, expert = tensor_s(place), _expert_s(place)
+    back = tensor * _backward_share(place)
     layout = place.layout
     again = 0.0
     if layout.recompute == "full":
         again = tensor + expert
     elif layout.recompute == "selective" and place.workload.engine == "fsdp":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
-    return LayerTraffic(tensor, again, _context_s(place, attention_s), expert)
+    return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
 
 def tensor_s(place: Place) -> float:
@@ -80,6 +88,21 @@ def tensor_s(place: Place) -> float:
         once = ring.all_reduce_s(size)
     exposed = place.efficiency["overlap.tensor"] if place.workload.tensor_overlap else 1.0
     return 2 * once * exposed
+
+
+def _backward_share(place: Place) -> float:
+    """Exposed tensor-parallel traffic of the backward pass relative to the forward pass.
+
+    Megatron runs the collectives of its column-parallel products beside the gradients of
+    their weights: all of the backward pass without sequence parallel, half of it with it. Its
+    versions of 2021, which had no sequence parallel either, did not.
+    """
+    layout, workload = place.layout, place.workload
+    new = layout.sequence_parallel or workload.reduce_overlap
+    if workload.engine != "megatron" or workload.tensor_overlap or not new:
+        return 1.0
+    slowed = place.efficiency["overlap.megatron"]
+    return 0.5 + 0.5 * slowed if layout.sequence_parallel else slowed
 
 
 def _context_s(place: Place, attention_s: float) -> float:
