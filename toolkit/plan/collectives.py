@@ -8,7 +8,7 @@ Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps t
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.hardware.cluster import Cluster, Link
+from toolkit.hardware.cluster import Cluster
 from toolkit.plan.efficiency import Efficiency
 
 
@@ -71,28 +71,45 @@ class Group:
         return max(near, far) + latency
 
 
-@lru_cache(maxsize=4096)
-def group(size: int, stride: int, cluster: Cluster, efficiency: Efficiency) -> Group:
-    """`size` ranks that are `stride` ranks apart."""
-    together = max(1, min(size, cluster.island // stride))
-    return Group(
-        size,
-        -(-size // together),
-        _rate(cluster.node_link, efficiency),
-        _rate(cluster.network, efficiency),
-        cluster.node_link.latency_s,
-        cluster.network.latency_s,
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a cluster at the rates that collectives reach."""
+
+    island: int
+    """Ranks that reach each other without the network between nodes."""
+    near_bytes_per_s: float
+    far_bytes_per_s: float
+    near_latency_s: float
+    far_latency_s: float
+
+    @lru_cache(maxsize=4096)  # noqa: B019  there is one network per cluster
+    def group(self, size: int, stride: int) -> Group:
+        """`size` ranks that are `stride` ranks apart."""
+        together = max(1, min(size, self.island // stride))
+        return Group(
+            size,
+            -(-size // together),
+            self.near_bytes_per_s,
+            self.far_bytes_per_s,
+            self.near_latency_s,
+            self.far_latency_s,
+        )
+
+    def message_s(self, message_bytes: float, stride: int) -> float:
+        """One message to the rank that is `stride` ranks further."""
+        if stride < self.island:
+            return message_bytes / self.near_bytes_per_s + self.near_latency_s
+        return message_bytes / self.far_bytes_per_s + self.far_latency_s
+
+
+@lru_cache(maxsize=64)
+def network(cluster: Cluster, efficiency: Efficiency) -> Network:
+    """The links of `cluster` at the rates of the table."""
+    near, far = cluster.node_link, cluster.network
+    return Network(
+        cluster.island,
+        near.bytes_per_s * efficiency[f"link.{near.kind}"],
+        far.bytes_per_s * efficiency[f"link.{far.kind}"],
+        near.latency_s,
+        far.latency_s,
     )
-
-
-@lru_cache(maxsize=65536)
-def point_to_point_s(
-    message_bytes: float, stride: int, cluster: Cluster, efficiency: Efficiency
-) -> float:
-    """One message to the rank that is `stride` ranks further."""
-    link = cluster.node_link if stride < cluster.island else cluster.network
-    return message_bytes / _rate(link, efficiency) + link.latency_s
-
-
-def _rate(link: Link, efficiency: Efficiency) -> float:
-    return link.bytes_per_s * efficiency[f"link.{link.kind}"]

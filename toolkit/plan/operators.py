@@ -372,9 +372,26 @@ def _timed(
 # First and last stage
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What the first and the last stage do besides layers, forward and backward."""
+
+    embedding: tuple[Pass, Pass]
+    head: tuple[Pass, Pass]
+
+
 @lru_cache(maxsize=1 << 13)
-def head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
-    """Final norm, logits and loss: forward and backward.
+def ends_time(workload: Workload, part: Slice, device: Device) -> Ends:
+    """Embedding, and final logits with their loss, of one micro batch."""
+    moved = part.tokens * workload.spec.hidden / device.memory
+    # Rows are read and written; their gradients are read and added up in fp32.
+    lookup = Pass(elementwise=2 * device.width * moved)
+    summed = Pass(elementwise=(device.width + 8) * moved)
+    return Ends((lookup, summed), _head_time(workload, part, device))
+
+
+def _head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
+    """Logits and loss.
 
     Per logit and pass: a fused loss reads and writes it once; else it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
@@ -390,11 +407,3 @@ def head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pa
         Pass(matmul=forward, elementwise=per_logit * moved),
         Pass(matmul=backward, elementwise=per_logit_back * moved),
     )
-
-
-@lru_cache(maxsize=1 << 13)
-def embedding_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
-    """Row lookup (read, write), and the sum of its gradients by row (read, fp32 add)."""
-    moved = part.tokens * workload.spec.hidden / device.memory
-    width = device.width
-    return Pass(elementwise=2 * width * moved), Pass(elementwise=(width + 8) * moved)

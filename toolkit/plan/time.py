@@ -11,17 +11,17 @@ from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.collectives import network
 from toolkit.plan.efficiency import DEFAULT, Efficiency
 from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.operators import (
     SAVED_PRODUCTS,
     Device,
+    Ends,
     LayerTime,
-    Pass,
     Slice,
     device,
-    embedding_time,
-    head_time,
+    ends_time,
     layer_time,
 )
 from toolkit.plan.stages import StageShare, layers_of_stages, stage_share
@@ -29,9 +29,9 @@ from toolkit.plan.traffic import (
     LayerTraffic,
     Place,
     data_parallel_s,
+    layer_tensor_s,
     layer_traffic,
     pipeline_message_s,
-    tensor_s,
     tied_embedding_s,
 )
 from toolkit.plan.update import offload_s, optimizer_s
@@ -72,9 +72,8 @@ class StepTime:
     gpus: int
     peak_flops: float | None
     """Of one device in the workload's precision."""
-    flops_per_token: Mapping[str, float]
-    """Of training (mfu) and of what is computed with recompute (hfu), attention counted as
-    masked (causal) or in full."""
+    workload: Workload
+    recompute: Recompute
 
     @property
     def total_s(self) -> float:
@@ -121,8 +120,8 @@ class StepTime:
     def _utilization(self, convention: str) -> float | None:
         if self.peak_flops is None:
             return None
-        flops = self.tokens_per_s_per_gpu * self.flops_per_token[convention]
-        return flops / self.peak_flops
+        per_token = _flops_per_token(self.workload, self.recompute)[convention]
+        return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 
 
 @dataclass(frozen=True)
@@ -133,30 +132,23 @@ class _Stages:
     traffic: LayerTraffic
     recomputed: float
     """Share of the layers that recompute covers."""
-    embedding: tuple[Pass, Pass]
-    head: tuple[Pass, Pass]
-    ends_s: float
-    """Collectives of embedding or logits, in each pass."""
+    ends: Ends
+    ends_traffic_s: float
+    """Collectives of the embedding or of the logits, in each pass."""
 
-    @property
-    def forward_s(self) -> float:
-        """One layer and micro batch."""
-        return self.layer.forward.total + self.traffic.forward
-
-    @property
-    def backward_s(self) -> float:
-        """One layer and micro batch, with recompute."""
+    def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
+        """Forward and backward of every stage for one micro batch, by its layers."""
         again = self.layer.recompute.total + self.traffic.tensor_again
-        return self.layer.backward.total + self.traffic.backward + self.recomputed * again
-
-    def passes(self, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
-        """Forward and backward of a stage for one micro batch."""
-        forward, backward = layers * self.forward_s, layers * self.backward_s
-        for is_here, (ahead, back) in ((first, self.embedding), (last, self.head)):
-            if is_here:
-                forward += ahead.total + self.ends_s
-                backward += back.total + self.ends_s
-        return forward, backward
+        forward = self.layer.forward.total + self.traffic.forward
+        backward = self.layer.backward.total + self.traffic.backward + self.recomputed * again
+        found = [(count * forward, count * backward) for count in counts]
+        for stage, (ahead, back) in ((0, self.ends.embedding), (-1, self.ends.head)):
+            forward, backward = found[stage]
+            found[stage] = (
+                forward + ahead.total + self.ends_traffic_s,
+                backward + back.total + self.ends_traffic_s,
+            )
+        return found
 
 
 def step_time(
@@ -167,14 +159,11 @@ def step_time(
     Raises PlanError where the accelerator lacks the workload's precision.
     """
     spec, pp = workload.spec, layout.pp
-    place = Place(workload, layout, cluster, efficiency)
+    place = Place(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
     common = _common(place, machine)
     counts = layers_of_stages(spec.layers, pp, layout.vpp)
-    passes = [
-        common.passes(count, first=rank == 0, last=rank == pp - 1)
-        for rank, count in enumerate(counts)
-    ]
+    passes = common.passes(counts)
     times = [sum(pair) for pair in passes]
     busiest = times.index(max(times))
     share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, busiest)
@@ -193,7 +182,8 @@ def step_time(
         tokens=layout.global_batch * workload.sequence_length,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
-        flops_per_token=_flops_per_token(workload, layout.recompute),
+        workload=workload,
+        recompute=layout.recompute,
     )
 
 
@@ -205,9 +195,8 @@ def _common(place: Place, machine: Device) -> _Stages:
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
         recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
-        embedding=embedding_time(workload, part, machine),
-        head=head_time(workload, part, machine),
-        ends_s=tensor_s(place) / 2,
+        ends=ends_time(workload, part, machine),
+        ends_traffic_s=layer_tensor_s(place) / 2,
     )
 
 
@@ -221,9 +210,9 @@ def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[s
     }
     ends = {"embedding": 0.0, "logits": 0.0}
     if stage == 0:
-        ends["embedding"] = steps * sum(one.total for one in common.embedding)
+        ends["embedding"] = steps * sum(one.total for one in common.ends.embedding)
     if stage == layout.pp - 1:
-        ends["logits"] = steps * sum(one.total for one in common.head)
+        ends["logits"] = steps * sum(one.total for one in common.ends.head)
     return {**kinds, "recompute": many * common.recomputed * layer.recompute.total, **ends}
 
 
@@ -244,7 +233,7 @@ def _communication(
     tensor = traffic.tensor + traffic.tensor_back + again
     gather, reduce = data_parallel_s(place, share, *passes)
     return {
-        "tensor": many * tensor + steps * ends * 2 * common.ends_s,
+        "tensor": many * tensor + steps * ends * 2 * common.ends_traffic_s,
         "context": many * 3 * traffic.context,
         "expert": many * 2 * traffic.expert,
         "pipeline": _pipeline_s(place, message_s),
@@ -280,7 +269,8 @@ def _overhead_s(place: Place, computed_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
-    """FLOPs per token in the four conventions."""
+    """FLOPs per token of training (mfu) and with what recompute repeats (hfu), attention
+    counted as masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
     counted = {
         "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),

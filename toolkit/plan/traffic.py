@@ -7,7 +7,7 @@ takes longer than that, or by the share that it slows computation down.
 from dataclasses import dataclass
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.plan.collectives import Group, group, point_to_point_s
+from toolkit.plan.collectives import Group, Network
 from toolkit.plan.efficiency import Efficiency
 from toolkit.plan.layout import Layout
 from toolkit.plan.stages import StageShare
@@ -22,6 +22,7 @@ class Place:
     layout: Layout
     cluster: Cluster
     efficiency: Efficiency
+    network: Network
 
     @property
     def width(self) -> int:
@@ -35,7 +36,7 @@ class Place:
 
     def group(self, size: int, stride: int) -> Group:
         """`size` ranks that are `stride` apart."""
-        return group(size, stride, self.cluster, self.efficiency)
+        return self.network.group(size, stride)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class LayerTraffic:
 
 def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
-    tensor, expert = tensor_s(place), _expert_s(place)
+    tensor, expert = layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
     layout = place.layout
     again = 0.0
@@ -74,7 +75,7 @@ def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
     return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
 
-def tensor_s(place: Place) -> float:
+def layer_tensor_s(place: Place) -> float:
     """Two all-reduces a pass, or a reduce-scatter and an all-gather in place of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
     layout = place.layout
@@ -135,7 +136,7 @@ def pipeline_message_s(place: Place) -> float:
     if layout.pp == 1:
         return 0.0
     size = place.width * place.tokens * place.workload.spec.hidden / layout.tp
-    return point_to_point_s(size, layout.world // layout.pp, place.cluster, place.efficiency)
+    return place.network.message_s(size, layout.world // layout.pp)
 
 
 def reduce_bytes(workload: Workload) -> int:
