@@ -208,11 +208,22 @@ def test_defaults_of_unstated_fields() -> None:
     assert (setup.cluster.nodes, setup.cluster.gpus_per_node) == (8, 8)
     long = asked | {"model": LLAMA_8B | {"seq": 131072}, "layout": layout | {"tp": 8, "pp": 1}}
     assert Case(long).setup().layout.recompute == "full"
+    # NeMo's recipes, which leave recompute open, sum gradients in bf16.
+    assert (setup.workload.gradient_bytes, setup.workload.reduce_bytes) == (2, 2)
+    stated = asked | {"layout": layout | {"recompute": "none"}}
+    assert Case(stated).setup().workload.gradient_bytes is None
     old = case(GPT_7B, "A100", 64, layout=layout, attention_kernel="unfused", precision="fp16")
     workload = Case(old | {"notes": "inter-node 800 Gb/s per 8-GPU node"}).setup().workload
     assert (workload.attention, workload.dropout, workload.reduce_overlap) == (
         "unfused", True, False,
     )  # fmt: skip
+
+
+def test_a_pipeline_splits_torchtitans_batch() -> None:
+    layout = {"dp": 2, "pp": 4, "zero_stage": 3, "recompute": "full"}
+    asked = case(LLAMA_8B, "H100-96GB", 8, layout=layout, batch={"micro": 8, "global": 16})
+    found = Case(asked).setup().layout
+    assert (found.micro_batch, found.gradient_accumulation, found.global_batch) == (2, 4, 16)
 
 
 def test_the_stated_network_is_used() -> None:

@@ -133,14 +133,17 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     spec, width = workload.spec, compute_bytes(workload)
     # Autocast keeps the residual stream in fp32: every branch's output is added to it.
     residual = FP32_BYTES if workload.engine == "ddp" else width
-    norm = residual + width
+    norm = residual * sizes.stream
     if _eager_norms(workload):
-        norm += EAGER_RMS_NORM_BYTES
+        norm += EAGER_RMS_NORM_BYTES * sizes.stream
+    # megatron-core gathers a norm's split output again in the backward pass; torch's tensor
+    # parallel keeps it gathered.
+    norm += width * (sizes.whole_stream if workload.engine == "fsdp" else sizes.stream)
     masks = 2 * MASK_BYTES * sizes.stream if workload.dropout else 0.0
     head_norms = sizes.query + sizes.key if spec.query_key_norm else 0.0
     dense = 1 - spec.moe_layers / spec.layers
     return LayerActivations(
-        norms=spec.norms_per_layer * norm * sizes.stream + masks,
+        norms=spec.norms_per_layer * norm + masks,
         qkv=width * (sizes.query + 2 * sizes.key + head_norms),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,

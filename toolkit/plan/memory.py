@@ -294,24 +294,25 @@ def _step(
     return _Step(
         stored=layer.stored.total,
         workspace=layer.workspace,
-        head=2 * stream + _bytes_per_logit(workload) * logits,
+        head=2 * stream + _bytes_per_logit(workload, tp) * logits,
         messages=messages,
     )
 
 
-def _bytes_per_logit(workload: Workload) -> int:
+def _bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
     megatron-core casts to fp32 and turns that copy into the softmax and then the gradient in
     place, beside a 16-bit tensor. PyTorch's cross entropy keeps the fp32 log softmax and
-    makes its gradient and the logits' beside it. A fused kernel holds logits and gradients.
+    makes its gradient and the logits' beside it; over a tensor group (loss_parallel), the
+    softmax too. A fused kernel holds logits and gradients.
     """
     width = compute_bytes(workload)
     if workload.fused_loss:
         return 2 * width
     if workload.engine == "megatron":
         return FP32_BYTES + (width if width < FP32_BYTES else 0)
-    return 3 * FP32_BYTES
+    return (4 if workload.engine == "fsdp" and tp > 1 else 3) * FP32_BYTES
 
 
 def _engine_buffers(workload: Workload, layout: Layout, share: Share) -> float:

@@ -18,7 +18,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.formulas import EstimatorQuery
 from toolkit.plan.layout import Layout, Placement, Recompute
 from toolkit.plan.legality import EngineName
-from toolkit.plan.memory import peak_memory
+from toolkit.plan.memory import GIB, peak_memory
 from toolkit.plan.workload import Precision, Workload
 
 LAYERS_PER_CHUNK = 2
@@ -175,8 +175,8 @@ class Case:
             tensor_overlap=(megatron and not early and bool(self._layout.get("sp")))
             or "async tp" in self._notes,
             reduce_overlap=not early,
-            # Megatron-LM's own default is 0.1; gated and squared-ReLU models came without.
-            dropout=megatron and self._mlp == "gelu",
+            # Megatron-LM's own default is 0.1; NeMo, Llama and Nemotron train without.
+            dropout=megatron and self._mlp == "gelu" and not self._nemo,
             # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
             fused_loss=composer,
         )
@@ -245,6 +245,9 @@ class Case:
         dp, tp, pp = self.data_parallel, self._degree("tp"), self._degree("pp")
         micro = int(self._batch.get("micro") or 1)
         accumulation = ceil(int(self._batch.get("global") or micro * dp) / (micro * dp))
+        if self.engine == "fsdp" and micro % pp == 0 and accumulation < pp:
+            # torchtitan states a rank's batch, which the pipeline's schedule splits.
+            micro, accumulation = micro // pp, accumulation * pp
         sequence = self._layout.get("sp")
         if sequence is None:
             sequence = tp > 1 and self._attention != "unfused"
@@ -253,7 +256,7 @@ class Case:
             dp=dp,
             tp=tp,
             pp=pp,
-            vpp=self._chunks(pp, accumulation),
+            vpp=self._chunks(pp),
             cp=self._degree("cp"),
             ep=self._degree("ep"),
             sequence_parallel=bool(sequence),
@@ -264,17 +267,17 @@ class Case:
             gradient_accumulation=accumulation,
         )
 
-    def _chunks(self, pp: int, accumulation: int) -> int:
-        """Stated, or Megatron's interleaving down to two layers, where it can be used."""
+    def _chunks(self, pp: int) -> int:
+        """Stated, or Megatron's interleaving down to two layers."""
         stated = self._layout.get("vpp")
         if stated is not None or pp == 1:
             return int(stated or 1)
-        if self.engine != "megatron" or self._attention == "unfused" or accumulation % pp:
+        if self.engine != "megatron" or self._attention == "unfused":
             return 1
         return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
 
     def _with_recompute(self, setup: Setup) -> Setup:
-        """The stated recompute; where none is, the least that fits: the run did."""
+        """The stated recompute; else none, or the least whose allocations a device can hold."""
         stated = self._layout.get("recompute")
         choices: tuple[Recompute, ...] = ("none", "selective", "full")
         if stated is not None:
@@ -289,7 +292,8 @@ class Case:
         capacity = setup.cluster.gpu.memory_gib
         for recompute in choices:
             one = replace(setup, layout=replace(setup.layout, recompute=recompute))
-            if peak_memory(one.workload, one.layout).fits(capacity):
+            needed = peak_memory(one.workload, one.layout).allocated
+            if capacity is None or needed <= capacity * GIB:
                 break
         return one
 

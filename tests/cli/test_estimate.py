@@ -1,0 +1,122 @@
+"""`dmt estimate` as a user and as a program reads it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli.main import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LLAMA_8B = str(RECIPES / "llama/llama-3.1-8b-pretrain.yaml")
+LLAMA_405B = str(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")
+TINY = str(RECIPES / "tiny/llama-bytes.yaml")
+CASES = [
+    {
+        "id": "counted",
+        "model": {"name": "7.5B", "params": 7.5e9},
+        "hardware": {"gpu": "V100-32GB", "n_gpus": 64},
+        "layout": {"dp": 64, "zero_stage": 2},
+    },
+    {
+        "id": "unknown",
+        "model": {"name": "no shape"},
+        "hardware": {"gpu": "A100", "n_gpus": 8},
+        "layout": {},
+    },
+]
+
+
+def test_memory_and_time_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", LLAMA_8B]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("llama-3.1-8b-pretrain  deepspeed, hf\n  dp 256 · tp 1 · pp 1")
+    assert "\n  memory per GPU  " in shown and " of 80 GiB: fits\n" in shown
+    assert "\n    weights                14.96 GiB  ████\n" in shown
+    assert "\n    allocator reserve" in shown
+    assert "\n  step  " in shown and " tokens/s per GPU, MFU " in shown
+    assert "\n    matmul " in shown
+
+
+def test_what_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without recompute, the first of 16 stages keeps 16 micro batches of 8 wide layers."""
+    assert main(["estimate", LLAMA_405B, "--set", "parallel.recompute=none"]) == 0
+    assert ": does not fit, pipeline stage " in capsys.readouterr().out
+
+
+def test_offload_is_counted_on_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+    offload = ["--set", "parallel.zero.offload_optimizer=cpu"]
+    assert main(["estimate", LLAMA_8B, "--set", "parallel.engine=deepspeed", *offload]) == 0
+    assert "\n    host of each node: " in capsys.readouterr().out
+
+
+def test_a_cpu_has_memory_but_no_known_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", TINY]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  memory per process  " in shown
+    assert "CUDA" not in shown
+
+
+def machine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["estimate", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    found = machine(capsys, LLAMA_405B)
+    memory = found["memory_gib"]
+    assert found["id"] == "llama-3.1-405b-pretrain"
+    assert sum(found["memory_parts_gib"].values()) == pytest.approx(memory["total"])
+    states = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    assert memory["model_states"] == pytest.approx(states)
+    assert memory["total"] == pytest.approx(states + memory["activations"] + memory["other"])
+    assert sum(found["time_parts_s"].values()) == pytest.approx(found["step_time_s"])
+    assert found["unsupported"] is None
+
+
+def test_cases_become_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases, out = tmp_path / "cases.json", tmp_path / "results.json"
+    cases.write_text(json.dumps(CASES))
+    assert main(["estimate", "--cases", str(cases), "--out", str(out)]) == 0
+    assert capsys.readouterr().err == f"1 of 2 cases answered in {out}\n"
+    counted, unknown = json.loads(out.read_text())
+    assert counted["id"] == "counted" and counted["unsupported"] is None
+    # ZeRO's figure 1: 16.6 GB.
+    assert counted["memory_gib"]["model_states"] * 2**30 / 1e9 == pytest.approx(16.6, abs=0.05)
+    assert unknown["unsupported"] and unknown["memory_gib"] == {}
+    fields = {"id", "step_time_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits"}
+    assert set(unknown) == fields | {"unsupported"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "needs either a recipe or --cases with --out"),
+        ((TINY, "--cases", "cases.json", "--out", "x"), "needs either a recipe or --cases"),
+        (("--cases", "cases.json"), "needs either a recipe or --cases with --out"),
+        (("--cases", "missing.json", "--out", "x"), "missing.json is not a list of cases"),
+        (("--cases", "text.json", "--out", "x"), "text.json is not a list of cases"),
+        (("--cases", "map.json", "--out", "x"), "map.json is not a list of cases"),
+        (("--cases", "odd.json", "--out", "x"), "odd.json is not a list of cases"),
+        (("--cases", "cases.json", "--out", "no/x"), "cannot write no/x"),
+        (("--cases", "cases.json", "--out", "x", "--set", "name=a"), "--set: changes a recipe"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: tuple[str, ...],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"cases.json": CASES, "map.json": {"id": 1}, "odd.json": [{"id": "no model"}]}
+    for name, content in files.items():
+        Path(name).write_text(json.dumps(content))
+    Path("text.json").write_text("not JSON")
+    assert main(["estimate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and "fix: " in error
+    assert not Path("x").exists()
