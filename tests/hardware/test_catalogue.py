@@ -8,7 +8,8 @@ from toolkit.hardware.catalogue import GPUS, gpu
 
 def test_the_accelerators_of_the_recipes_and_papers_are_known() -> None:
     assert set(GPUS) == {
-        "v100-32gb", "a100-40gb", "a100-80gb", "a100-80gb-pcie", "h100-80gb", "h100-80gb-pcie",
+        "v100-32gb", "a100-40gb", "a100-40gb-pcie", "a100-80gb", "a100-80gb-pcie", "h100-80gb",
+        "h100-96gb", "h100-80gb-pcie",
         "h200", "b200", "gb200", "mi300x", "cpu",
     }  # fmt: skip
     assert all(name == entry.name for name, entry in GPUS.items())

@@ -35,6 +35,11 @@ class Gpu:
     """Units that each compute a tile of a matrix product at a time (SMs, CUs)."""
     generation: Generation = "cpu"
     """Decides which attention kernels there are."""
+    like: str | None = None
+    """The catalogue's accelerator whose shares of a peak hold for this one too, where it is a
+    user's own; None: its own."""
+    measured: "Gpu | None" = None
+    """Speeds that were measured on this machine, in the fields of the peaks."""
 
     def peak_flops(self, precision: str) -> float | None:
         """Peak dense FLOP/s for a recipe's `training.precision`; None when there is none.
@@ -54,13 +59,18 @@ def _gpu(
     multiprocessors: int,
     **peaks_tera: float,
 ) -> Gpu:
+    peaks = {unit: peak * TERA for unit, peak in peaks_tera.items()}
     return Gpu(
         name,
         memory_gib,
+        fp32=peaks["fp32"],
+        tf32=peaks.get("tf32"),
+        fp16=peaks["fp16"],
+        bf16=peaks.get("bf16"),
+        fp8=peaks.get("fp8"),
         memory_bytes_per_s=memory_gb_per_s * GIGA,
         multiprocessors=multiprocessors,
         generation=generation,
-        **{unit: peak * TERA for unit, peak in peaks_tera.items()},
     )
 
 

@@ -27,6 +27,8 @@ class Link:
     """Time until the first byte of a message arrives, software included."""
     kind: LinkKind = "infiniband"
     """Decides which share of the peak collectives reach."""
+    measured_bytes_per_s: float | None = None
+    """What large collectives reach here, where that was measured."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises PlanError naming what is wrong with the text.
     """
-    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x([^x\s].*)", text.strip().lower())
+    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x([a-z].*)", text.strip().lower())
     if match is None or "0" in (match[1], match[2]) or not int(match[2]):
         raise PlanError(
             f"--cluster: found {text[:80]!r}; allowed: NODESxGPUSxNAME, or a YAML file",

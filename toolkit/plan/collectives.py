@@ -8,7 +8,7 @@ Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps t
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster import Cluster, Link
 from toolkit.plan.efficiency import Efficiency
 
 
@@ -108,8 +108,13 @@ def network(cluster: Cluster, efficiency: Efficiency) -> Network:
     near, far = cluster.node_link, cluster.network
     return Network(
         cluster.island,
-        near.bytes_per_s * efficiency[f"link.{near.kind}"],
-        far.bytes_per_s * efficiency[f"link.{far.kind}"],
+        _rate(near, efficiency),
+        _rate(far, efficiency),
         near.latency_s,
         far.latency_s,
     )
+
+
+def _rate(link: Link, efficiency: Efficiency) -> float:
+    """Bytes per second that large collectives reach."""
+    return link.measured_bytes_per_s or link.bytes_per_s * efficiency[f"link.{link.kind}"]

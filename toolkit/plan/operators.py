@@ -15,7 +15,7 @@ from toolkit.hardware.catalogue import Gpu
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.efficiency import Efficiency
 from toolkit.plan.layout import Recompute, padded_vocab
-from toolkit.plan.workload import Workload
+from toolkit.plan.workload import Precision, Workload
 
 SPLITS = (1, 2, 4, 8)
 """Parts of the inner dimension that different multiprocessors sum where tiles are few."""
@@ -45,33 +45,43 @@ class Device:
 
 @lru_cache(maxsize=1024)
 def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
-    """The rates of `gpu`; those of a nominal CPU where the catalogue states none.
+    """The rates of `gpu`: measured, or a share of its peaks; a nominal CPU's where nothing is
+    known of one.
 
     Raises PlanError for a precision that the accelerator lacks.
     """
-    precision = workload.precision
-    peak, memory = gpu.peak_flops(precision), gpu.memory_bytes_per_s
-    plain = gpu.peak_flops("bf16") if precision == "fp8" else peak
-    if gpu.generation == "cpu":
-        peak = plain = peak or efficiency["cpu.flops"]
-        memory = memory or efficiency["cpu.bytes_per_s"]
-    if peak is None or plain is None or memory is None:
+    precision, share = workload.precision, efficiency[f"matmul.{gpu.like or gpu.name}"]
+    matmul = _matmul_flops(gpu, precision, efficiency)
+    plain = _matmul_flops(gpu, "bf16", efficiency) if precision == "fp8" else matmul
+    measured = gpu.measured and gpu.measured.memory_bytes_per_s
+    memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
+    kernel = efficiency[f"attention.{_attention_kernel(gpu, workload)}"]
+    return Device(
+        matmul=matmul,
+        matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
+        plain_matmul=plain,
+        width=4 if precision == "fp32" else 2,
+        attention=plain / share * kernel,
+        memory=measured or memory * efficiency["memory"],
+        multiprocessors=gpu.multiprocessors,
+        efficiency=efficiency,
+    )
+
+
+def _matmul_flops(gpu: Gpu, precision: Precision, efficiency: Efficiency) -> float:
+    """FLOP/s of large matrix products."""
+    if gpu.measured and (measured := gpu.measured.peak_flops(precision)):
+        return measured
+    peak = gpu.peak_flops(precision)
+    if peak is None and gpu.generation == "cpu":
+        peak = efficiency["cpu.flops"]
+    if peak is None:
         raise PlanError(
             f"training.precision: {gpu.name} has no {precision} units",
             fix="choose another precision or accelerator",
         )
-    share = efficiency[f"matmul.{gpu.name}"]
-    low = precision == "fp8"
-    return Device(
-        matmul=peak * share * (efficiency["matmul.fp8"] if low else 1.0),
-        matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
-        plain_matmul=plain * share,
-        width=4 if precision == "fp32" else 2,
-        attention=plain * efficiency[f"attention.{_attention_kernel(gpu, workload)}"],
-        memory=memory * efficiency["memory"],
-        multiprocessors=gpu.multiprocessors,
-        efficiency=efficiency,
-    )
+    share = efficiency[f"matmul.{gpu.like or gpu.name}"]
+    return peak * share * (efficiency["matmul.fp8"] if precision == "fp8" else 1.0)
 
 
 def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
