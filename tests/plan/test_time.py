@@ -1,0 +1,399 @@
+"""Step time: formulas by hand, limits of the roofline, what must never slow a run down, and a
+few published runs."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.collectives import Group, network
+from toolkit.plan.efficiency import DEFAULT, TABLE
+from toolkit.plan.layout import Layout
+from toolkit.plan.operators import device, matmul_s
+from toolkit.plan.time import StepTime, step_time
+from toolkit.plan.workload import Workload
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelSpec:
+    return ModelSpec(
+        family="gpt2", layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
+        head_dim=hidden // heads, intermediate=4 * hidden, vocab=vocab, max_positions=2048,
+        tied_embeddings=True, gated_mlp=False, learned_positions=True, qkv_bias=True,
+        attention_output_bias=True, mlp_bias=True, layer_norm=True,
+    )  # fmt: skip
+
+
+def llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int) -> ModelSpec:
+    return ModelSpec(
+        family="llama", layers=layers, hidden=hidden, heads=heads, kv_heads=kv,
+        head_dim=hidden // heads, intermediate=inner, vocab=vocab, max_positions=8192,
+    )  # fmt: skip
+
+
+LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256)
+LLAMA_70B = llama(80, 8192, 64, 8, 28672, 128256)
+MODERN = Workload(LLAMA_8B, 8192, "bf16", "megatron")
+FSDP = Workload(LLAMA_8B, 8192, "bf16", "fsdp")
+# Megatron before 2022: fp16, scores in memory, dropout, nothing beside computation.
+EARLY: Any = partial(
+    Workload, sequence_length=2048, precision="fp16", engine="megatron", attention="unfused",
+    dropout=True, reduce_overlap=False,
+)  # fmt: skip
+H100 = parse_cluster("8x8xh100-80gb")
+
+
+# Collectives
+
+
+def test_a_ring_moves_what_the_formula_says() -> None:
+    # All-reduce of 1 GB over 8 ranks at 100 GB/s: 2 · 7/8 · 10 ms, and 14 steps of 5 µs.
+    ring = Group(8, 1, 100e9, 10e9, 5e-6, 10e-6)
+    assert ring.all_reduce_s(1e9) == pytest.approx(2 * 7 / 8 * 10e-3 + 14 * 5e-6)
+    assert ring.all_gather_s(1e9) == pytest.approx(7 / 8 * 10e-3 + 7 * 5e-6)
+    assert ring.reduce_scatter_s(1e9) == ring.all_gather_s(1e9)
+
+
+def test_a_ring_over_nodes_uses_every_members_adapter() -> None:
+    # 4 nodes of 8: 8 · 10 GB/s leave a node; 28 steps within nodes and 3 between.
+    ring = Group(32, 4, 100e9, 10e9, 5e-6, 10e-6)
+    expected = 31 / 32 * 1e9 / 80e9 + 28 * 5e-6 + 3 * 10e-6
+    assert ring.all_gather_s(1e9) == pytest.approx(expected)
+    alone = Group(4, 4, 100e9, 10e9, 5e-6, 10e-6)  # one rank of each node
+    assert alone.bytes_per_s == 10e9
+
+
+def test_small_messages_take_a_tree() -> None:
+    ring = Group(1024, 128, 300e9, 25e9, 4e-6, 10e-6)
+    ring_s = 2 * ring.all_gather_s(1024)
+    # Seven levels between nodes and seven steps within one, up and down.
+    assert ring.all_reduce_s(1024) == pytest.approx(2 * (7 * 10e-6 + 7 * 4e-6), rel=1e-3)
+    assert ring.all_reduce_s(1024) < ring_s / 10
+
+
+def test_all_to_all_is_limited_by_what_leaves_the_node() -> None:
+    # 16 ranks on 2 nodes: half of 1 GB leaves through a 10 GB/s adapter.
+    spread = Group(16, 2, 100e9, 10e9, 5e-6, 10e-6)
+    assert spread.all_to_all_s(1e9) == pytest.approx(0.5e9 / 10e9 + 10e-6)
+
+
+def test_groups_are_placed_tensor_first() -> None:
+    links = network(H100, DEFAULT)
+    assert links.group(8, 1).islands == 1
+    assert links.group(8, 8).islands == 8  # data parallel beside tp=8: one rank per node
+    assert links.group(32, 2).islands == 8
+    assert links.group(16, 1).islands == 2
+    rack = network(parse_cluster("18x4xgb200"), DEFAULT)
+    assert rack.group(72, 1).islands == 1
+
+
+# Operators
+
+
+def rates(cluster: Cluster = H100, workload: Workload = MODERN) -> Any:
+    return device(cluster.gpu, workload, DEFAULT)
+
+
+def test_a_large_product_reaches_the_sustained_rate() -> None:
+    machine, size = rates(), 132 * 256
+    seconds = matmul_s(size, size, size, machine)
+    assert 2 * size**3 / seconds == pytest.approx(machine.matmul, rel=0.02)
+    assert machine.matmul == pytest.approx(989.5e12 * DEFAULT["matmul.h100-80gb"])
+
+
+def test_a_thin_product_takes_the_time_of_reading_its_weights() -> None:
+    machine = rates()
+    seconds = matmul_s(1, 8192, 8192, machine)
+    assert seconds == pytest.approx(2 * 8192 * 8192 / machine.memory, rel=0.01)
+
+
+def test_one_tile_too_many_takes_another_wave() -> None:
+    machine = rates()
+    full = matmul_s(256 * 12, 128 * 11, 65536, machine)  # 132 tiles: one wave
+    more = matmul_s(256 * 12, 128 * 12, 65536, machine)
+    assert more > 1.1 * full > 0
+
+
+def test_a_short_inner_dimension_is_slow() -> None:
+    machine = rates()
+    assert matmul_s(8192, 8192, 256, machine) > 1.3 * matmul_s(8192, 8192, 8192, machine) / 32
+
+
+def test_unfused_attention_is_never_faster() -> None:
+    layout = Layout(dp=8, micro_batch=1, gradient_accumulation=2)
+    for length in (512, 2048, 8192):
+        fused = replace(MODERN, sequence_length=length)
+        unfused = replace(fused, attention="unfused")
+        one, other = (
+            step_time(w, layout, parse_cluster("8xh100-80gb")) for w in (fused, unfused)
+        )
+        assert one.compute["attention"] < other.compute["attention"]
+
+
+def test_measured_speeds_replace_shares_of_peaks() -> None:
+    plain = parse_cluster("8xh100-80gb")
+    measured = replace(plain.gpu, measured=replace(plain.gpu, bf16=500e12, measured=None))
+    cluster = replace(plain, gpu=measured)
+    assert rates(cluster).matmul == 500e12
+    link = replace(plain.node_link, measured_bytes_per_s=123e9)
+    assert network(replace(plain, node_link=link), DEFAULT).near_bytes_per_s == 123e9
+
+
+# The step
+
+
+def test_the_parts_add_up() -> None:
+    layout = Layout(
+        dp=4, tp=4, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, recompute="full",
+        micro_batch=1, gradient_accumulation=16,
+    )  # fmt: skip
+    found = step_time(MODERN, layout, H100)
+    parts = [*found.compute.values(), *found.communication.values()]
+    rest = found.bubble_s + found.optimizer_s + found.offload_s + found.overhead_s
+    assert found.total_s == pytest.approx(sum(parts) + rest)
+    assert min(parts) >= 0
+    assert found.tokens == 64 * 8192
+    assert found.tokens_per_s_per_gpu == pytest.approx(found.tokens / found.total_s / 64)
+
+
+def test_the_bubble_is_that_of_the_schedule() -> None:
+    # Equal stages: (p - 1)/m of the ideal time, (p - 1)/(v·m) interleaved (Narayanan et al.
+    # 2021, section 2.2). The vocabulary is small, so that stages are nearly equal.
+    workload = replace(MODERN, spec=replace(LLAMA_8B, vocab=64))
+    for chunks in (1, 4):
+        layout = Layout(dp=1, pp=8, vpp=chunks, micro_batch=1, gradient_accumulation=32)
+        found = step_time(workload, layout, parse_cluster("8xh100-80gb"))
+        ideal = sum(found.compute.values())
+        assert found.bubble_s / ideal == pytest.approx(7 / (chunks * 32), rel=0.01)
+
+
+def test_the_stage_with_the_logits_is_the_slowest() -> None:
+    layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=32)
+    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
+    forward = [stage.forward_s for stage in found.stages]
+    assert len(forward) == 8
+    assert max(forward) == forward[-1] > 1.1 * forward[1]
+    assert found.compute["logits"] > 0
+    assert found.compute["embedding"] == 0
+
+
+def test_uneven_stages_wait_for_the_longest() -> None:
+    even = replace(MODERN, spec=replace(LLAMA_8B, layers=32, vocab=64))
+    uneven = replace(MODERN, spec=replace(LLAMA_8B, layers=33, vocab=64))
+    layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=64)
+    cluster = parse_cluster("8xh100-80gb")
+    ratio = (
+        step_time(uneven, layout, cluster).total_s / step_time(even, layout, cluster).total_s
+    )
+    # 5 layers instead of 4 on one stage: nearly a quarter slower, not 33/32.
+    assert 1.2 < ratio < 1.25
+
+
+def test_utilization_follows_from_the_step_time() -> None:
+    layout = Layout(
+        dp=8, zero_stage=1, micro_batch=1, gradient_accumulation=4, recompute="full"
+    )
+    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
+    flops = found.tokens * LLAMA_8B.flops_per_token_causal(8192)
+    assert found.mfu_causal == pytest.approx(flops / found.total_s / 8 / 989.5e12)
+    assert found.mfu_full and found.hfu_causal and found.hfu_full
+    assert found.mfu_causal < found.mfu_full < found.hfu_full
+    # Full recompute repeats all but the logits: nearly 4/3.
+    assert 1.28 < found.hfu_full / found.mfu_full < 4 / 3
+
+
+def test_a_cpu_has_a_time_but_no_utilization() -> None:
+    found = step_time(replace(MODERN, precision="fp32"), Layout(), parse_cluster("1xcpu"))
+    assert found.total_s > 0
+    assert found.mfu_causal is None
+
+
+def test_a_precision_that_the_device_lacks_is_refused() -> None:
+    with pytest.raises(PlanError, match="v100-32gb has no bf16"):
+        step_time(MODERN, Layout(), parse_cluster("1xv100-32gb"))
+
+
+def test_offload_costs_time_and_disks_more_than_memory() -> None:
+    workload = replace(MODERN, engine="deepspeed")
+    layout = Layout(dp=8, zero_stage=3, micro_batch=1, gradient_accumulation=2)
+    cluster = parse_cluster("8xh100-80gb")
+    none, cpu, nvme = (
+        step_time(workload, replace(layout, offload_optimizer=place), cluster)
+        for place in ("none", "cpu", "nvme")
+    )
+    assert none.total_s < cpu.total_s < nvme.total_s
+    assert none.offload_s == 0 < cpu.offload_s
+    slow = replace(cluster, host_link_bytes_per_s=1e9)
+    assert step_time(workload, replace(layout, offload_optimizer="cpu"), slow).total_s > (
+        cpu.total_s
+    )
+
+
+# What must never slow a run down
+
+LAYOUTS = [
+    Layout(dp=64, zero_stage=3, micro_batch=1, gradient_accumulation=2),
+    Layout(dp=8, tp=8, sequence_parallel=True, zero_stage=1, gradient_accumulation=16),
+    Layout(dp=8, tp=2, pp=4, vpp=2, zero_stage=1, gradient_accumulation=16),
+    Layout(dp=4, tp=2, pp=4, cp=2, zero_stage=1, gradient_accumulation=32),
+    Layout(dp=64, micro_batch=2, gradient_accumulation=1),
+]
+
+
+def engine_of(layout: Layout) -> Workload:
+    return FSDP if layout.zero_stage == 3 else MODERN
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_faster_hardware_is_never_slower(layout: Layout) -> None:
+    workload = engine_of(layout)
+    before = step_time(workload, layout, H100).total_s
+    fast_link = replace(H100.node_link, bytes_per_s=2 * H100.node_link.bytes_per_s)
+    fast_network = replace(H100.network, bytes_per_s=2 * H100.network.bytes_per_s)
+    quick = replace(H100.network, latency_s=H100.network.latency_s / 2)
+    memory = H100.gpu.memory_bytes_per_s
+    assert memory is not None
+    for faster in (
+        replace(H100, node_link=fast_link),
+        replace(H100, network=fast_network),
+        replace(H100, network=quick),
+        replace(H100, gpu=replace(H100.gpu, memory_bytes_per_s=2 * memory)),
+        replace(H100, gpu=replace(H100.gpu, bf16=2 * 989.5e12)),
+    ):
+        assert step_time(workload, layout, faster).total_s <= before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_more_recompute_is_never_faster(layout: Layout) -> None:
+    workload = engine_of(layout)
+    times = [
+        step_time(workload, replace(layout, recompute=recompute), H100).total_s
+        for recompute in ("none", "selective", "full")
+    ]
+    assert times == sorted(times)
+    assert times[0] < times[2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_more_micro_batches_take_longer_but_not_more_per_token(layout: Layout) -> None:
+    workload = engine_of(layout)
+    twice = replace(layout, gradient_accumulation=2 * layout.gradient_accumulation)
+    one, two = (step_time(workload, each, H100) for each in (layout, twice))
+    assert one.total_s < two.total_s <= 2 * one.total_s
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_twice_the_accelerators_train_more_tokens_per_second(layout: Layout) -> None:
+    workload = engine_of(layout)
+    double = replace(layout, dp=2 * layout.dp)
+    one = step_time(workload, layout, H100)
+    two = step_time(workload, double, parse_cluster("16x8xh100-80gb"))
+    assert one.tokens_per_s < two.tokens_per_s <= 2 * one.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TABLE if name.startswith(("matmul.", "memory"))]
+)
+def test_a_better_share_is_never_slower(name: str) -> None:
+    if name == "matmul.half_k":
+        return
+    better = replace(DEFAULT, values={**DEFAULT.values, name: 1.1 * DEFAULT[name]})
+    layout = LAYOUTS[1]
+    assert step_time(MODERN, layout, H100, better).total_s <= (
+        step_time(MODERN, layout, H100).total_s
+    )
+
+
+def test_overlap_hides_communication() -> None:
+    layout = Layout(dp=8, tp=8, sequence_parallel=True, zero_stage=1, gradient_accumulation=2)
+    plain = step_time(MODERN, layout, H100).communication
+    beside = step_time(replace(MODERN, tensor_overlap=True), layout, H100).communication
+    after = step_time(replace(MODERN, reduce_overlap=False), layout, H100).communication
+    assert beside["tensor"] < plain["tensor"]
+    assert plain["data_reduce"] < after["data_reduce"]
+
+
+def test_zero_2_reduces_every_micro_batch_and_zero_1_once() -> None:
+    workload = replace(MODERN, engine="deepspeed")
+    one, two = (
+        step_time(
+            workload, Layout(dp=64, zero_stage=stage, gradient_accumulation=4), H100
+        ).communication
+        for stage in (1, 2)
+    )
+    assert two["data_reduce"] == pytest.approx(4 * one["data_reduce"])
+
+
+def test_every_constant_says_where_it_comes_from() -> None:
+    for name, constant in TABLE.items():
+        assert constant.value > 0, name
+        assert constant.origin, name
+        assert constant.origin.startswith("calibrated") == (constant.spread > 0), name
+        assert (constant.prior is None) == (constant.spread == 0), name
+
+
+# Published runs, with the tolerance that such a prediction deserves
+
+
+def near(found: StepTime, seconds: float, tolerance: float) -> None:
+    assert found.total_s == pytest.approx(seconds, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sequence_parallel", "seconds"),
+    [("full", False, 18.13), ("selective", True, 13.75)],
+)
+def test_gpt_175b_on_64_a100(recompute: Any, sequence_parallel: bool, seconds: float) -> None:
+    # Korthikanti et al. 2022 (arXiv:2205.05198), table 5: 175B, 64 A100, batch 64.
+    layout = Layout(
+        dp=1, tp=8, pp=8, vpp=3, sequence_parallel=sequence_parallel, recompute=recompute,
+        micro_batch=1, gradient_accumulation=64,
+    )  # fmt: skip
+    workload = EARLY(gpt(96, 12288, 96))
+    near(step_time(workload, layout, default_cluster(8, 8, "a100-80gb")), seconds, 0.10)
+
+
+def test_gpt_1t_on_3072_a100() -> None:
+    # Narayanan et al. 2021 (arXiv:2104.04473), table 1: 163 TFLOP/s per GPU with recompute.
+    layout = Layout(
+        dp=6, tp=8, pp=64, recompute="full", micro_batch=1, gradient_accumulation=512
+    )
+    found = step_time(EARLY(gpt(128, 25600, 160)), layout, default_cluster(384, 8, "a100-80gb"))
+    assert found.hfu_full is not None
+    assert found.hfu_full * 312 == pytest.approx(163, rel=0.10)
+
+
+def test_llama_405b_on_8192_h100() -> None:
+    # Grattafiori et al. 2024 (arXiv:2407.21783), table 4: 43% MFU on 8,192 and 41% on 16,384
+    # GPUs, with stages that are interleaved in a way of their own; not fitted.
+    workload = replace(MODERN, spec=llama(126, 16384, 128, 8, 53248, 128256))
+    for dp, steps, mfu in ((64, 32, 0.43), (128, 16, 0.41)):
+        layout = Layout(
+            dp=dp, tp=8, pp=16, vpp=7, sequence_parallel=True, zero_stage=1, micro_batch=1,
+            gradient_accumulation=steps,
+        )  # fmt: skip
+        found = step_time(workload, layout, default_cluster(dp * 16, 8, "h100-80gb"))
+        assert found.mfu_causal == pytest.approx(mfu, rel=0.20)
+
+
+def test_llama_8b_with_fsdp_on_8_h100() -> None:
+    # torchtitan's benchmark of December 2024: 5,762 tokens per second and GPU eager, 6,667
+    # compiled, on H100 of 96 GB and 500 W.
+    layout = Layout(dp=8, zero_stage=3, recompute="selective", micro_batch=2)
+    cluster = default_cluster(1, 8, "h100-96gb")
+    for fused, rate in ((False, 5762), (True, 6667)):
+        found = step_time(replace(FSDP, fused_elementwise=fused), layout, cluster)
+        assert found.tokens_per_s_per_gpu == pytest.approx(rate, rel=0.08)
+
+
+def test_megatron_turing_530b() -> None:
+    # Smith et al. 2022 (arXiv:2201.11990), section 2.3: 60.1 s per iteration on 280 DGX A100,
+    # 44.4 s on 420, batch 1,920, with DeepSpeed and Megatron; not fitted, and their network
+    # and stack were slower than what the constants are calibrated on.
+    workload = EARLY(gpt(105, 20480, 128))
+    for nodes, dp, seconds in ((280, 8, 60.1), (420, 12, 44.4)):
+        layout = Layout(dp=dp, tp=8, pp=35, recompute="full", gradient_accumulation=1920 // dp)
+        near(step_time(workload, layout, default_cluster(nodes, 8, "a100-80gb")), seconds, 0.25)
