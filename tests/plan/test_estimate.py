@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from toolkit.plan.estimate import estimate_case
-from toolkit.plan.memory import GIB
+from toolkit.plan.memory import GIB, stage_memory
 from toolkit.plan.published import Case
 
 GB = 1e9
@@ -133,6 +133,17 @@ def test_allocated_memory_of_megatrons_last_rank() -> None:
     assert result["tokens_per_s_per_gpu"] == pytest.approx(8192 / result["step_time_s"])
 
 
+def test_totals_are_what_an_engines_log_shows() -> None:
+    """Megatron-LM logs its last rank; papers before flash attention computed the first."""
+    layout = {"dp": 2, "pp": 4, "vpp": 1, "zero_stage": 1, "recompute": "none"}
+    asked = case(GPT_7B, "H100-80GB", 8, layout=layout, batch={"micro": 1, "global": 64})
+    for kernel, stage in (("flash", 3), ("unfused", 0)):
+        wanted = asked | {"attention_kernel": kernel}
+        setup = Case(wanted).setup()
+        memory = stage_memory(setup.workload, setup.layout, stage)
+        assert estimate_case(wanted)["memory_gib"]["total"] * GIB == memory.allocated
+
+
 def test_what_ran_out_of_memory_does_not_fit() -> None:
     """torchtitan, docs/performance.md (2024): Llama 2 70B on 64 A100, selective recompute
     per operator; local batch 1 ran, 2 ran out of memory, and ran with full recompute."""
@@ -217,6 +228,12 @@ def test_defaults_of_unstated_fields() -> None:
     assert (workload.attention, workload.dropout, workload.reduce_overlap) == (
         "unfused", True, False,
     )  # fmt: skip
+
+
+def test_every_other_layer_is_full_recompute_of_half() -> None:
+    layout = {"dp": 8, "zero_stage": 3, "recompute": "selective(every other layer)"}
+    setup = Case(case(LLAMA_8B, "A100", 8, layout=layout)).setup()
+    assert (setup.layout.recompute, setup.workload.recomputed_layers) == ("full", 0.5)
 
 
 def test_a_pipeline_splits_torchtitans_batch() -> None:

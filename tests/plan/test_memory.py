@@ -276,6 +276,24 @@ def test_recompute_in_every_other_layer_is_half_way() -> None:
     assert mixed == pytest.approx((none + full) / 2)
 
 
+def test_torchs_tensor_parallel_keeps_scattered_outputs_and_whole_sums() -> None:
+    train, unit = workload(UNTIED, engine="fsdp"), 32 * 64
+    split = Layout(tp=2, sequence_parallel=True, recompute="selective")
+    stored = layer_of(train, split)
+    assert stored.norms == 3 * 2 * unit / 2  # the input and two reduce-scatters
+    assert stored.qkv == 2 * 2 * unit / 2
+    assert stored.mlp == 2 * (32 * 128 / 2 + unit)
+
+
+def test_the_layer_that_is_recomputed_is_whole_again() -> None:
+    train, shape = workload(UNTIED), (1, 1, False, 4)
+    none, full = (layer_activations(train, *shape, mode) for mode in ("none", "full"))  # type: ignore[arg-type]
+    again = none.stored.total - full.stored.total
+    assert full.workspace == pytest.approx(none.workspace + again)
+    # Gradients: two of the residual stream and three of the MLP's inner size, in 16 bits.
+    assert none.workspace == 2 * 4 * 32 * (2 * 64 + 3 * 128)
+
+
 def test_experts_keep_the_tokens_they_are_sent() -> None:
     """Per token: 2 experts with input, output and three inner tensors, and 4 fp32 scores."""
     train = workload(MIXTRAL)
@@ -301,6 +319,9 @@ def test_logits_and_loss(fields: dict[str, Any], per_logit: float) -> None:
     stream = 2 * 4 * 32 * 64 * (4 if train.precision == "fp32" else 2)
     assert memory.logits == 4 * 32 * 128256 * per_logit + stream
     assert memory.workspace == 0
+    small = peak_memory(workload(replace(UNTIED, vocab=8), **fields), Layout(micro_batch=4))
+    assert small.logits == 0
+    assert small.workspace > 0
     split = peak_memory(train, Layout(micro_batch=4, tp=2))
     softmax = 4 if per_logit == 12 else 0  # kept by torch's loss_parallel
     assert split.logits == 4 * 32 * 128256 / 2 * (per_logit + softmax) + stream
@@ -331,6 +352,8 @@ def test_offload_moves_states_to_the_node() -> None:
     infinity = replace(away, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
     assert peak_memory(train, infinity).model_states == 0
     assert nvme_bytes(train, infinity, 8) == pytest.approx((12 + 4 + 2) * total / 2)
+    # Gradients, four buffers of one partition's optimizer, and the live weights.
+    assert host_bytes(train, infinity, 8) == pytest.approx((4 + 4 * 12 + 2) * total / 2)
     assert host_bytes(train, Layout(dp=16), 8) == 0
 
 
