@@ -19,7 +19,7 @@ from toolkit.plan.formulas import EstimatorQuery
 from toolkit.plan.layout import Layout, Placement, Recompute
 from toolkit.plan.legality import EngineName
 from toolkit.plan.memory import GIB, peak_memory
-from toolkit.plan.workload import Precision, Workload
+from toolkit.plan.workload import Precision, TensorOverlap, Workload
 
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk where a source does not state the interleaving."""
@@ -171,9 +171,8 @@ class Case:
             recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
             reduce_bytes=2 if self._nemo else _WIRE_BYTES.get(self._fsdp_mode),
             gradient_bytes=2 if self._nemo else None,
-            # Transformer Engine's overlap, or what torchtitan calls async TP.
-            tensor_overlap=(megatron and not early and bool(self._layout.get("sp")))
-            or "async tp" in self._notes,
+            tensor_overlap=self._tensor_overlap(early),
+            pipeline_overlap=not early,
             reduce_overlap=not early,
             # Megatron-LM's own default is 0.1; NeMo, Llama and Nemotron train without.
             dropout=megatron and self._mlp == "gelu" and not self._nemo,
@@ -194,6 +193,17 @@ class Case:
     def _fsdp_mode(self) -> str:
         """Composer's mixed precision mode; empty where another FSDP is used."""
         return str(self._layout.get("fsdp_mp_mode") or "")
+
+    def _tensor_overlap(self, early: bool) -> TensorOverlap:
+        """Megatron overlapped nothing until it had sequence parallel, then the backward pass;
+        with Transformer Engine and sequence parallel, both; torchtitan what it calls async."""
+        if "async tp" in self._notes:
+            return "all"
+        if self.engine != "megatron":
+            return "none"
+        if self._layout.get("sp"):
+            return "backward" if early else "all"
+        return "none" if early else "backward"
 
     @property
     def _mlp(self) -> str:

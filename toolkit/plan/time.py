@@ -246,12 +246,12 @@ def _pipeline_s(place: Place, message_s: float) -> float:
     """Messages of a rank that computation waits for.
 
     1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
-    schedule of today's Megatron does so beside the next chunk's computation. Filling and
+    schedule of today's Megatron can do so beside the next chunk's computation. Filling and
     draining the pipeline waits for every message.
     """
     layout = place.layout
     waited = 1.0
-    if place.workload.reduce_overlap and layout.vpp > 1:
+    if place.workload.pipeline_overlap and layout.vpp > 1:
         waited = place.efficiency["overlap.megatron"]
     running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
     return running + 2 * message_s * (layout.pp - 1)

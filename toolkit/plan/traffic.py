@@ -87,23 +87,20 @@ def layer_tensor_s(place: Place) -> float:
         once = ring.all_gather_s(size) + ring.reduce_scatter_s(size)
     else:
         once = ring.all_reduce_s(size)
-    exposed = place.efficiency["overlap.tensor"] if place.workload.tensor_overlap else 1.0
-    return 2 * once * exposed
+    everywhere = place.workload.tensor_overlap == "all"
+    return 2 * once * (place.efficiency["overlap.tensor"] if everywhere else 1.0)
 
 
 def _backward_share(place: Place) -> float:
     """Exposed tensor-parallel traffic of the backward pass relative to the forward pass.
 
-    Megatron runs the collectives of its column-parallel products beside the gradients of
-    their weights: all of the backward pass without sequence parallel, half of it with it. Its
-    versions of 2021, which had no sequence parallel either, did not.
+    The collectives of column-parallel products run beside the gradients of their weights:
+    all of the backward pass without sequence parallel, half of it with it.
     """
-    layout, workload = place.layout, place.workload
-    new = layout.sequence_parallel or workload.reduce_overlap
-    if workload.engine != "megatron" or workload.tensor_overlap or not new:
+    if place.workload.tensor_overlap != "backward":
         return 1.0
     slowed = place.efficiency["overlap.megatron"]
-    return 0.5 + 0.5 * slowed if layout.sequence_parallel else slowed
+    return 0.5 + 0.5 * slowed if place.layout.sequence_parallel else slowed
 
 
 def _context_s(place: Place, attention_s: float) -> float:

@@ -9,6 +9,7 @@ from toolkit.recipe.schema import TrainingSection
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Attention = Literal["fused", "unfused"]
+TensorOverlap = Literal["none", "backward", "all"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class Workload:
     """Share of the layers that `recompute: full` covers."""
     reduce_bytes: int | None = None
     """Bytes per gradient element on the wire; None: what the engine does by itself."""
-    tensor_overlap: bool = False
-    """Collectives of tensor and sequence parallel run beside the matrix products that need
-    them (Transformer Engine's user buffers, PyTorch's async tensor parallel)."""
+    tensor_overlap: TensorOverlap = "backward"
+    """Collectives of tensor and sequence parallel that run beside matrix products. backward:
+    beside the gradients of the weights (Megatron since 2022); all: also cut into pieces beside
+    the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
+    parallel)."""
+    pipeline_overlap: bool = True
+    """Messages of the interleaved schedule run beside the next chunk."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None
@@ -52,7 +57,8 @@ def planned_workload(
     """What a recipe trains, as this toolkit's engines run it.
 
     Attention is torch's fused kernel; the other operators are single ones, without
-    Transformer Engine or torch.compile; megatron-core reduces after the backward pass.
+    Transformer Engine or torch.compile; megatron-core reduces after the backward pass, and
+    its pipeline waits for every message.
     """
     return Workload(
         spec=spec,
@@ -60,6 +66,7 @@ def planned_workload(
         precision=training.precision,
         engine=engine,
         fused_elementwise=False,
+        pipeline_overlap=False,
         reduce_overlap=engine != "megatron",
         dropout=dropout,
     )
