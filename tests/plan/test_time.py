@@ -14,6 +14,7 @@ from toolkit.plan.collectives import Group, network
 from toolkit.plan.efficiency import DEFAULT, TABLE
 from toolkit.plan.layout import Layout
 from toolkit.plan.operators import device, matmul_s
+from toolkit.plan.stages import stage_share
 from toolkit.plan.time import StepTime, step_time
 from toolkit.plan.workload import Workload
 
@@ -133,6 +134,45 @@ def test_unfused_attention_is_never_faster() -> None:
         assert one.compute["attention"] < other.compute["attention"]
 
 
+def test_fused_attention_by_hand() -> None:
+    # 8,192 tokens, 32 layers, heads of 128: 4 · tokens · hidden · sequence / 2 FLOPs ahead, at
+    # the kernel's rate times s / (s + half), and 2.5 times that back at the backward rate.
+    layout = Layout(dp=1, micro_batch=1)
+    found = step_time(MODERN, layout, parse_cluster("1xh100-80gb"))
+    rate = 989.5e12 * DEFAULT["attention.hopper.te"] * 8192 / (8192 + 500)
+    forward = 32 * 4 * 8192 * 4096 * 8192 / 2 / rate
+    expected = forward * (1 + 2.5 / DEFAULT["attention.backward"])
+    assert found.compute["attention"] == pytest.approx(expected)
+
+
+def test_a_sliding_window_skips_keys() -> None:
+    windowed = replace(LLAMA_8B, sliding_window=1024, sliding_layers=32)
+    cluster = parse_cluster("1xh100-80gb")
+    full = step_time(MODERN, Layout(), cluster).compute["attention"]
+    some = step_time(replace(MODERN, spec=windowed), Layout(), cluster).compute["attention"]
+    # 1,024 keys but for the first queries: 1,024 · (1 - 1/16), instead of 4,096.
+    assert some / full == pytest.approx(1024 * (1 - 1 / 16) / 4096)
+
+
+def test_a_tiny_model_is_as_fast_as_the_host_starts_kernels() -> None:
+    tiny = Workload(gpt(4, 128, 4, vocab=512), 64, "bf16", "ddp")
+    found = step_time(tiny, Layout(), parse_cluster("1xh100-80gb"))
+    kernels = 3 * 4 * 14  # forward and twice as many backward, four layers, 14 kernels each
+    computed = sum(found.compute.values()) - found.compute["logits"]
+    assert computed == pytest.approx(kernels * DEFAULT["kernel.launch_s"], rel=0.02)
+
+
+def test_fp8_is_faster_though_it_moves_more() -> None:
+    layout = Layout(dp=8, zero_stage=1, gradient_accumulation=8)
+    cluster = parse_cluster("8xh100-80gb")
+    low, plain = (
+        step_time(replace(MODERN, precision=p), layout, cluster) for p in ("fp8", "bf16")
+    )
+    assert 1.15 * low.total_s < plain.total_s < 2 * low.total_s
+    assert low.compute["elementwise"] > plain.compute["elementwise"]
+    assert low.compute["logits"] == pytest.approx(plain.compute["logits"])
+
+
 def test_measured_speeds_replace_shares_of_peaks() -> None:
     plain = parse_cluster("8xh100-80gb")
     measured = replace(plain.gpu, measured=replace(plain.gpu, bf16=500e12, measured=None))
@@ -178,6 +218,68 @@ def test_the_stage_with_the_logits_is_the_slowest() -> None:
     assert max(forward) == forward[-1] > 1.1 * forward[1]
     assert found.compute["logits"] > 0
     assert found.compute["embedding"] == 0
+
+
+def test_the_stages_hold_the_whole_model_once() -> None:
+    for spec in (LLAMA_8B, gpt(32, 1024, 16)):
+        shares = [stage_share(spec, 1, 1, 4, 2, stage) for stage in range(4)]
+        whole = spec.parameters.total
+        again = spec.vocab * spec.hidden if spec.tied_embeddings else 0  # on both ends
+        assert sum(share.parameters for share in shares) == pytest.approx(whole + again)
+        assert sum(share.layers for share in shares) == 32
+
+
+def test_filling_the_pipeline_waits_for_every_message() -> None:
+    layout = Layout(dp=1, pp=8, micro_batch=1, gradient_accumulation=8)
+    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
+    message = 2 * 8192 * 4096 / (450e9 * DEFAULT["link.nvlink"]) + 4e-6
+    assert found.stages[0].message_s == pytest.approx(message)
+    # Two per micro batch, and seven there and seven back.
+    assert found.communication["pipeline"] == pytest.approx(message * (2 * 8 + 14))
+
+
+def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
+    once = Layout(dp=8, zero_stage=3, micro_batch=4, gradient_accumulation=1)
+    cluster = parse_cluster("8xh100-80gb")
+    found = step_time(FSDP, once, cluster).communication
+    thrice = step_time(FSDP, replace(once, gradient_accumulation=3), cluster).communication
+    # Two gathers in 16 bits and a reduction in 32, all beside longer computation.
+    ring = network(cluster, DEFAULT).group(8, 1)
+    size = LLAMA_8B.parameters.total
+    gather, reduce = ring.all_gather_s(2 * size), ring.reduce_scatter_s(4 * size)
+    slowed = DEFAULT["overlap.fsdp"]
+    assert found["data_gather"] == pytest.approx(slowed * 2 * gather, rel=0.03)
+    assert found["data_reduce"] == pytest.approx(slowed * reduce, rel=0.03)
+    for kind in ("data_gather", "data_reduce"):
+        assert thrice[kind] == pytest.approx(3 * found[kind])
+
+
+def test_experts_travel_and_split_the_weights() -> None:
+    mixtral = replace(
+        llama(32, 4096, 32, 8, 14336, 32000),
+        experts=8, experts_per_token=2, expert_intermediate=14336, moe_layers=32,
+    )  # fmt: skip
+    workload = Workload(mixtral, 4096, "bf16", "megatron")
+    whole = Layout(dp=8, zero_stage=1, gradient_accumulation=4)
+    cluster = parse_cluster("8xh100-80gb")
+    one, spread = (step_time(workload, replace(whole, ep=ep), cluster) for ep in (1, 8))
+    # Two tokens' worth of 7/8 of the hidden state leave twice a pass, four micro batches.
+    sent = 2 * 4096 * 2 * 4096 * 7 / 8 / (450e9 * DEFAULT["link.nvlink"]) + 4e-6
+    assert one.communication["expert"] == 0
+    assert spread.communication["expert"] == pytest.approx(4 * 32 * 2 * 2 * sent)
+    assert spread.compute["elementwise"] < one.compute["elementwise"]  # fewer gradients
+
+
+def test_context_parallel_waits_for_keys_on_a_slow_network() -> None:
+    layout = Layout(dp=1, cp=8, zero_stage=1, gradient_accumulation=2)
+    cluster = parse_cluster("8x1xh100-80gb")
+    slow = replace(cluster, network=replace(cluster.network, bytes_per_s=1e9))
+    sent = 7 * (2 * 2 * 1024 * 1024 / (1e9 * DEFAULT["link.infiniband"]) + 10e-6)
+    found = step_time(MODERN, layout, slow)
+    ahead = found.compute["attention"] / (1 + 2.5 / DEFAULT["attention.backward"]) / 64
+    expected = 2 * 32 * 3 * (sent - ahead * 7 / 8)
+    assert found.communication["context"] == pytest.approx(expected)
+    assert step_time(MODERN, layout, cluster).communication["context"] < expected / 10
 
 
 def test_uneven_stages_wait_for_the_longest() -> None:

@@ -113,8 +113,8 @@ _MACHINES: Mapping[str, _Machine] = {
     "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40),
 }
 
-# Small-message latency of a collective's step, launch included: NCCL's own tuning table
-# (src/graph/tuning.cc: 4–7 µs NVLink, 6–14 µs network, by protocol), and gloo over TCP.
+# One step of a ring, launch included. NCCL's tuning table (src/graph/tuning.cc) has 0.6 to
+# 3.4 µs over NVLink and 2.7 to 14 µs over a network, by protocol; gloo over TCP takes longer.
 _LATENCY_S: Mapping[LinkKind, float] = {
     "nvlink": 4 * MICRO,
     "xgmi": 6 * MICRO,
