@@ -94,7 +94,7 @@ _GPUS = (
     _gpu("h100-80gb", "hopper", 80, 3350, 132, **_H100_SXM),
     # An H100 SXM with 96 GB of HBM2e at 500 W, as torchtitan's benchmarks describe theirs. No
     # data sheet is public: peaks of the SXM part, which torchtitan computes its MFU with;
-    # memory as six stacks of HBM2e at the 3.2 Gb/s per pin of the H100 PCIe's five (2,039 GB/s).
+    # memory as six stacks of the HBM2e of which the H100 PCIe has five (2,039 GB/s).
     _gpu("h100-96gb", "hopper", 96, 2447, 132, **_H100_SXM),
     # NVIDIA H100 data sheet, PCIe column (51; 756, 1,513 and 3,026 with sparsity), 2.0 TB/s.
     _gpu(
