@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from toolkit.plan.activations import FP32_BYTES, compute_bytes, layer_activations
-from toolkit.plan.layout import Layout, Recompute, padded_vocab, stage_layers
+from toolkit.plan.layout import Layout, Recompute, padded_vocab
+from toolkit.plan.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.workload import Workload
 
 GIB = 2**30
@@ -86,20 +87,6 @@ class Memory:
         return capacity_gib is None or self.total <= capacity_gib * GIB
 
 
-class Share(NamedTuple):
-    """Parameters of one rank before ZeRO."""
-
-    stage: int
-    dense: float
-    """All but the experts'."""
-    experts: float
-    head: float
-    """Those of `dense` that embed tokens or make logits."""
-    output: float
-    """Those of `head` that make logits."""
-    layers: int
-
-
 class _Step(NamedTuple):
     """What one micro batch leaves and needs on every stage."""
 
@@ -130,10 +117,10 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     step = _step(workload, *_micro_batch(layout))
-    return _memory(workload, layout, step, _share(workload, *_degrees(layout), stage))
+    return _memory(workload, layout, step, stage_share(workload.spec, *_degrees(layout), stage))
 
 
-def _memory(workload: Workload, layout: Layout, step: _Step, share: Share) -> Memory:
+def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) -> Memory:
     """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
@@ -205,7 +192,9 @@ _MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
 _HALF_SUMS = StateBytes(2.0, 2.0, 12.0)
 
 
-def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, float, float]:
+def _states(
+    workload: Workload, layout: Layout, share: StageShare
+) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
     copies = layout.dp * layout.cp
     # An expert's states are spread over the ranks that hold this expert.
@@ -213,8 +202,10 @@ def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, fl
 
     def held(per_parameter: float, stage: int) -> float:
         if layout.zero_stage < stage:
-            return per_parameter * (share.dense + share.experts)
-        return per_parameter * (share.dense / copies + share.experts / expert_copies)
+            return per_parameter * share.parameters
+        return per_parameter * (
+            (share.dense + share.vocabulary) / copies + share.experts / expert_copies
+        )
 
     each = state_bytes(workload)
     away = layout.offload_optimizer != "none"
@@ -227,42 +218,19 @@ def _states(workload: Workload, layout: Layout, share: Share) -> tuple[float, fl
 
 
 @lru_cache(maxsize=4096)
-def _fullest_shares(workload: Workload, tp: int, ep: int, pp: int, vpp: int) -> list[Share]:
+def _fullest_shares(
+    workload: Workload, tp: int, ep: int, pp: int, vpp: int
+) -> list[StageShare]:
     """Of the stages that can be the fullest: first, last, and the first with most layers."""
-    counts = _layers_of_stages(workload.spec.layers, pp, vpp)
+    counts = layers_of_stages(workload.spec.layers, pp, vpp)
     stages = sorted({0, counts.index(max(counts)), pp - 1})
-    return [_share(workload, tp, ep, pp, vpp, stage) for stage in stages]
-
-
-def _layers_of_stages(layers: int, pp: int, vpp: int) -> list[int]:
-    chunks = stage_layers(layers, pp, vpp)
-    return [sum(chunks[stage::pp]) for stage in range(pp)]
-
-
-def _share(workload: Workload, tp: int, ep: int, pp: int, vpp: int, stage: int) -> Share:
-    """Parameters on a rank of a pipeline stage before ZeRO.
-
-    Norms, routers and learned positions are whole on every tensor-parallel rank; one expert
-    is whole on its rank with expert parallel, else split like a dense MLP.
-    """
-    spec, parts = workload.spec, workload.spec.parameters
-    layers = _layers_of_stages(spec.layers, pp, vpp)[stage]
-    split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
-    experts = parts.experts / (ep if ep > 1 else tp)
-    vocabulary = padded_vocab(spec.vocab, tp) * spec.hidden / tp
-    output = vocabulary if stage == pp - 1 else 0.0
-    shared = spec.tied_embeddings and pp == 1
-    head = 0.0 if shared else output
-    if stage == 0:
-        head += vocabulary + parts.position_embedding
-    part = layers / spec.layers
-    return Share(stage, part * split + head, part * experts, head, output, layers)
+    return [stage_share(workload.spec, tp, ep, pp, vpp, stage) for stage in stages]
 
 
 # What comes and goes within a step
 
 
-def _chunks_waiting(layout: Layout, share: Share) -> int:
+def _chunks_waiting(layout: Layout, share: StageShare) -> int:
     """Forward passes of one model chunk whose backward pass is still to come.
 
     1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
@@ -315,9 +283,9 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     return (4 if workload.engine == "fsdp" and tp > 1 else 3) * FP32_BYTES
 
 
-def _engine_buffers(workload: Workload, layout: Layout, share: Share) -> float:
+def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Buckets and gathered weights; megatron-core communicates in its gradient buffer."""
-    width, held = compute_bytes(workload), share.dense + share.experts
+    width, held = compute_bytes(workload), share.parameters
     if workload.engine == "megatron" or layout.dp * layout.cp == 1:
         return 0.0
     if workload.engine == "deepspeed":
@@ -337,7 +305,7 @@ def _deepspeed_buckets(layout: Layout, width: int, held: float) -> float:
     return (2 if layout.zero_stage == 1 else 3) * bucket
 
 
-def _fsdp_window(layout: Layout, width: int, share: Share) -> float:
+def _fsdp_window(layout: Layout, width: int, share: StageShare) -> float:
     """Weights that FSDP gathers, and gradients before they are scattered.
 
     Embedding and head stay gathered from the forward to the backward pass, and the head's
@@ -346,10 +314,10 @@ def _fsdp_window(layout: Layout, width: int, share: Share) -> float:
     """
     if layout.zero_stage < 2:
         return 0.0
-    layer = (share.dense - share.head + share.experts) / share.layers
-    gathered = share.head + FSDP_GATHERED_LAYERS * layer
+    layer = (share.dense + share.experts) / share.layers
+    gathered = share.vocabulary + FSDP_GATHERED_LAYERS * layer
     if layout.zero_stage == 2:
-        gathered = share.dense + share.experts
+        gathered = share.parameters
     return width * (gathered + share.output) + (width + FP32_BYTES) * layer
 
 
@@ -394,5 +362,5 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 
 def _offloaded_parameters(workload: Workload, layout: Layout) -> float:
     """Parameters whose states one rank keeps away: its ZeRO partition of the first stage."""
-    share = _share(workload, *_degrees(layout), 0)
-    return (share.dense + share.experts) / (layout.dp if layout.zero_stage else 1)
+    share = stage_share(workload.spec, *_degrees(layout), 0)
+    return share.parameters / (layout.dp if layout.zero_stage else 1)

@@ -1,22 +1,25 @@
 """What one rank of each pipeline stage holds, before ZeRO."""
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import padded_vocab, stage_layers
 
 
-@dataclass(frozen=True)
-class StageShare:
+class StageShare(NamedTuple):
     """Layers and parameters of one rank of a pipeline stage."""
 
+    stage: int
+    """Pipeline rank, from 0."""
     layers: int
     dense: float
     """Parameters but for the experts' and the vocabulary's."""
     experts: float
     vocabulary: float
     """Parameters that embed tokens or make logits."""
+    output: float
+    """Those that make logits, also where they are the embedding's."""
 
     @property
     def parameters(self) -> float:
@@ -43,10 +46,9 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
     split = (parts.attention + parts.mlp) / tp + parts.norms + parts.router
     experts = parts.experts / (ep if ep > 1 else tp)
     matrix = padded_vocab(spec.vocab, tp) * spec.hidden / tp
-    vocabulary = 0.0
+    output = matrix if stage == pp - 1 else 0.0
+    vocabulary = 0.0 if spec.tied_embeddings and pp == 1 else output
     if stage == 0:
         vocabulary += matrix + parts.position_embedding
-    if stage == pp - 1 and not (spec.tied_embeddings and pp == 1):
-        vocabulary += matrix
     part = layers / spec.layers
-    return StageShare(layers, part * split, part * experts, vocabulary)
+    return StageShare(stage, layers, part * split, part * experts, vocabulary, output)
