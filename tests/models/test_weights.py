@@ -145,6 +145,31 @@ def test_recipe_that_disagrees_with_the_checkpoint_is_refused(tmp_path: Path) ->
         hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
 
 
+def test_recipe_may_state_what_the_checkpoint_says(tmp_path: Path) -> None:
+    """transformers keeps `rope_theta` and `rope_scaling` under another name."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    section_ = section("llama", rope_theta=5e5, rope_scaling=scaling)
+    hf.build_config(section_).save_pretrained(tmp_path)
+    pretrained = {"hub": str(tmp_path), "init": "pretrained"}
+    assert hf.build_config(section_.model_copy(update=pretrained)).rope_parameters == {
+        **scaling,
+        "rope_theta": 5e5,
+    }
+
+
+def test_recipe_that_leaves_out_a_part_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    """What is not stated was planned with transformers' default."""
+    section_ = section("llama", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    hf.build_config(section_).save_pretrained(tmp_path)
+    assert section_.config is not None
+    for left_out, named in (("rope_scaling", "rope_theta"), ("num_hidden_layers", "layers")):
+        stated = {k: v for k, v in section_.config.items() if k != left_out}
+        if left_out == "rope_scaling":
+            stated["rope_theta"] = 10000.0
+        with pytest.raises(PlanError, match=named):
+            hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
+
+
 def test_export_never_leaves_out_a_parameter(tmp_path: Path) -> None:
     """PAINS 4: ZeRO-3 saves incomplete weights."""
     model = filled(section("llama"))

@@ -83,7 +83,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
         raise RecipeError(found)
     spec, device = job.spec, gpu(recipe.cluster.gpu)
     pair, pair_reason = _pair(job)
-    states = ModelStates(spec, training.precision, pair.engine)
+    states = ModelStates(spec, training.precision, pair)
     room_gib = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
     layout, degree_reasons = choose_degrees(job, pair, states, room_gib)
     layout, micro_reason = _split_batch(training, layout)
@@ -184,7 +184,7 @@ def _in_zero_stage(
         open_to = [least]  # sharding over a single rank saves nothing
     candidates = [replace(layout, zero_stage=stage) for stage in open_to]
     room = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
-    chosen = next((one for one in candidates if states.gib(one) <= room), candidates[-1])
+    chosen = next((one for one in candidates if states.peak_gib(one) <= room), candidates[-1])
     if recipe.parallel.zero.stage != "auto":
         why = "asked for"
     elif legality.TABLE[pair].zero_stages == (0,):
@@ -197,17 +197,25 @@ def _in_zero_stage(
         why = "the only stage with this offload"
     else:
         why = "auto" if device.memory_gib else "auto on CPU, where memory is not the limit"
-    note = _memory_note(states.gib(chosen), device, pair)
+    note = _memory_note(states, chosen, device)
     return chosen, f"zero {chosen.zero_stage}: {why}{note}"
 
 
-def _memory_note(needed_gib: float, device: Gpu, pair: Pair) -> str:
+def _memory_note(states: ModelStates, layout: Layout, device: Gpu) -> str:
+    """What the model states take of a device, and a warning where that is too much."""
     if device.memory_gib is None:
         return ""
+    needed_gib, building_gib = states.gib(layout), states.building_gib(layout)
+    room_gib = device.memory_gib * STATE_SHARE
     note = f"model states take {needed_gib:.1f} of {device.memory_gib:g} GiB per GPU"
-    if needed_gib <= device.memory_gib * STATE_SHARE:
+    if building_gib > needed_gib:
+        note += f", and {building_gib:.1f} while the model is built, before ZeRO shards it"
+    if max(needed_gib, building_gib) <= room_gib:
         return f"; {note}"
-    instead = ", a higher stage or offload" if pair.engine == "deepspeed" else ""
+    if building_gib > room_gib >= needed_gib:
+        instead = "use a higher tensor degree, or engine megatron with pipeline stages"
+        return f"; WARNING: {note}: {instead}"
+    instead = ", a higher stage or offload" if states.pair.engine == "deepspeed" else ""
     return f"; WARNING: {note}, which leaves little for activations: use more GPUs{instead}"
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import Layout, padded_vocab, stage_layers
-from toolkit.plan.legality import EngineName
+from toolkit.plan.legality import Pair
 
 GIB = 2**30
 
@@ -15,7 +15,12 @@ class ModelStates:
 
     spec: ModelSpec
     precision: str
-    engine: EngineName
+    pair: Pair
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight as the model computes with it."""
+        return 4.0 if self.precision == "fp32" else 2.0
 
     def gib(self, layout: Layout) -> float:
         """GiB of weights, gradients and optimizer states on the fullest device.
@@ -33,6 +38,21 @@ class ModelStates:
             / GIB
         )
 
+    def peak_gib(self, layout: Layout) -> float:
+        """The most that model states ever take: in training, or while the model is built."""
+        return max(self.gib(layout), self.building_gib(layout))
+
+    def building_gib(self, layout: Layout) -> float:
+        """GiB of weights on the fullest device while the model is built.
+
+        megatron-core builds all that a tensor-parallel rank computes with; only then does
+        DeepSpeed shard or offload it. transformers' models are sharded while they are built.
+        """
+        if self.pair != Pair("deepspeed", "megatron"):
+            return 0.0
+        parameters = max(dense + experts for dense, experts in self._parameters(layout))
+        return parameters * self.weight_bytes / GIB
+
     def _bytes(self, layout: Layout, copies: int) -> float:
         """Bytes that a rank keeps per parameter that it holds, one of `copies` ranks.
 
@@ -41,9 +61,11 @@ class ModelStates:
         copy: 4, 4, 8. megatron-core sums gradients in fp32 (its guide to the distributed
         optimizer: 18 bytes, 6 + 12/d sharded).
         """
-        weight, gradient, optimizer = 2.0, 4.0 if self.engine == "megatron" else 2.0, 12.0
+        weight, gradient, optimizer = self.weight_bytes, 2.0, 12.0
+        if self.pair.engine == "megatron":
+            gradient = 4.0
         if self.precision == "fp32":
-            weight, gradient, optimizer = 4.0, 4.0, 8.0
+            gradient, optimizer = 4.0, 8.0
         if layout.zero_stage >= 1:
             optimizer /= copies
         if layout.zero_stage >= 2:
