@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from toolkit.models.config_keys import ACTIVATION, FAMILIES, GENERIC, LAYER_TYPES, ROPE_NEEDS
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.config_keys import ACTIVATION, GENERIC, LAYER_TYPES, ROPE_NEEDS
+from toolkit.models.families import FAMILIES, model_spec
 
 
 def transformers_config(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -366,7 +367,7 @@ def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
     problems = check_config(config)
     assert all(len(str(problem)) < 1200 for problem in problems)
     if not problems:
-        spec = ModelSpec.from_config(config)
+        spec = model_spec(config)
         assert spec.parameters.total > 0
         assert spec.flops_per_token_causal(7) > 0
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.tensors import Block
 
 BLOCK = 1 << 18
@@ -284,26 +285,6 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
 # --- pretrained -----------------------------------------------------------------------
 
 
-STORED_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
-        (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
-        (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
-        (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
-    ),
-    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
-}
-"""Names under which the published checkpoints of a family store what transformers 5 names
-otherwise: pattern of the model's name → stored name."""
-
-
-def published_name(family: str, name: str) -> str:
-    """The name under which transformers saves a checkpoint tensor of a family."""
-    for pattern, stored in STORED_NAMES.get(family, ()):
-        name = re.sub(pattern, stored, name)
-    return name
-
-
 def _open(path: Path) -> Any:
     """A safetensors file. Raises DataError when it is missing or damaged."""
     try:
@@ -389,7 +370,7 @@ class SafetensorsWeights:
     def stored_name(self, name: str) -> str:
         """The checkpoint's own name of a tensor. Raises DataError when it has none."""
         candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
-        candidates += [published_name(family, name) for family in STORED_NAMES]
+        candidates += [family.published_name(name) for family in FAMILIES.values()]
         for candidate in candidates:
             if candidate in self.files:
                 return candidate

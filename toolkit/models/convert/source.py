@@ -9,9 +9,9 @@ from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
+from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.convert.torch_dist import FORMAT_FILE
-from toolkit.models.families import MegatronModel, megatron_model, unsupported
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Instance
 from toolkit.models.families.tensors import Block, blocks
 

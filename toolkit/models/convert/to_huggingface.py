@@ -21,8 +21,8 @@ from toolkit.models.convert.source import (
     shape_of,
 )
 from toolkit.models.convert.torch_dist import Reader
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
-from toolkit.models.weights import published_name
 
 PIECE_ELEMENTS = 1 << 25
 """Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
@@ -94,7 +94,8 @@ class ToHuggingFace:
         """The names for the files: those kept at conversion, else those of the family."""
         kept = self._kept(NAMES_FILE)
         if kept is None:
-            return {name: published_name(self.source.family, name) for name in self._tensors}
+            family = FAMILIES[self.source.family]
+            return {name: family.published_name(name) for name in self._tensors}
         names: dict[str, str] = json.loads(kept.read_text())
         if names.keys() != self._tensors.keys():
             raise CheckpointError(f"{kept} does not fit the config beside it")
