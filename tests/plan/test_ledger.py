@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.test_degrees import MIXTRAL
 from tests.plan.test_planner import TINY, recipe
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec
 from toolkit.plan import legality
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import plan_recipe
@@ -18,7 +18,7 @@ ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"
 def entries(**changes: Any) -> list[Entry]:
     wanted: Recipe = recipe(**{"training__precision": "fp32"} | changes)
     assert wanted.model.config is not None
-    spec = ModelSpec.from_config(wanted.model.config)
+    spec = model_spec(wanted.model.config)
     return ledger(wanted, plan_recipe(wanted), spec)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.plan.test_legality import intent
 from toolkit.errors import Problem
-from toolkit.models.spec import check_config
+from toolkit.models.config_check import check_config
 from toolkit.plan import legality
 from toolkit.plan.legality import Pair
 from toolkit.plan.model_rules import Job, able_pairs, problems

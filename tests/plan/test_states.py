@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import Layout
 from toolkit.plan.states import GIB, ModelStates
@@ -18,10 +19,10 @@ SHAPE = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-UNTIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": False})
-TIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": True})
+UNTIED = model_spec(SHAPE | {"tie_word_embeddings": False})
+TIED = model_spec(SHAPE | {"tie_word_embeddings": True})
 EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
-MIXTRAL = ModelSpec.from_config(SHAPE | EXPERTS)
+MIXTRAL = model_spec(SHAPE | EXPERTS)
 EMBEDDING = 512 * 64
 ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
 
@@ -71,7 +72,7 @@ def test_the_fullest_stage_counts() -> None:
 
 
 def test_the_vocabulary_is_padded() -> None:
-    odd = ModelSpec.from_config(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
+    odd = model_spec(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
     assert per_byte(odd, Layout(tp=4)) == per_byte(UNTIED, Layout(tp=4))
 
 

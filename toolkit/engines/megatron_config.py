@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
-from toolkit.models.families import MegatronModel, megatron_model, unsupported
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import model_config

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import initialization as hf_initialization
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import RandomWeights, SafetensorsWeights, WeightSource
 from toolkit.recipe.schema import ModelSection
@@ -44,7 +46,7 @@ def build_config(model: ModelSection) -> PretrainedConfig:
 
     Raises PlanError when the recipe and the checkpoint state different values.
     """
-    stated = dict(model.config or {})
+    stated = deepcopy(model.config or {})  # transformers writes into nested maps
     if model.init == "pretrained" or not stated:
         assert model.hub is not None, "checked at load"
         config = AutoConfig.from_pretrained(snapshot_folder(model.hub, model.revision))
@@ -86,7 +88,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
                 f"model.config.{key}: the recipe says {told}, {hub} says {found}",
                 fix=f"set it to what {hub}'s config.json says, or remove it",
             )
-    ours, found = (ModelSpec.from_config(one.to_dict()) for one in (planned, config))
+    ours, found = (model_spec(one.to_dict()) for one in (planned, config))
     for field in fields(ModelSpec):
         a, b = getattr(ours, field.name), getattr(found, field.name)
         if a != b:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
@@ -282,26 +283,6 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
 # --- pretrained -----------------------------------------------------------------------
 
 
-STORED_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
-        (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
-        (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
-        (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
-    ),
-    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
-}
-"""Names under which the published checkpoints of a family store what transformers 5 names
-otherwise: pattern of the model's name → stored name."""
-
-
-def published_name(family: str, name: str) -> str:
-    """The name under which transformers saves a checkpoint tensor of a family."""
-    for pattern, stored in STORED_NAMES.get(family, ()):
-        name = re.sub(pattern, stored, name)
-    return name
-
-
 TIED_HEAD = "lm_head.weight"
 """The output projection, which is the embedding itself in a model with tied embeddings."""
 
@@ -381,7 +362,7 @@ class SafetensorsWeights:
     def find(self, name: str) -> str | None:
         """The checkpoint's own name of a tensor; None when it has none."""
         candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
-        candidates += [published_name(family, name) for family in STORED_NAMES]
+        candidates += [family.published_name(name) for family in FAMILIES.values()]
         return next((found for found in candidates if found in self.files), None)
 
     def stored_copy(self, head: str, embedding: str) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from toolkit.errors import Problem
-from toolkit.models.families import unsupported
+from toolkit.models.families import model_spec, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality
 from toolkit.plan.legality import Pair, divisors, nearest
@@ -29,7 +29,7 @@ class Job:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        return ModelSpec.from_config(self.config)
+        return model_spec(self.config)
 
 
 def able_pairs(job: Job) -> list[Pair]:

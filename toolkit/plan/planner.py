@@ -14,7 +14,8 @@ from typing import Any
 
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality, model_rules
 from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.layout import Layout, Recompute

@@ -10,10 +10,10 @@ from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES, Family
+from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
-from toolkit.models.families import MegatronModel, megatron_model, unsupported
-from toolkit.models.families.base import Instance
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
+from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
 
 TRACKER = "latest_checkpointed_iteration.txt"

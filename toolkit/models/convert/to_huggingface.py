@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from toolkit.models.convert.source import (
     shape_of,
 )
 from toolkit.models.convert.torch_dist import Reader
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
 from toolkit.models.safetensors_folder import SafetensorsFolder
-from toolkit.models.weights import TIED_HEAD, published_name
+from toolkit.models.weights import TIED_HEAD
 
 PIECE_ELEMENTS = 1 << 25
 """Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
@@ -50,8 +52,8 @@ class ToHuggingFace:
         self._tensors = source.tensors()
         self._places = self._find()
         self.entries = [*self._entries(), *self._unmapped()]
-        names = [entry.name for entry in self.entries]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        names = Counter(entry.name for entry in self.entries)
+        if twice := sorted(name for name, times in names.items() if times > 1):
             raise CheckpointError(
                 f"{self.source.companions} names {', '.join(twice[:3])} twice",
                 fix="convert the Hugging Face folder to Megatron again",
@@ -130,7 +132,8 @@ class ToHuggingFace:
         """The names for the files: those kept at conversion, else those of the family."""
         kept = self._kept(NAMES_FILE)
         if kept is None:
-            return {name: published_name(self.source.family, name) for name in self._tensors}
+            family = FAMILIES[self.source.family]
+            return {name: family.published_name(name) for name in self._tensors}
         try:
             names = json.loads(kept.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -138,7 +141,8 @@ class ToHuggingFace:
         # A tied head is named where the Hugging Face folder stored it beside the embedding.
         if (
             not isinstance(names, dict)
-            or names.keys() | {TIED_HEAD} != self._tensors.keys() | {TIED_HEAD}
+            or names.keys() - {TIED_HEAD} != self._tensors.keys() - {TIED_HEAD}
+            or not names.keys() >= self._tensors.keys()
             or not all(isinstance(name, str) and name for name in names.values())
         ):
             raise CheckpointError(f"{kept} does not fit the config beside it")

@@ -195,7 +195,7 @@ class Reader:
                 file.seek(place.offset)
                 stored = io.BytesIO(file.read(place.length))
             part = torch.load(stored, map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001 - damaged bytes fail in every way
+        except Exception as error:
             raise CheckpointError(
                 f"{self.folder / place.relative_path}: {name[0]} cannot be read "
                 f"({type(error).__name__})"
@@ -256,7 +256,7 @@ def _load_index(folder: Path) -> _Index:
     try:
         with path.open("rb") as file:
             return _checked_index(_MetadataUnpickler(file).load())
-    except Exception as error:  # noqa: BLE001 - damaged bytes fail in every way
+    except Exception as error:
         what = str(error) or type(error).__name__
         raise CheckpointError(f"{path} is refused: {what}") from error
 
