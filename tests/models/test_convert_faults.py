@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ from tests.models.test_convert import (
 )
 from tests.models.test_families import LLAMA3, config_of
 from tests.models.test_megatron_parity import save_random_model
-from toolkit.errors import CheckpointError, DataError, DmtError
+from toolkit.errors import CheckpointError, DataError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.source import Source, open_source
 from toolkit.models.convert.to_huggingface import ToHuggingFace
@@ -117,22 +117,45 @@ def test_head_that_is_tied_and_yet_another_is_refused(
     ("changes", "message"),
     [
         ({"original_max_position_embeddings": 16}, "fixes original_max_position_embeddings"),
-        ({"original_max_position_embeddings": 8192}, None),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: found 0\.5"),
+        ({"partial_rotary_factor": 1.0, "original_max_position_embeddings": 8192}, None),
+        (
+            {
+                "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 16},
+                "original_max_position_embeddings": 8192,
+            },
+            None,
+        ),
     ],
 )
 def test_rotary_keys_beside_their_map(
     llama: Path, changes: dict[str, Any], message: str | None
 ) -> None:
-    change_config(llama, rope_scaling=LLAMA3, rope_parameters=None, rope_theta=1e4, **changes)
-    if message is None:
-        assert open_source(llama).notes == ()
+    """They are read as transformers reads them."""
+    plain = {"rope_scaling": LLAMA3, "rope_parameters": None, "rope_theta": 1e4}
+    change_config(llama, **plain | changes)
+    if message is not None:
+        with pytest.raises(DataError, match=message):
+            open_source(llama)
         return
-    with pytest.raises(DataError, match=message):
-        open_source(llama)
+    source = open_source(llama)
+    # The config alone does not say it: the model changes the map when it is built.
+    theirs = AutoModelForCausalLM.from_pretrained(llama).config.rope_parameters
+    assert source.notes == ()
+    assert source.config["rope_scaling"].items() <= theirs.items()
+    assert theirs.get("partial_rotary_factor", 1.0) == 1.0
 
 
-def test_note_does_not_claim_what_it_cannot_know(llama: Path) -> None:
+def test_rotary_share_under_a_name_that_gpt_neox_does_not_read(tmp_path: Path) -> None:
+    save_random_model(config_of("gpt_neox"), tmp_path)
+    change_config(tmp_path, rope_parameters=None, partial_rotary_factor=0.5)
+    source = open_source(tmp_path)
+    assert source.notes == ("config.json: DMT does not know partial_rotary_factor",)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).config.rope_parameters
+    assert source.model.gpt["rotary_percent"] == theirs["partial_rotary_factor"] == 0.25
+
+
+def test_keys_that_dmt_does_not_know_are_named(llama: Path) -> None:
     change_config(llama, my_note="x")
     assert open_source(llama).notes == ("config.json: DMT does not know my_note",)
 
@@ -290,9 +313,7 @@ def test_damaged_unmapped_tensors(megatron: Path) -> None:
         ToHuggingFace(open_source(megatron))
 
 
-def test_damaged_checkpoint_index_is_always_one_error(
-    megatron: Path, llama: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_index_is_always_one_error(megatron: Path) -> None:
     file = megatron / "release" / ".metadata"
     whole, draw = file.read_bytes(), random.Random(1)
     refused = 0
@@ -385,7 +406,10 @@ def test_rows_beyond_the_vocabulary_are_told_or_refused(
     if is_padding:
         job = ToHuggingFace(source_of(llama, saved), vocab_multiple)
         assert job.notes == (f"{rows} rows of padding beyond vocab_size (101) are left out",)
-        assert_same_model(to_hf_folder(megatron, tmp_path / "back"), llama)
+        back = tmp_path / "back"
+        back.mkdir()
+        job.write(back, lambda _: None)
+        assert_same_model(back, llama)
         return
     message = rf"{101 + rows} rows, {rows} more than the vocab_size 101.*\n.*--vocab-multiple"
     with pytest.raises(CheckpointError, match=message):

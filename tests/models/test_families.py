@@ -261,3 +261,11 @@ def test_config_that_transformers_saves_is_understood(case: str) -> None:
     assert {k: v for k, v in ours.transformer.items() if k not in without} == {
         k: v for k, v in theirs.transformer.items() if k not in without
     }
+
+
+@pytest.mark.parametrize(("stated", "frozen"), [(7, 7), (-1, 99), (None, None)])
+def test_padding_token_counts_from_the_end_as_in_torch(
+    stated: int | None, frozen: int | None
+) -> None:
+    config = {"model_type": "llama", "vocab_size": 100, "pad_token_id": stated}
+    assert megatron_model(config).padding_token == frozen

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import DataError, PlanError
@@ -126,6 +127,27 @@ def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     config.num_hidden_layers = 3
     with pytest.raises(DataError, match=r"no tensor model\.layers\.2"):
         hf.weight_source(section_, config, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tied_head_that_the_checkpoint_stores_as_another_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers would not tie it: silently another model."""
+    config = hf.build_config(section(family))
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(section(family), config, 1))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = model.get_input_embeddings().weight.detach().clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    loaded = hf.build_config(section_)
+    hf.weight_source(section_, loaded, 1)
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"lm_head\.weight is not the same"):
+        hf.weight_source(section_, loaded, 1)
 
 
 def test_pickled_checkpoint_is_not_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import Layout
+from toolkit.plan.legality import TABLE, Pair
 from toolkit.plan.states import GIB, ModelStates
 
 SHAPE = {
@@ -23,28 +24,29 @@ UNTIED = model_spec(SHAPE | {"tie_word_embeddings": False})
 TIED = model_spec(SHAPE | {"tie_word_embeddings": True})
 EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
 MIXTRAL = model_spec(SHAPE | EXPERTS)
+MEGATRON, ZERO_MEGATRON = Pair("megatron", "megatron"), Pair("deepspeed", "megatron")
 EMBEDDING = 512 * 64
 ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
 
 
 def per_byte(spec: ModelSpec, layout: Layout, precision: str = "fp32") -> float:
     """Parameters on the fullest rank, from what 16 bytes each would take."""
-    return ModelStates(spec, precision, "megatron").gib(layout) * GIB / 16
+    return ModelStates(spec, precision, MEGATRON).gib(layout) * GIB / 16
 
 
 @pytest.mark.parametrize(
-    ("engine", "precision", "bytes_of_stages"),
+    ("engine", "model", "precision", "bytes_of_stages"),
     [
-        ("deepspeed", "bf16", [16, 7, 5.5, 4]),
-        ("deepspeed", "fp32", [16, 10, 7, 4]),
-        ("megatron", "bf16", [18, 9]),  # 6 + 12/d
-        ("megatron", "fp32", [16, 10]),
+        ("deepspeed", "hf", "bf16", [16, 7, 5.5, 4]),
+        ("deepspeed", "hf", "fp32", [16, 10, 7, 4]),
+        ("megatron", "megatron", "bf16", [18, 9]),  # 6 + 12/d
+        ("megatron", "megatron", "fp32", [16, 10]),
     ],
 )
 def test_bytes_per_parameter_on_four_ranks(
-    engine: Any, precision: str, bytes_of_stages: list[float]
+    engine: Any, model: Any, precision: str, bytes_of_stages: list[float]
 ) -> None:
-    states = ModelStates(UNTIED, precision, engine)
+    states = ModelStates(UNTIED, precision, Pair(engine, model))
     stages = range(len(bytes_of_stages))
     found = [states.gib(Layout(dp=4, zero_stage=stage)) for stage in stages]  # type: ignore[arg-type]
     total = UNTIED.parameters.total
@@ -93,7 +95,26 @@ def test_an_experts_optimizer_states_are_spread_over_who_holds_it() -> None:
     sharded = Layout(dp=4, ep=2, zero_stage=1)
     dense = (parts.total - parts.experts) * (8 + 8 / 4)
     experts = parts.experts / 2 * (8 + 8 / 2)
-    assert ModelStates(MIXTRAL, "fp32", "megatron").gib(sharded) * GIB == dense + experts
+    assert ModelStates(MIXTRAL, "fp32", MEGATRON).gib(sharded) * GIB == dense + experts
+
+
+@pytest.mark.parametrize(("precision", "weight_bytes"), [("bf16", 2), ("fp32", 4)])
+def test_a_megatron_model_is_whole_until_deepspeed_shards_it(
+    precision: str, weight_bytes: int
+) -> None:
+    """`MegatronShard` builds all that its tensor-parallel rank computes with."""
+    layout = Layout(dp=8, tp=2, zero_stage=3, offload_parameters="cpu")
+    whole = ModelStates(UNTIED, precision, ZERO_MEGATRON)
+    held = per_byte(UNTIED, Layout(tp=2))
+    assert whole.peak_gib(layout) == whole.building_gib(layout)
+    assert whole.building_gib(layout) * GIB == weight_bytes * held
+    assert whole.gib(layout) < whole.building_gib(layout)
+    # What training takes is more than that in stage 2, which keeps the weights whole.
+    second = Layout(dp=8, tp=2, zero_stage=2)
+    assert whole.peak_gib(second) == whole.gib(second) > whole.building_gib(second)
+    for pair in (Pair("deepspeed", "hf"), MEGATRON):
+        states = ModelStates(UNTIED, precision, pair)
+        assert states.peak_gib(layout) == states.gib(layout)
 
 
 PLACES = st.sampled_from(["none", "cpu", "nvme"])
@@ -101,16 +122,16 @@ PLACES = st.sampled_from(["none", "cpu", "nvme"])
 
 @given(
     precision=st.sampled_from(["fp32", "bf16", "fp16"]),
-    engine=st.sampled_from(["deepspeed", "megatron"]),
+    pair=st.sampled_from(list(TABLE)),
     dp=st.integers(1, 1000),
     tp=st.sampled_from([1, 2, 4]),
     offload_optimizer=PLACES,
     offload_parameters=PLACES,
 )
 def test_model_states_never_grow_with_stage_or_ranks(
-    precision: str, engine: Any, dp: int, tp: int, **offload: Any
+    precision: str, pair: Pair, dp: int, tp: int, **offload: Any
 ) -> None:
-    states = ModelStates(UNTIED, precision, engine)
+    states = ModelStates(UNTIED, precision, pair)
 
     def needed(dp: int, tp: int) -> list[float]:
         return [

@@ -76,7 +76,7 @@ def _candidates(job: Job, pair: Pair) -> Iterator[ParallelSection]:
 
 
 def _loosened(job: Job, pair: Pair) -> str:
-    """How to leave degrees to choose from: the fewest stated settings to open; empty if none."""
+    """The fewest stated settings to leave open so that degrees suit; empty where none do."""
     names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
     stated = [name for name in names if getattr(job.parallel, name) != "auto"]
     for count in range(1, len(stated) + 1):

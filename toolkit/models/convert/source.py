@@ -216,20 +216,19 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """The config with keys beside the map of rotary settings moved into it.
 
-    transformers does so: `original_max_position_embeddings` replaces what the map says,
-    `partial_rotary_factor` stands where the map is silent. gpt_neox has its own name for
-    the latter, and there transformers ignores this one.
+    transformers' models do so: `original_max_position_embeddings` replaces what the map
+    says, `partial_rotary_factor` stands where the map is silent. The latter is not read in
+    gpt_neox, which has a name of its own for the share that turns.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
     if name not in family.keys or not isinstance(rope, dict):
         return config
     rest, moved = dict(config), dict(rope)
-    if (length := rest.get("original_max_position_embeddings")) is not None:
+    if (length := rest.pop("original_max_position_embeddings", None)) is not None:
         moved["original_max_position_embeddings"] = length
-        del rest["original_max_position_embeddings"]
-    share = rest.get("partial_rotary_factor")
-    if share is not None and "rotary_pct" not in family.keys:
-        moved.setdefault("partial_rotary_factor", share)
-        del rest["partial_rotary_factor"]
+    if "rotary_pct" not in family.keys:
+        share = rest.pop("partial_rotary_factor", None)
+        if share not in (None, 1):  # 1: all of each head, as without it
+            moved.setdefault("partial_rotary_factor", share)
     return rest | {name: moved} if moved != rope else rest

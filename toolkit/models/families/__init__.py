@@ -55,6 +55,8 @@ def megatron_model(config: Mapping[str, object]) -> MegatronModel:
     family = settings.family
     assert family.model is not None, "refused by `unsupported`"
     model = family.model(shape(settings), settings)
-    if family.freezes_padding:
-        return replace(model, padding_token=settings["pad_token_id"])
+    token = settings["pad_token_id"]
+    if family.freezes_padding and token is not None:
+        # torch counts a negative index from the end.
+        return replace(model, padding_token=token % model.gpt["vocab_size"])
     return model
