@@ -10,7 +10,7 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.checks import broken_rules
 from toolkit.recipe.schema import Recipe
 
-INTENTS = 2500
+INTENTS = 2000
 MOST_FIXES = 25
 """Two fixes that undo each other would go on for ever."""
 
