@@ -38,7 +38,7 @@ SAME_STEPS = 1e-4
 """Largest relative difference between losses of the first steps: rounding grows with them."""
 FIRST_STEPS = 20
 MEGATRON = {
-    "megatron TP2+SP": ("parallel.engine=megatron", "parallel.zero.stage=auto"),
+    "megatron TP2+SP": ("parallel.engine=megatron",),
     "megatron TP2+SP × ZeRO-2": ("parallel.model=megatron", "cluster.gpus_per_node=4"),
 }
 """Further layouts of the recipe, by what they change; all of them run in tensor parallel 2."""

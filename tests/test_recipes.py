@@ -8,7 +8,8 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.hardware.catalogue import gpu
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.families import model_spec
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import HfSource, Recipe
 
@@ -68,7 +69,7 @@ def test_recipe_is_valid_and_has_the_published_number_of_parameters(path: Path) 
     config = recipe.model.config
     assert config is not None
     assert check_config(config) == []
-    spec = ModelSpec.from_config(config)
+    spec = model_spec(config)
     assert spec.parameters.total == PARAMETERS[size_of(path)]
     assert f"{spec.parameters.total:,} parameters" in path.read_text()
     assert recipe.training.sequence_length <= spec.max_positions

@@ -1,7 +1,9 @@
 """`dmt convert`, on real folders."""
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,17 +22,30 @@ def qwen2(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_both_directions_verified(
-    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    qwen2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    run, visible = subprocess.run, []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        visible.append(kwargs["env"]["CUDA_VISIBLE_DEVICES"])
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", watched)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
     capsys.readouterr()
     assert main(["convert", str(qwen2), megatron, "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["direction"] == "huggingface to megatron"
     assert 0 <= said["verify"]["max_abs_difference"] <= said["verify"]["bound"] < 1e-3
+    assert visible == [""], "both sides compute on the CPU, also where there is a GPU"
     assert main(["convert", megatron, back]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "megatron to huggingface: qwen2" in out and "GB/s" in out
+    assert "note: 27 rows of padding beyond vocab_size (101) are left out" in err
     assert_same_model(Path(back), qwen2)
 
 
@@ -72,6 +87,8 @@ def test_mistakes_are_one_message(
     for arguments, words in (
         ([str(qwen2), str(tmp_path / "full")], "not empty"),
         ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is no folder"),
+        (["meta-llama/Llama-3.2-1B", str(tmp_path / "out")], "--local-dir"),
+        ([str(qwen2), "/proc"], "is a mount point"),
         ([str(tmp_path / "full"), str(tmp_path / "out")], "neither a Hugging Face model"),
         ([str(qwen2), str(tmp_path / "out"), "--vocab-multiple", "0"], "vocab-multiple"),
         ([str(qwen2), str(tmp_path / "out"), "--config", "x.json"], "leave --config out"),
@@ -95,3 +112,22 @@ def test_truncated_weights(
     assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_example_in_the_help_is_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "dmt convert ./" in words and ".DST.partial-" in words
+
+
+def test_error_speaks_of_the_folder_and_not_of_a_recipe(
+    qwen2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(qwen2 / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, qwen2 / "model.safetensors")
+    for _ in range(2):
+        assert main(["convert", str(qwen2), str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert str(qwen2) in error and "model.hub" not in error and "model.config" not in error
+        (qwen2 / "model.safetensors").unlink(missing_ok=True)

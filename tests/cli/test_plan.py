@@ -45,6 +45,7 @@ llama-3.1-8b-pretrain  8.03B parameters
   approximated  bf16: computed in bf16, weights updated in fp32
   approximated  order of sums: gradients over 4 micro batches and 256 data-parallel ranks: """
         """the same terms, other last digits
+  approximated  gradient reduction: gradients are summed over 256 data-parallel ranks in bf16
   refused       tensor, pipeline, virtual pipeline, context, expert above 1: not in engine """
         """deepspeed with model hf
   refused       selective recompute: not in engine deepspeed with model hf
@@ -93,8 +94,10 @@ def test_launch_says_what_is_exact_before_it_starts(
 ) -> None:
     assert main(["launch", TINY, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().err.splitlines()
-    assert told[-2].startswith("exact: initial weights, data order, token-mean loss")
-    assert told[-1] == "approximated: order of sums"
+    exact, approximated, refused = told[-3:]
+    assert exact.startswith("exact: initial weights, data order, token-mean loss")
+    assert approximated == "approximated: order of sums"
+    assert refused.startswith("refused: ")
 
 
 def test_offload_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
             engine, layout = new_engine(case, ranks, SEED + 1)
             engine.load_state(folder)
         batches = micro_batches(inputs, labels, ranks, layout)
+        torch.manual_seed(step)  # as the training loop does, for dropout
         results.append(engine.train_step(batches, 1e-3))
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))

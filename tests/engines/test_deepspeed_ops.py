@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.engines import deepspeed_ops
 from toolkit.engines.deepspeed_config import DeepSpeedRequest, render
@@ -135,14 +136,17 @@ def test_missing_libaio_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ninja = tmp_path / "ninja"
-    ninja.touch(mode=0o755)
-    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    monkeypatch.setenv("PATH", "/nonexistent")
-    put_ninja_on_path()
-    assert os.environ["PATH"] == f"/nonexistent:{tmp_path}"
-    put_ninja_on_path()
-    assert os.environ["PATH"] == f"/nonexistent:{tmp_path}"
+    own, systems = tmp_path / "own", tmp_path / "system"
+    for folder in (own, systems):
+        folder.mkdir()
+        (folder / "ninja").touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(own))
+    for path in ("/nonexistent", str(systems)):
+        monkeypatch.setenv("PATH", path)
+        put_ninja_on_path()
+        assert os.environ["PATH"] == f"{own}:{path}"
+        put_ninja_on_path()
+        assert os.environ["PATH"] == f"{own}:{path}"
 
 
 def test_a_stale_lock_is_found_instead_of_hanging(lock: Path) -> None:
@@ -214,8 +218,21 @@ def test_a_library_older_than_the_packages_is_not_built() -> None:
     assert not is_built("cpu_adam")
     library.parent.mkdir(parents=True)
     library.touch()
+    assert not is_built("cpu_adam"), "made by whom?"
+    commands = library.parent / "build.ninja"
+    commands.write_text(f"cflags = -isystem {Path(torch.__file__).parent}/include\n")
     assert is_built("cpu_adam")
     os.utime(library, (0, 0))
+    assert not is_built("cpu_adam")
+
+
+@pytest.mark.usefixtures("extensions")
+def test_a_library_of_another_environment_is_built_again() -> None:
+    library = build_folder("cpu_adam") / "cpu_adam.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    commands = library.parent / "build.ninja"
+    commands.write_text("cflags = -isystem /elsewhere/site-packages/torch/include\n")
     assert not is_built("cpu_adam")
 
 

@@ -130,10 +130,25 @@ def test_resumed_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_half_precision_keeps_fp32_masters() -> None:
-    """bf16 rounds, but alike in every layout."""
+def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """A resumed run draws what the unbroken one draws: random streams follow from the step."""
+    family = {"attention_dropout": 0.3}
+    layouts = ({"tensor": 2}, {"tensor": 2, "sequence": False}, {"pipeline": 2})
+    unbroken = [megatron(family=family, **layout) for layout in layouts]
+    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
+    results = run([*unbroken, *resumed], world=2)
+    without_dropout = _reference(())["loss"]
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert results[other.name]["loss"] == results[one.name]["loss"]
+        assert results[one.name]["loss"] != pytest.approx(without_dropout[:10], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_keeps_fp32_masters(precision: str) -> None:
+    """16 bits round, but alike in every layout; fp16's loss scale skips no step."""
     cases = [
-        replace(case, precision="bf16", steps=5)
+        replace(case, precision=precision, steps=5)
         for case in (megatron(tensor=2), megatron(pipeline=2), megatron(stage=1))
     ]
     expected = _reference(tuple(LAYERS.items()))

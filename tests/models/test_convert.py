@@ -262,12 +262,6 @@ def test_dtypes_that_one_megatron_tensor_cannot_hold(llama: Path, tmp_path: Path
     assert [f.name for f in tmp_path.iterdir()] == ["hf"], "nothing half-written stays"
 
 
-def test_keys_that_transformers_does_not_read_are_named(llama: Path) -> None:
-    change_config(llama, my_note="x")
-    (note,) = open_source(llama).notes
-    assert "my_note" in note
-
-
 def test_source_that_is_neither(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a Hugging Face model"):
         open_source(tmp_path)

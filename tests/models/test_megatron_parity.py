@@ -1,4 +1,4 @@
-"""The Megatron model computes what transformers computes, in every layout (issue 3, 1)."""
+"""The Megatron model computes what transformers computes, in every layout."""
 
 import json
 from pathlib import Path
@@ -27,6 +27,18 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 without attention scale": ("gpt2", {"scale_attn_weights": False}),
     "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
     "gpt_neox half rotary": ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    "gpt_neox linear rope": (
+        "gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    ),
+    "mixtral window": ("mixtral", {"sliding_window": 5}),
+    "qwen3 mixed layers": (
+        "qwen3",
+        {
+            "use_sliding_window": True, "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "qwen3_moe window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
     "qwen3_moe normalised": ("qwen3_moe", {"norm_topk_prob": True}),
 }  # fmt: skip
 """Configs whose keys change the function, beside the plain ones."""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from toolkit.models.config_keys import FAMILIES
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.families import FAMILIES, model_spec
+from toolkit.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def counted(config: Config) -> dict[str, int]:
 
 def spec_of(config: Config) -> ModelSpec:
     assert check_config(config) == []
-    return ModelSpec.from_config(config)
+    return model_spec(config)
 
 
 def assert_counts_match(config: Config) -> ModelSpec:

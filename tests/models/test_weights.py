@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import DataError, PlanError
@@ -128,6 +129,27 @@ def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         hf.weight_source(section_, config, 1)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tied_head_that_the_checkpoint_stores_as_another_is_refused(
+    family: str, tmp_path: Path
+) -> None:
+    """transformers would not tie it: silently another model."""
+    config = hf.build_config(section(family))
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(section(family), config, 1))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = model.get_input_embeddings().weight.detach().clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    loaded = hf.build_config(section_)
+    hf.weight_source(section_, loaded, 1)
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"lm_head\.weight is not the same"):
+        hf.weight_source(section_, loaded, 1)
+
+
 def test_pickled_checkpoint_is_not_read(tmp_path: Path) -> None:
     model = filled(section("llama"))
     model.config.save_pretrained(tmp_path)
@@ -143,6 +165,31 @@ def test_recipe_that_disagrees_with_the_checkpoint_is_refused(tmp_path: Path) ->
     stated = {"model_type": "llama", "num_hidden_layers": 5}
     with pytest.raises(PlanError, match=r"num_hidden_layers: the recipe says 5.*says 2"):
         hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
+
+
+def test_recipe_may_state_what_the_checkpoint_says(tmp_path: Path) -> None:
+    """transformers keeps `rope_theta` and `rope_scaling` under another name."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    section_ = section("llama", rope_theta=5e5, rope_scaling=scaling)
+    hf.build_config(section_).save_pretrained(tmp_path)
+    pretrained = {"hub": str(tmp_path), "init": "pretrained"}
+    assert hf.build_config(section_.model_copy(update=pretrained)).rope_parameters == {
+        **scaling,
+        "rope_theta": 5e5,
+    }
+
+
+def test_recipe_that_leaves_out_a_part_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    """What is not stated was planned with transformers' default."""
+    section_ = section("llama", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    hf.build_config(section_).save_pretrained(tmp_path)
+    assert section_.config is not None
+    for left_out, named in (("rope_scaling", "rope_theta"), ("num_hidden_layers", "layers")):
+        stated = {k: v for k, v in section_.config.items() if k != left_out}
+        if left_out == "rope_scaling":
+            stated["rope_theta"] = 10000.0
+        with pytest.raises(PlanError, match=named):
+            hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
 
 
 def test_export_never_leaves_out_a_parameter(tmp_path: Path) -> None:

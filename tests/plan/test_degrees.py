@@ -9,6 +9,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import ZeroSection
 
 PSI_8B = 8_030_261_248
 MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4}
@@ -84,6 +85,35 @@ def test_zero_comes_before_tensor_with_deepspeed() -> None:
     split = llama_8b(8, engine="deepspeed", tensor=2, zero={"stage": 3})
     assert (split.model, split.layout.tp, split.layout.dp) == ("megatron", 2, 4)
     assert split.model_states_gib == pytest.approx(18 * PSI_8B / 8 / 2**30, rel=1e-3)
+
+
+def llama_70b(**changes: Any) -> Plan:
+    """Llama 3.1 70B under DeepSpeed with megatron-core's model, on 16 nodes of 8 H100."""
+    wanted = load_recipe(RECIPES / "llama/llama-3.1-70b-pretrain.yaml")
+    parallel = {"engine": "deepspeed", "model": "megatron", **changes}
+    cluster = wanted.cluster.model_copy(update={"nodes": 16})
+    update = {"parallel": wanted.parallel.model_copy(update=parallel), "cluster": cluster}
+    return plan_recipe(wanted.model_copy(update=update))
+
+
+def test_tensor_rises_until_the_model_can_be_built() -> None:
+    """70.6 B parameters · 2 bytes are 131 GiB on every GPU before ZeRO shards them, of 48."""
+    plan = llama_70b(zero=ZeroSection(stage=3))
+    assert (plan.layout.tp, plan.layout.dp, plan.layout.zero_stage) == (4, 32, 3)
+    assert "tensor 4: auto; the least that the weights fit with before ZeRO" in plan.reasons[1]
+    zero = next(reason for reason in plan.reasons if reason.startswith("zero 3"))
+    assert "take 8.2 of 80 GiB per GPU, and 32.9 while the model is built" in zero
+    assert not any("WARNING" in reason for reason in plan.reasons)
+    # Where the stage is open, the lowest that fits: here 2 + 14/32 bytes of a quarter.
+    assert (llama_70b().layout.tp, llama_70b().layout.zero_stage) == (4, 2)
+
+
+def test_a_model_that_cannot_be_built_is_warned_of() -> None:
+    plan = llama_70b(tensor=1)
+    assert (plan.layout.tp, plan.layout.zero_stage) == (1, 3)
+    (warning,) = (reason for reason in plan.reasons if "WARNING" in reason)
+    assert "8.2 of 80 GiB per GPU, and 131.4 while the model is built" in warning
+    assert "use a higher tensor degree" in warning
 
 
 def test_on_cpu_nothing_is_split_unasked() -> None:
@@ -193,8 +223,9 @@ def test_no_degrees_at_all() -> None:
         cluster__gpus_per_node=2,
         parallel__sequence=True,
     )
-    with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor and pipeline degrees"):
+    with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor and") as caught:
         plan_recipe(wanted)
+    assert caught.value.fix == "set parallel.sequence to auto"
 
 
 def test_experts() -> None:

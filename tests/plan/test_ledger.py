@@ -1,12 +1,16 @@
 """The ledger follows from recipe, plan and table: change one of them, and a line changes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plan.test_degrees import MIXTRAL
 from tests.plan.test_planner import TINY, recipe
-from toolkit.models.spec import ModelSpec
+from toolkit.cli.plan import ledger_of
+from toolkit.engines.presets import PRESETS
+from toolkit.engines.setup import adopt_engine_config
+from toolkit.models.families import model_spec
 from toolkit.plan import legality
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import plan_recipe
@@ -18,7 +22,7 @@ ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"
 def entries(**changes: Any) -> list[Entry]:
     wanted: Recipe = recipe(**{"training__precision": "fp32"} | changes)
     assert wanted.model.config is not None
-    spec = ModelSpec.from_config(wanted.model.config)
+    spec = model_spec(wanted.model.config)
     return ledger(wanted, plan_recipe(wanted), spec)
 
 
@@ -49,6 +53,10 @@ def test_the_plain_run_has_nothing_to_approximate() -> None:
         (TP2, {"order of sums", "kernels"}),
         ({"parallel__engine": "megatron"}, {"kernels"}),
         ({"training__precision": "bf16"}, {"bf16"}),
+        (
+            {"training__precision": "bf16", "cluster__gpus_per_node": 2},
+            {"bf16", "order of sums", "gradient reduction"},
+        ),
         ({"parallel__zero": {"offload_optimizer": "cpu"}}, {"offloaded AdamW"}),
         ({"model__config": TINY | {"attention_dropout": 0.1}}, set()),
         (
@@ -83,6 +91,61 @@ def test_numbers_are_the_plans() -> None:
         "tensor-parallel ranks: the same terms, other last digits"
     )
     assert "not of its 4 parts" in why("token-mean loss", **split)
+
+
+SIXTEEN_BITS = {"training__precision": "bf16", "cluster__gpus_per_node": 4}
+FILE = {"parallel__zero": {"config": "own.json"}}
+
+
+def told(**changes: Any) -> set[str]:
+    """Reasons of the entries on gradients, with what DeepSpeed is really told."""
+    wanted = recipe(**changes)
+    entries = ledger_of(wanted, plan_recipe(wanted))
+    return {entry.why for entry in entries if entry.what == "gradient reduction"}
+
+
+@pytest.mark.parametrize("preset", [None, *sorted(set(PRESETS) - {"zeropp", "zero3_nvme"})])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_deepspeed_adds_16_bit_gradients_in_16_bits(precision: str, preset: str | None) -> None:
+    """Its `grad_accum_dtype: fp32` is only that of a rank's own sum."""
+    changes = {
+        "training__precision": precision,
+        "cluster__gpus_per_node": 4,
+        "parallel__zero": {"config": preset},
+    }
+    wanted = adopt_engine_config(recipe(**changes))
+    why = f"gradients are summed over 4 data-parallel ranks in {precision}"
+    assert told(**changes | {"parallel__zero": wanted.parallel.zero.model_dump()}) == {why}
+
+
+def test_who_adds_gradients_in_fp32() -> None:
+    assert told(**SIXTEEN_BITS) != set()
+    assert told(**SIXTEEN_BITS | {"training__precision": "fp32"}) == set()
+    assert told(**SIXTEEN_BITS | {"cluster__gpus_per_node": 1}) == set()
+    for engine in ("ddp", "megatron"):
+        assert told(**SIXTEEN_BITS, parallel__engine=engine) == set()
+    # No data-parallel ranks are left.
+    assert told(**SIXTEEN_BITS, parallel__engine="deepspeed", parallel__tensor=4) == set()
+
+
+def test_the_recipes_own_file_says_how_gradients_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own.json"
+    own.write_text('{"communication_data_type": "fp32"}')
+    assert told(**SIXTEEN_BITS, **FILE) == set()
+    own.write_text('{"communication_data_type": "bf16"}')
+    (why,) = told(**SIXTEEN_BITS | {"training__precision": "fp32"}, **FILE)
+    assert why.endswith("4 data-parallel ranks in bf16")
+
+
+def test_zeropp_quantizes_what_it_sends() -> None:
+    wanted = recipe(**SIXTEEN_BITS, parallel__zero={"config": "zeropp", "stage": 3})
+    entries = ledger_of(wanted, plan_recipe(wanted))
+    found = {entry.what: entry.why for entry in entries}
+    assert found["gradient reduction"].endswith("ranks in quantized blocks")
+    assert found["gathered weights"] == "in quantized blocks, from 4 data-parallel ranks"
 
 
 def test_padded_vocabulary_is_exact() -> None:
@@ -147,7 +210,8 @@ def test_the_routers_loss_is_refused() -> None:
     assert "router's balancing loss" in names("refused", model__config=MIXTRAL)
 
 
-def test_summary_is_two_lines() -> None:
-    exact, approximated = summary(entries(**TP2))
+def test_summary_has_a_line_per_kind() -> None:
+    exact, approximated, refused = summary(entries(**TP2))
     assert exact.startswith("exact: initial weights, data order, token-mean loss")
     assert approximated == "approximated: order of sums, kernels"
+    assert refused.startswith("refused: ")

@@ -220,6 +220,25 @@ def test_degrees_must_divide_the_world() -> None:
     assert problems(intent(engine="megatron", tensor=4, pipeline=2), EIGHT) == []
 
 
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "key", "fix"),
+    [
+        (1, {"tensor": 4, "pipeline": 2}, "tensor", "tensor to 1 and parallel.pipeline to 1"),
+        (4, {"tensor": 3, "pipeline": 3}, "tensor", "tensor to 2 and parallel.pipeline to 2"),
+        (6, {"tensor": 4, "pipeline": 6}, "pipeline",
+         "tensor to 3 and parallel.pipeline to 2"),
+        (8, {"tensor": 2, "pipeline": 16}, "pipeline", "pipeline to 4"),
+        (6, {"tensor": 5}, "tensor", "tensor to 6"),
+    ],
+)  # fmt: skip
+def test_every_degree_that_is_too_large_is_named(
+    ranks: int, degrees: dict[str, int], key: str, fix: str
+) -> None:
+    cluster = ClusterSection(gpus_per_node=ranks)
+    (problem,) = problems(intent(engine="megatron", **degrees), cluster)
+    assert (problem.key, problem.fix) == (f"parallel.{key}", f"set parallel.{fix}")
+
+
 def test_the_largest_cluster_is_answered_at_once() -> None:
     huge = ClusterSection(nodes=65536, gpus_per_node=65536)
     (problem,) = problems(intent(engine="megatron", tensor=3, pipeline=1), huge)

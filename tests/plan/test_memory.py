@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.activations import LayerActivations, layer_activations
 from toolkit.plan.layout import Layout
@@ -29,10 +30,10 @@ SHAPE = {
     "num_attention_heads": 4,
     "vocab_size": 512,
 }
-UNTIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": False})
-TIED = ModelSpec.from_config(SHAPE | {"tie_word_embeddings": True})
+UNTIED = model_spec(SHAPE | {"tie_word_embeddings": False})
+TIED = model_spec(SHAPE | {"tie_word_embeddings": True})
 EXPERTS = {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
-MIXTRAL = ModelSpec.from_config(SHAPE | EXPERTS)
+MIXTRAL = model_spec(SHAPE | EXPERTS)
 EMBEDDING = 512 * 64
 ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
 
@@ -107,7 +108,7 @@ def test_the_fullest_stage_counts() -> None:
 
 
 def test_the_vocabulary_is_padded() -> None:
-    odd = ModelSpec.from_config(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
+    odd = model_spec(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
     assert per_byte(odd, Layout(tp=4)) == per_byte(UNTIED, Layout(tp=4))
 
 
@@ -247,7 +248,7 @@ def test_interleaving_holds_more_micro_batches_on_the_first_stage() -> None:
 def test_llama_layer_by_hand() -> None:
     """Fused attention, gated MLP, grouped queries: Llama 3 8B in units of 4,096 tokens."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-    spec = ModelSpec.from_config(SHAPE | shape | {"num_key_value_heads": 8})
+    spec = model_spec(SHAPE | shape | {"num_key_value_heads": 8})
     train = workload(spec, sequence_length=4096)
     unit = 4096 * 4096
     stored = layer_of(train, Layout())

@@ -6,10 +6,12 @@ import pytest
 
 from tests.plan.test_legality import intent
 from toolkit.errors import Problem
-from toolkit.models.spec import check_config
+from toolkit.models.config_check import check_config
 from toolkit.plan import legality
+from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.legality import Pair
 from toolkit.plan.model_rules import Job, able_pairs, problems
+from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, TrainingSection
 
 LLAMA = {
@@ -24,6 +26,7 @@ LLAMA = {
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
 GEMMA = LLAMA | {"model_type": "gemma2"}
+ZERO_MEGATRON = Pair("deepspeed", "megatron")
 HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
 
 
@@ -156,6 +159,32 @@ def test_deepspeed_in_16_bits_shards_optimizer_states_at_least() -> None:
     assert "set parallel.zero.stage to 1" in problem.fix
     assert problems(job(LLAMA, 4, precision="bf16", tensor=1, **asked)) == []
     assert problems(job(LLAMA, 4, tensor=2, **asked)) == []
+
+
+def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
+    asked = {"engine": "deepspeed", "model": "megatron", "zero": {"stage": 0}}
+    open_degree = job(LLAMA, 4, precision="bf16", **asked)
+    assert problems(open_degree) == []
+    workload = planned_workload(open_degree.spec, open_degree.training, ZERO_MEGATRON)
+    layout, _ = choose_degrees(open_degree, ZERO_MEGATRON, workload, 0.0)
+    assert layout.tp == 1, "although nothing fits, which asks for the most"
+    # Sequence parallel needs a tensor group.
+    assert only(job(LLAMA, 4, precision="bf16", sequence=True, **asked)).key == (
+        "parallel.zero.stage"
+    )
+
+
+def test_fp16_has_one_loss_scale_for_all() -> None:
+    """megatron-core's ChainedOptimizer: experts on ranks of their own keep another one."""
+    for engine in ("megatron", "auto"):
+        problem = only(job(MIXTRAL, 4, precision="fp16", engine=engine, expert=2))
+        assert (problem.key, problem.found) == (
+            "training.precision", "fp16 with parallel.expert: 2",
+        )  # fmt: skip
+        assert problem.fix == "set training.precision to bf16, or parallel.expert to 1"
+    for precision in ("fp32", "bf16"):
+        assert problems(job(MIXTRAL, 4, precision=precision, expert=2)) == []
+    assert problems(job(MIXTRAL, 4, precision="fp16", engine="megatron", tensor=2)) == []
 
 
 def test_a_layer_per_chunk() -> None:

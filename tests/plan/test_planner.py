@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.plan.test_legality import intent
 from toolkit.errors import PlanError, RecipeError
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec
 from toolkit.plan import legality
 from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
@@ -230,7 +230,7 @@ def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
     plan = plan_recipe(recipe(model__config=None, model__hub=str(tmp_path)))
-    assert plan.parameters == ModelSpec.from_config(TINY).parameters.total
+    assert plan.parameters == model_spec(TINY).parameters.total
     for bad, message in (
         ("[]", "cannot read"),
         ("{", "cannot read"),

@@ -1,6 +1,7 @@
 """Which layouts are tried: the recipe's own first, scaled down, and every engine."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.rehearse.layouts import STANDARD, candidates, degrees, own_layout, select
-from toolkit.rehearse.rehearsal import Options, prepare
+from toolkit.rehearse.rehearsal import Options, _assignment, prepare, rehearsed_batch
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 
@@ -67,6 +68,9 @@ def test_own_layout_of_its_own_comes_first_as_recipe(recipe: Recipe) -> None:
         ({"tp": 3, "dp": 9}, 6, (3, 1, 1, 1, 2), "tp3 dp9 scaled down to tp3 dp2"),
         ({"tp": 8, "pp": 4, "ep": 8, "dp": 16}, 4, (2, 1, 1, 2, 2),
          "tp8 pp4 ep8 dp16 scaled down to tp2 ep2 dp2"),
+        ({"ep": 3, "dp": 6}, 4, (1, 1, 1, 3, 3), "ep3 dp6 scaled down to ep3 dp3"),
+        ({"ep": 3, "dp": 6}, 2, (1, 1, 1, 1, 1), "ep3 dp6 scaled down to one process"),
+        ({"tp": 2, "ep": 2}, 2, (2, 1, 1, 2, 1), ""),
         ({"pp": 4, "vpp": 3}, 2, (1, 2, 3, 1, 1), "pp4 vpp3 scaled down to pp2 vpp3"),
         ({"pp": 4, "vpp": 3}, 1, (1, 1, 1, 1, 1), "pp4 vpp3 scaled down to one process"),
         ({"tp": 2}, 4, (2, 1, 1, 1, 1), ""),
@@ -97,6 +101,44 @@ def test_own_layout_keeps_sharding_and_files(recipe: Recipe) -> None:
     assert (section.zero.stage, section.zero.offload_optimizer) == (3, "nvme")
     assert (section.zero.config, section.zero.nvme_path) == ("zeropp", "/scratch")
     assert section.recompute == "full"
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [
+        ({"dp": 4}, 8),
+        ({"pp": 2, "vpp": 2}, 8),
+        ({"pp": 3}, 8),  # four micro batches on three stages: not interleaved
+        ({"pp": 3, "vpp": 2}, 12),
+        ({"pp": 5, "vpp": 2}, 20),
+        ({"ep": 3, "dp": 3}, 12),
+    ],
+)
+def test_the_batch_suits_every_layout(
+    recipe: Recipe, layout: dict[str, Any], batch: int
+) -> None:
+    """Six micro batches of two for three interleaved stages; four where that is enough."""
+    assert rehearsed_batch(candidates(recipe, planned(recipe, **layout), 8)) == batch
+
+
+INTERLEAVED = [
+    "parallel.engine=megatron", "parallel.pipeline=3", "parallel.virtual_pipeline=2",
+    "model.config.num_hidden_layers=6", "training.global_batch_size=24",
+    "parallel.zero.stage=auto", "cluster.gpus_per_node=3",
+]  # fmt: skip
+
+
+def test_three_interleaved_stages_are_not_skipped(tmp_path: Path) -> None:
+    rehearsal = prepare(load_recipe(TINY, INTERLEAVED), Options())
+    own = rehearsal.layouts[0]
+    assert (own.parallel.pipeline, own.parallel.virtual_pipeline) == (3, 2)
+    assert own.note == ""
+    for one in rehearsal.layouts:
+        if one.parallel.expert == 1:  # llama has no experts
+            assignment = _assignment(rehearsal.recipe, one.parallel, one.processes, tmp_path)
+            layout = assignment.plan.layout
+            assert layout.global_batch == 12
+            assert layout.vpp == 1 or layout.gradient_accumulation % layout.pp == 0
 
 
 def test_sequence_parallel_needs_a_tensor_group(recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.processes import ROOT
 from tests.rehearse.conftest import LLAMA, Rehearse
+from tests.rehearse.test_layouts import INTERLEAVED
 from toolkit.cli import rehearse as command
 from toolkit.cli.main import main
 from toolkit.rehearse.rehearsal import Options
@@ -46,6 +47,26 @@ def test_every_layout_is_the_reference(rehearse: Rehearse, recipe: Path) -> None
     }
     assert set(skipped) == expected[recipe], skipped
     assert all(skipped.values())
+
+
+@pytest.mark.slow
+def test_own_interleaved_pipeline_of_three_stages(rehearse: Rehearse) -> None:
+    """Its six micro batches are two groups of three; other layouts take the same batch."""
+    found = rehearse("recipe", "megatron-pp2-vpp2", overrides=INTERLEAVED)
+    assert list(found) == ["recipe", "megatron-pp2-vpp2"]
+    for outcome in found.values():
+        assert verdict(outcome) in ("exact", "within"), why(outcome)
+
+
+@pytest.mark.slow
+def test_nothing_compared_is_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--layouts", "megatron-ep2,*zero3", "--processes", "1", "--steps", "1"]
+    assert main(["rehearse", str(LLAMA), *options, "--json"]) == 4
+    out, err = capfd.readouterr()
+    assert {entry["verdict"] for entry in json.loads(out)["layouts"]} == {"skipped"}
+    assert "no layout was compared: every chosen one was skipped" in err.splitlines()[-1]
+    assert main(["rehearse", str(LLAMA), *options]) == 4
+    assert "needs 4 processes" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ROOT
-from toolkit.models.config_check import Settings, check_config
-from toolkit.models.config_keys import FAMILIES
+from toolkit.models.config_check import check_config
+from toolkit.models.families import FAMILIES, model_spec, settings_of
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.load import load_recipe
 from toolkit.rehearse.rehearsal import Options, prepare
@@ -52,7 +52,7 @@ def shrunk(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> dict[str, A
 
 
 def spec(config: dict[str, Any], degrees: Degrees = ANY_LAYOUT) -> ModelSpec:
-    return ModelSpec.from_config(shrunk(config, degrees))
+    return model_spec(shrunk(config, degrees))
 
 
 @given(st.integers(1, 10**6), st.sampled_from([1, 2, 4]), st.integers(1, 200))
@@ -79,7 +79,7 @@ def test_every_recipe_shrinks(path: Path) -> None:
     assert before is not None
     assert after is not None
     assert check_config(after) == []
-    large, small = ModelSpec.from_config(before), ModelSpec.from_config(after)
+    large, small = model_spec(before), model_spec(after)
     assert small.parameters.total <= 3 * SMALL_PARAMETERS
     assert large.heads // large.kv_heads == small.heads // small.kv_heads
     for degree in (2, 4):
@@ -148,7 +148,7 @@ def test_experts() -> None:
     found = shrunk(QWEN3_MOE)
     assert (found["num_experts"], found["num_experts_per_tok"]) == (4, 2)
     assert found["mlp_only_layers"] == [0, 3]
-    assert ModelSpec.from_config(found).moe_layers == 2
+    assert model_spec(found).moe_layers == 2
 
 
 def test_layer_types_of_the_first_and_last_layers() -> None:
@@ -197,6 +197,6 @@ def test_every_family_has_a_small_form() -> None:
     for family in FAMILIES:
         config: dict[str, Any] = {"model_type": family}
         if family in ("qwen2", "qwen3_moe"):
-            heads = Settings(FAMILIES[family], config)
+            heads = settings_of(config)
             config["head_dim"] = heads["hidden_size"] // heads["num_attention_heads"]
         assert spec(config).parameters.total <= SMALL_PARAMETERS, family

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.explain import place_of
@@ -132,7 +132,7 @@ def _model(recipe: Recipe) -> str:
     config = recipe.model.config
     if config is None:
         return str(recipe.model.hub)
-    return f"{human(ModelSpec.from_config(config).parameters.total)} parameters"
+    return f"{human(model_spec(config).parameters.total)} parameters"
 
 
 def _length(recipe: Recipe) -> str:

@@ -1,6 +1,7 @@
 """`dmt convert`: between a Hugging Face folder and a Megatron checkpoint."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ def convert(
         typer.Option(
             min=1,
             help="Pad the Megatron vocabulary to a multiple of this "
-            "(Megatron-LM: --make-vocab-size-divisible-by times TP).",
+            "(Megatron-LM: --make-vocab-size-divisible-by times TP), or take it for padded so.",
         ),
     ] = 128,
     verify: Annotated[
@@ -50,8 +51,10 @@ def convert(
     """Convert a model between Hugging Face and Megatron, in the direction that SRC says.
 
     Holds a piece of one tensor in memory. One Megatron checkpoint serves every TP, PP and EP.
+    DST appears when it is complete. An error or Ctrl-C leaves nothing; a process that is killed
+    (SIGTERM, SIGKILL) leaves a hidden folder `.DST.partial-…` beside DST, to be deleted.
 
-    Example: `dmt convert meta-llama/Llama-3.2-1B llama-megatron --verify`
+    Example: `dmt convert ./Llama-3.2-1B ./llama-megatron --verify`
     """
     from toolkit.models.convert import check_destination
     from toolkit.models.convert.source import open_source
@@ -66,7 +69,7 @@ def convert(
         "model_type": source.family,
         "parameters": source.parameters(),
         "bytes": job.nbytes,
-        "notes": list(source.notes),
+        "notes": [*source.notes, *job.notes],
         "dry_run": dry_run,
     }
     if not dry_run:
@@ -80,7 +83,7 @@ def _job(source: "Source", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
     if source.is_megatron:
         from toolkit.models.convert.to_huggingface import ToHuggingFace
 
-        return ToHuggingFace(source)
+        return ToHuggingFace(source, vocab_multiple)
     from toolkit.models.convert.to_megatron import ToMegatron
 
     return ToMegatron(source, vocab_multiple)
@@ -110,7 +113,9 @@ def _verify(source: "Source", dst: Path) -> dict[str, Any]:
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
     command = [sys.executable, "-m", "toolkit.models.convert.verify"]
     command += [*map(str, folders), str(source.config_file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # On the CPU, where both sides compute in fp32 alike, also on a machine with a GPU.
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
     if done.returncode != 0:
         raise RunFailed(f"{dst} is written, but comparing failed:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,7 @@ def launch(
 
     Example: dmt launch recipes/tiny/llama-bytes.yaml --set training.steps=20
     """
+    from toolkit.engines.setup import environment, prepare_ops
     from toolkit.train import assignment as assignments
 
     if launcher is not None:
@@ -43,6 +45,7 @@ def launch(
     assignment = assignments.decide(loaded, run_dir)
     chosen = LAUNCHERS[loaded.launch.launcher]()
     spec = chosen.spec(assignment.run_dir, loaded.cluster)
+    spec = replace(spec, env={**spec.env, **environment(assignment.plan, loaded.cluster.gpu)})
     for reason in assignment.plan.reasons:
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
@@ -50,8 +53,6 @@ def launch(
     if dry_run:
         print(spec.printable())
         return
-    from toolkit.engines.setup import prepare_ops
-
     prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
     _tell(f"run directory {_short(run.path)}")

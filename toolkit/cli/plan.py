@@ -11,8 +11,9 @@ from rich.text import Text
 
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, RecipePath
+from toolkit.engines.setup import render_engine_config
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec
 from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.load import load_recipe
@@ -54,7 +55,8 @@ def plan(
 def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
     """What this plan keeps exactly, approximates and refuses."""
     config = model_config(recipe.model)
-    return ledger(recipe, plan, ModelSpec.from_config(config), config)
+    told = render_engine_config(recipe, plan)
+    return ledger(recipe, plan, model_spec(config), config, told)
 
 
 def machine_output(plan: Plan, device: Gpu, entries: Sequence[Entry]) -> dict[str, Any]:

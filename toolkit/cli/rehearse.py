@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.cli.plan import ledger_of
-from toolkit.errors import EXIT_FAILED
+from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.launchers.base import tell
 from toolkit.plan.ledger import summary
 from toolkit.recipe.load import load_recipe
@@ -49,7 +49,7 @@ def rehearse(
 
     Each layout runs the real engine in its own processes on this machine's CPUs, in fp32,
     a few steps on made-up tokens with uneven masks. Loss and gradient norm of every step
-    must be those of a plain transformers loop; exit 4 when a layout differs.
+    must be those of a plain transformers loop; exit 4 when a layout differs or none can run.
 
     Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
     """
@@ -57,6 +57,7 @@ def rehearse(
     rehearsal = prepare(load_recipe(recipe, overrides), options)
     patterns = [part.strip() for part in layouts.split(",")] if layouts else []
     chosen = select(rehearsal.layouts, patterns)
+    kept = summary(ledger_of(rehearsal.original, rehearsal.plan))
     out = Console(stderr=as_json, highlight=False)
     out.print(shrunk(rehearsal), soft_wrap=True)
     if note := rehearsal.layouts[0].note:
@@ -69,12 +70,15 @@ def rehearse(
         if below := reasons(outcomes):
             out.print(below, soft_wrap=True)
         out.print("\nthe recipe as planned, against one fp32 process", style="dim")
-        for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):
+        for line in kept:
             out.print(f"  {line}", soft_wrap=True)
     for outcome in outcomes:
         if outcome.failure is not None:
             tell(f"--- the end of {outcome.candidate.name} ---\n{outcome.failure.log}")
-    if any(verdict(outcome) == "diverged" for outcome in outcomes):
+    verdicts = {verdict(outcome) for outcome in outcomes}
+    if verdicts == {"skipped"}:
+        raise RunFailed("no layout was compared: every chosen one was skipped")
+    if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
 
 

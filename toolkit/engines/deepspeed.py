@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -59,6 +60,8 @@ class DeepSpeedEngine:
         tokens = global_tokens(micro_batches, self.device, self.model.data_group)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         norm: float | Tensor | None = None
+        self.model.seed_dropout()
+        loss_scale = self._loss_scale_of_norm()
         for batch in micro_batches:
             batch_loss = self._loss(batch) / tokens
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
@@ -69,16 +72,22 @@ class DeepSpeedEngine:
             loss += batch_loss.detach()
         dist.all_reduce(loss, group=self.model.data_group)
         if norm is None:
-            norm = self.engine.get_global_grad_norm()
+            norm = (self.engine.get_global_grad_norm() or 0.0) / loss_scale
         skipped = not self.engine.was_step_applied()
         values = torch.stack([loss, tokens]).tolist()
-        return StepResult(values[0], float(norm or 0.0), int(values[1]), skipped)
+        return StepResult(values[0], float(norm), int(values[1]), skipped)
 
     def _plain_norm(self) -> Tensor | None:
         """Gradient norm of fp32 stage 0, which DeepSpeed does not compute itself."""
         if self.stage > 0 or self.setup.precision != "fp32":
             return None
         return self.model.gradient_norm(self.engine.module)
+
+    def _loss_scale_of_norm(self) -> float:
+        """What the reported norm is too large by: in fp16, stage 0 leaves the loss scale in."""
+        if self.stage > 0 or self.setup.precision != "fp16":
+            return 1.0
+        return float(self.optimizer.loss_scale_config.cur_scale)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self.model.summed_loss(self.engine, to_device(batch, self.device))
@@ -103,7 +112,12 @@ class DeepSpeedEngine:
     def load_state(self, folder: Path) -> None:
         """See `Engine.load_state`."""
         if self._swaps:
-            self._write_swapped(load_file(self._swapped_file(folder)))
+            file = self._swapped_file(folder)
+            try:
+                shards = load_file(file)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+            self._write_swapped(shards)
             return
         path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
@@ -172,6 +186,14 @@ def _undo_first_step(optimizer: Any) -> None:
     weights and leaves the bias correction one step ahead of every other stage.
     """
     optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group.pop("step", None)  # where a fused AdamW counts
+    if hasattr(optimizer, "fp32_groups_flat"):  # a fused AdamW has flat groups
+        for master, weight in zip(
+            optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True
+        ):
+            master.copy_(weight)
+        return
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.copy_(weight)

@@ -23,7 +23,6 @@ from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.engines.megatron_config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
-from toolkit.models.families import megatron_model
 from toolkit.models.weights import CheckpointTensors, WeightSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +51,10 @@ class TrainedModel(Protocol):
     """DeepSpeed's view of the model-parallel groups; None without them."""
     data_group: dist.ProcessGroup | None
     """Ranks that hold the same parameters and different samples; None for all."""
+
+    def seed_dropout(self) -> None:
+        """Let the random streams of the coming step follow from torch's seed."""
+        ...
 
     def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """Sum of the cross entropies of the unmasked positions, in fp32: scalar."""
@@ -93,6 +96,9 @@ class TransformersModel:
             hf.enable_recompute(model)
         self.module = model
 
+    def seed_dropout(self) -> None:
+        """See `TrainedModel.seed_dropout`; torch's own stream is the only one."""
+
     def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """See `TrainedModel.summed_loss`."""
         return hf.summed_loss(engine, batch)
@@ -128,7 +134,8 @@ class MegatronShard:
 
         model.join_groups(setup.layout, setup.seed)
         self.config = setup.model_config
-        self.model = megatron_model(setup.model_config.to_dict())
+        assert setup.megatron is not None
+        self.model = setup.megatron
         rendered = render_model(self.model, setup.layout, setup.precision)
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
@@ -157,6 +164,12 @@ class MegatronShard:
             head_norm = "q_layernorm" in name or "k_layernorm" in name
             if getattr(parameter, "sequence_parallel", False) or head_norm:
                 parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+
+    def seed_dropout(self) -> None:
+        """See `TrainedModel.seed_dropout`."""
+        from toolkit.models.megatron.model import seed_dropout
+
+        seed_dropout()
 
     def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
         """See `TrainedModel.summed_loss`."""

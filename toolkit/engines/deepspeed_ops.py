@@ -95,14 +95,16 @@ def preflight(ops: Sequence[str]) -> None:
 
 
 def put_ninja_on_path() -> None:
-    """Let this process and its children find the `ninja` installed beside this Python.
+    """Let this process and its children use the `ninja` installed beside this Python.
 
-    A `dmt` started by its full path, without the environment activated, has no such PATH.
+    A `dmt` started by its full path, without the environment activated, would find none,
+    or the system's: what one version of ninja has built, another builds again.
     """
     scripts = sysconfig.get_path("scripts")
     path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None and shutil.which("ninja", path=scripts):
-        os.environ["PATH"] = f"{path}{os.pathsep}{scripts}"
+    own = shutil.which("ninja", path=scripts)
+    if own is not None and shutil.which("ninja", path=path) != own:
+        os.environ["PATH"] = f"{scripts}{os.pathsep}{path}"
 
 
 def build(
@@ -129,9 +131,16 @@ def build(
 
 
 def is_built(op: str) -> bool:
-    """Whether `op` was compiled after the installed torch and DeepSpeed were installed."""
-    library = build_folder(op) / f"{op}.so"
-    if not library.is_file():
+    """Whether `op` was compiled against this environment's torch and DeepSpeed, after they
+    were installed.
+
+    Environments share the folder, and torch compiles again at the first use what was
+    compiled for another one.
+    """
+    library, commands = build_folder(op) / f"{op}.so", build_folder(op) / "build.ninja"
+    if not library.is_file() or not commands.is_file():
+        return False
+    if str(_package_folder("torch")) not in commands.read_text(encoding="utf-8"):
         return False
     return library.stat().st_mtime > max(map(_installed_at, ("torch", "deepspeed")))
 

@@ -25,7 +25,8 @@ from megatron.core.optimizer import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult
@@ -33,9 +34,14 @@ from toolkit.engines.distributed import to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.families import megatron_model
 from toolkit.models.megatron import cpu, weights
-from toolkit.models.megatron.model import build_chunks, join_groups, leave_groups, position_ids
+from toolkit.models.megatron.model import (
+    build_chunks,
+    join_groups,
+    leave_groups,
+    position_ids,
+    seed_dropout,
+)
 from toolkit.models.weights import CheckpointTensors
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -52,7 +58,8 @@ class MegatronEngine:
         assert (
             setup.layout.data_rank(setup.ranks.rank) == parallel_state.get_data_parallel_rank()
         ), "DMT and megatron-core number the ranks alike"
-        self.model = megatron_model(setup.model_config.to_dict())
+        assert setup.megatron is not None
+        self.model = setup.megatron
         config = setup.engine_config
         self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
         weights.fill(self.chunks, self.model, setup.weights)
@@ -107,6 +114,7 @@ class MegatronEngine:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        seed_dropout()
         for replica in self.replicas:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -151,57 +159,70 @@ class MegatronEngine:
 
     def save_state(self, folder: Path) -> None:
         """See `Engine.save_state`: this rank's weights, fp32 masters and moments."""
-        state = {
-            f"model.{index}.{name}": parameter.detach().clone()
-            for index, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-        for key, optimizer, parameter in self._optimized():
-            state[f"{key}.weight"] = parameter.detach().clone()
+        save_file({key: _on_host(value) for key, value in self._state()}, self._file(folder))
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that a checkpoint holds, but for the loss scaler's counts."""
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"model.{index}.{name}", parameter
+        for key, optimizer, group, parameter in self._optimized():
+            yield f"{key}.weight", parameter
             for moment in MOMENTS:
                 if moment in optimizer.state[parameter]:
-                    state[f"{key}.{moment}"] = optimizer.state[parameter][moment].clone()
-        scaler = self._scaler()
-        if scaler is not None:
-            state["scaler.scale"] = scaler.scale.clone()
+                    yield f"{key}.{moment}", optimizer.state[parameter][moment]
+            if "step" in group:  # so Transformer Engine's AdamW counts
+                yield f"{key}.group_step", torch.tensor(group["step"])
+        if (scaler := self._scaler()) is not None:
+            yield "scaler.scale", scaler.scale
             counts = [scaler._growth_tracker, scaler._hysteresis_tracker]
-            state["scaler.counts"] = torch.tensor(counts)
-        save_file(state, self._file(folder))
+            yield "scaler.counts", torch.tensor(counts)
 
     @torch.no_grad()
     def load_state(self, folder: Path) -> None:
-        """See `Engine.load_state`."""
+        """See `Engine.load_state`; one tensor at a time."""
+        file = self._file(folder)
         try:
-            state = load_file(self._file(folder), device=str(self.device))
-        except OSError as error:
-            raise CheckpointError(f"{folder} is not a megatron checkpoint: {error}") from error
+            with safe_open(file, "pt") as state:
+                self._load(state)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} is no checkpoint of this layout: {error}") from error
+
+    def _load(self, state: Any) -> None:
+        saved = set(state.keys())
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
-                parameter.copy_(state[f"model.{index}.{name}"])
-        for key, optimizer, parameter in self._optimized():
-            parameter.copy_(state[f"{key}.weight"])
-            optimizer.state[parameter] = {
-                moment: state[f"{key}.{moment}"]
-                for moment in MOMENTS
-                if f"{key}.{moment}" in state
-            }
-        scaler = self._scaler()
-        if scaler is not None:
-            scaler._scale = state["scaler.scale"]
-            counts = state["scaler.counts"].tolist()
+                parameter.copy_(state.get_tensor(f"model.{index}.{name}"))
+        for key, optimizer, group, parameter in self._optimized():
+            parameter.copy_(state.get_tensor(f"{key}.weight"))
+            for moment in MOMENTS:
+                if f"{key}.{moment}" not in saved:
+                    continue
+                # A step count on the GPU would be waited for in every step.
+                device = "cpu" if moment == "step" else parameter.device
+                value = state.get_tensor(f"{key}.{moment}").to(device)
+                optimizer.state[parameter][moment] = value
+            if f"{key}.group_step" in saved:
+                group["step"] = int(state.get_tensor(f"{key}.group_step"))
+        if (scaler := self._scaler()) is not None:
+            scaler._scale = state.get_tensor("scaler.scale").to(self.device)
+            counts = state.get_tensor("scaler.counts").tolist()
             scaler._growth_tracker, scaler._hysteresis_tracker = counts
 
     def _file(self, folder: Path) -> Path:
         return folder / f"rank-{self.setup.ranks.rank}.safetensors"
 
-    def _optimized(self) -> Iterator[tuple[str, torch.optim.Optimizer, nn.Parameter]]:
-        """What this rank's AdamW updates: a key, the optimizer, the (sharded) parameter."""
+    def _optimized(
+        self,
+    ) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
+        """What this rank's AdamW updates: a key, the optimizer, the parameter's group in it,
+        and the (sharded) parameter."""
         for number, part in enumerate(self.optimizer.chained_optimizers):
             if part.optimizer is None:
                 continue
-            parameters = [p for g in part.optimizer.param_groups for p in g["params"]]
-            for index, parameter in enumerate(parameters):
-                yield f"optimizer.{number}.{index}", part.optimizer, parameter
+            pairs = ((g, p) for g in part.optimizer.param_groups for p in g["params"])
+            for index, (group, parameter) in enumerate(pairs):
+                yield f"optimizer.{number}.{index}", part.optimizer, group, parameter
 
     def _scaler(self) -> Any:
         """megatron-core's dynamic loss scaler under fp16; None otherwise."""
@@ -220,6 +241,11 @@ class MegatronEngine:
         """See `Engine.close`."""
         del self.replicas, self.optimizer, self.chunks
         leave_groups()
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """A copy in the host's memory."""
+    return value.detach().to("cpu", copy=True)
 
 
 def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Any]:

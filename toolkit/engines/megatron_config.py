@@ -4,10 +4,12 @@ Plain data in megatron-core's own spelling, one section per class that it config
 Renderers translate; what is decided here is nothing.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
-from toolkit.models.families import MegatronModel, megatron_model
+from toolkit.errors import PlanError
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import model_config
@@ -42,6 +44,26 @@ def trained_config(model: ModelSection) -> dict[str, Any]:
     return config | {key: 0.0 for key in DROPOUT_KEYS if key in known and key not in stated}
 
 
+def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronModel:
+    """The model of a loaded Hugging Face config, which must be the planned one.
+
+    A recipe may state only a part of a pretrained model's config. Raises PlanError when
+    the whole config means another model, or one that megatron-core cannot compute.
+    """
+    if reason := unsupported(config):
+        raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
+    loaded, planned = megatron_model(config), megatron_model(trained_config(section))
+    for ours, theirs in ((planned.transformer, loaded.transformer), (planned.gpt, loaded.gpt)):
+        for key in ours.keys() | theirs.keys():
+            if ours.get(key) != theirs.get(key):
+                raise PlanError(
+                    f"model.config: planned with megatron-core's {key} = {ours.get(key)!r}, "
+                    f"but {section.hub} means {theirs.get(key)!r}",
+                    fix="state in model.config what the hub's config.json says of it",
+                )
+    return loaded
+
+
 def ddp_arguments(layout: Layout) -> dict[str, Any]:
     """Fields of DistributedDataParallelConfig. Gradients are summed in fp32."""
     return {
@@ -54,7 +76,11 @@ def optimizer_arguments(
     optimizer: OptimizerSection, layout: Layout, precision: str
 ) -> dict[str, Any]:
     """Fields of OptimizerConfig: AdamW with fp32 master weights and moments."""
+    # The loss is a sum over tokens: megatron-core's own 2**32, and the 2**16 that suits a
+    # mean, would overflow fp16 for the first 20 steps, which are then skipped.
+    scale = {"initial_loss_scale": 2.0**11} if precision == "fp16" else {}
     return {
+        **scale,
         "optimizer": "adam",
         "lr": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,

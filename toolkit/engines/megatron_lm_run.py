@@ -9,8 +9,7 @@ from decimal import Decimal
 
 from toolkit.engines.megatron_config import trained_config
 from toolkit.errors import Problem
-from toolkit.models.config_check import Settings
-from toolkit.models.config_keys import FAMILIES
+from toolkit.models.families import settings_of
 from toolkit.plan.layout import Layout, total_steps
 from toolkit.recipe.schema import (
     DataSection,
@@ -105,8 +104,7 @@ def schedule_arguments(
 
 
 def _init_std(recipe: Recipe) -> float:
-    config = trained_config(recipe.model)
-    return float(Settings(FAMILIES[config["model_type"]], config)["initializer_range"])
+    return float(settings_of(trained_config(recipe.model))["initializer_range"])
 
 
 def _tokenizer_arguments(tokenizer: str) -> Arguments:

@@ -1,5 +1,6 @@
 """What an engine is built from, and the one line per engine that names its class."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,7 @@ from toolkit.engines.deepspeed_config import (
     render,
     stage_of,
 )
+from toolkit.models.families import MegatronModel
 from toolkit.plan.layout import Layout
 from toolkit.plan.legality import ModelName
 from toolkit.plan.planner import Plan
@@ -46,6 +48,8 @@ class EngineSetup:
     ranks: "Ranks"
     engine_config: dict[str, Any]
     """The rendered backend configuration (`deepspeed.json`, `megatron.json`); empty for ddp."""
+    megatron: MegatronModel | None
+    """The model in megatron-core's words; None for `hf`."""
 
     @classmethod
     def of(
@@ -57,7 +61,13 @@ class EngineSetup:
         model_config: "PretrainedConfig",
         weights: "WeightSource",
     ) -> "EngineSetup":
-        """What the engine of `plan` reads of a recipe."""
+        """What the engine of `plan` reads of a recipe.
+
+        Raises PlanError when the loaded `model_config` is not what was planned.
+        """
+        megatron = None
+        if plan.model == "megatron":
+            megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
         return cls(
             model_config=model_config,
             weights=weights,
@@ -68,6 +78,7 @@ class EngineSetup:
             optimizer=recipe.optimizer,
             ranks=ranks,
             engine_config=engine_config,
+            megatron=megatron,
         )
 
 
@@ -112,6 +123,18 @@ def adopt_engine_config(recipe: Recipe) -> Recipe:
         update["offload_parameters"] = parameters
     parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
     return recipe.model_copy(update={"parallel": parallel})
+
+
+def environment(plan: Plan, gpu: str) -> dict[str, str]:
+    """Variables that must be set before a worker first touches its GPU.
+
+    One queue to the GPU keeps tensor-parallel communication ahead of the products that
+    hide it (megatron-core's own advice up to Hopper); it would slow ZeRO-3's gathers.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if gpu == "cpu" or plan.layout.tp == 1 or name in os.environ:
+        return {}
+    return {name: "1"}
 
 
 def prepare_ops(engine: str, config: dict[str, Any], report: Callable[[str], None]) -> None:

@@ -1,22 +1,17 @@
 """Is a Hugging Face config dict one that transformers can build? Every mistake at once.
 
 Nothing here raises: whatever the values are, the answer is a list of problems, and an
-empty list means that `ModelSpec.from_config` may be called.
+empty list means that `families.model_spec` may be called.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from re import fullmatch
-from typing import Any
 
-from toolkit.models.config_keys import (
-    FAMILIES,
-    FOREIGN_NAMES,
-    ROPE_NEEDS,
-    ROPE_VALUES,
-    Family,
-)
+from toolkit.models.config_keys import FOREIGN_NAMES, ROPE_NEEDS, ROPE_VALUES
+from toolkit.models.families import FAMILIES, settings_of
+from toolkit.models.families.base import Family, Settings
 
 
 @dataclass(frozen=True)
@@ -33,27 +28,6 @@ class ConfigProblem:
     """What to type instead; empty when there is no obvious answer."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A config with its family's defaults filled in, read by standard key names."""
-
-    family: Family
-    stated: Mapping[str, object]
-    """The config as given."""
-
-    def __getitem__(self, name: str) -> Any:
-        """The stated value under any spelling, else the default; None when neither."""
-        own = self.family.name_of(name)
-        for spelling in (own, *self.family.spellings_of(own)):
-            if spelling in self.stated:
-                return self.stated[spelling]
-        return self.family.keys[own].default if own in self.family.keys else None
-
-    def spelling(self, name: str) -> str:
-        """How to call the standard key `name` in a message to this user."""
-        return name if name in self.stated else self.family.name_of(name)
-
-
 def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
     """Return every mistake in `config`; an empty list when transformers can build it."""
     model_type = config.get("model_type")
@@ -61,8 +35,8 @@ def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
         found = shown(model_type) if "model_type" in config else "nothing"
         known = ", ".join(sorted(FAMILIES))
         return [ConfigProblem("model_type", found, known, _did_you_mean(model_type, FAMILIES))]
-    settings = Settings(FAMILIES[model_type], config)
-    problems = _check_keys(settings, model_type)
+    settings = settings_of(config)
+    problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
     for names, check in _JOINT_CHECKS:
         # A joint rule over a value that is wrong by itself would only add noise.
@@ -71,7 +45,7 @@ def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
     return problems
 
 
-def _check_keys(settings: Settings, model_type: str) -> list[ConfigProblem]:
+def _check_keys(settings: Settings) -> list[ConfigProblem]:
     """Unknown keys, wrong types, values out of range, and one setting under two names."""
     problems = []
     family = settings.family
@@ -79,7 +53,7 @@ def _check_keys(settings: Settings, model_type: str) -> list[ConfigProblem]:
         own = family.name_of(name)
         key = family.keys.get(own)
         if key is None:
-            problems.append(_unknown_key(name, family, model_type))
+            problems.append(_unknown_key(name, family))
         elif own != name and own in settings.stated:
             both = f"both {name} and {own}"
             problems.append(
@@ -91,13 +65,13 @@ def _check_keys(settings: Settings, model_type: str) -> list[ConfigProblem]:
     return problems
 
 
-def _unknown_key(name: object, family: Family, model_type: str) -> ConfigProblem:
+def _unknown_key(name: object, family: Family) -> ConfigProblem:
     foreign = family.name_of(FOREIGN_NAMES.get(name, "")) if isinstance(name, str) else ""
     fix = f"did you mean `{foreign}`?" if foreign in family.keys else ""
     return ConfigProblem(
         _key_text(name),
         "an unknown key",
-        f"the keys of transformers' {model_type} config",
+        f"the keys of transformers' {family.model_type} config",
         fix or _did_you_mean(name, [*family.keys, *family.aliases]),
     )
 
@@ -126,7 +100,7 @@ def _check_kv_heads(settings: Settings) -> Iterable[ConfigProblem]:
 
 
 def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
-    """gpt_neox turns only a share of each head; it must be a whole number of pairs."""
+    """A family may turn only a share of each head; it must be a whole number of pairs."""
     rope = settings["rope_parameters"] or settings["rope_scaling"] or {}
     inner = rope.get("partial_rotary_factor")
     if inner is not None and not ROPE_VALUES["partial_rotary_factor"].accepts(inner):
@@ -134,7 +108,9 @@ def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
     if "rotary_pct" not in settings.family.keys:
         if inner is not None:
             key = "rope_parameters.partial_rotary_factor"
-            yield ConfigProblem(key, shown(inner), "a key of gpt_neox alone", "remove it")
+            owners = [name for name, family in FAMILIES.items() if "rotary_pct" in family.keys]
+            allowed = f"a key of {', '.join(owners)} alone"
+            yield ConfigProblem(key, shown(inner), allowed, "remove it")
         return
     stated = settings.stated.get("rotary_pct")
     if stated is not None and inner not in (None, stated):

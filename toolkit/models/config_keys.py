@@ -1,12 +1,12 @@
-"""The keys of a Hugging Face `config.json`, per model family: type, range and default.
+"""What a key of a Hugging Face `config.json` may hold, and what all model families share.
 
-The defaults are those of the transformers config class of the same `model_type`. The
-table is static, so that checking a recipe imports neither torch nor transformers; tests
-compare it with the real classes.
+The keys of a family stand in its file in `families/`, with the defaults of the transformers
+config class of the same `model_type`. They are static, so that checking a recipe imports
+neither torch nor transformers; tests compare them with the real classes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 LARGEST_SIZE = 2**31 - 1
@@ -88,27 +88,6 @@ class Key:
     nullable: bool = False
 
 
-@dataclass(frozen=True)
-class Family:
-    """One `model_type`: its keys and the traits that no key states."""
-
-    keys: Mapping[str, Key]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other spellings that transformers accepts, and the key each one stands for."""
-    strict_heads: bool = False
-    """transformers refuses hidden_size % heads != 0 even where head_dim is given."""
-    rotary: bool = True
-    """Rotary position embedding (needs an even head size)."""
-
-    def name_of(self, key: str) -> str:
-        """This family's own spelling of a standard key (`hidden_size` → `n_embd`)."""
-        return self.aliases.get(key, key)
-
-    def spellings_of(self, own: str) -> list[str]:
-        """The other spellings of this family's key `own`."""
-        return [alias for alias, name in self.aliases.items() if name == own]
-
-
 GENERIC: Mapping[str, Key] = {
     "model_type": Key(TEXT),
     "architectures": Key(TEXTS, nullable=True),
@@ -136,194 +115,18 @@ GENERIC: Mapping[str, Key] = {
 }
 """Keys that every family has; a family overrides a default where its own differs."""
 
-_ROPE: Mapping[str, Key] = {
+ROPE: Mapping[str, Key] = {
     "rope_theta": Key(POSITIVE),
     "rope_scaling": Key(MAP, nullable=True),
     "rope_parameters": Key(MAP, nullable=True),
 }
-
-_LLAMA: Mapping[str, Key] = {
-    **GENERIC,
-    **_ROPE,
-    "vocab_size": Key(SIZE, 32000),
-    "hidden_size": Key(SIZE, 4096),
-    "intermediate_size": Key(SIZE, 11008),
-    "num_hidden_layers": Key(SIZE, 32),
-    "num_attention_heads": Key(SIZE, 32),
-    "num_key_value_heads": Key(SIZE, nullable=True),
-    "head_dim": Key(SIZE, nullable=True),
-    "hidden_act": Key(ACTIVATION, "silu"),
-    "max_position_embeddings": Key(SIZE, 2048),
-    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-6),
-    "bos_token_id": Key(TOKEN, 1, nullable=True),
-    "eos_token_id": Key(TOKENS, 2, nullable=True),
-    "pretraining_tp": Key(SIZE, 1, nullable=True),
-    "attention_bias": Key(FLAG, False),
-    "attention_dropout": Key(DROPOUT, 0.0),
-    "mlp_bias": Key(FLAG, False),
-}
+"""Keys of a family with rotary positions."""
 
 
-def _without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
+def without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
+    """The keys of another family less those named."""
     return {name: key for name, key in keys.items() if name not in names}
 
-
-_MISTRAL: Mapping[str, Key] = {
-    **_without(_LLAMA, "pretraining_tp", "attention_bias", "mlp_bias"),
-    "intermediate_size": Key(SIZE, 14336),
-    "num_key_value_heads": Key(SIZE, 8),
-    "max_position_embeddings": Key(SIZE, 131072),
-    "sliding_window": Key(SIZE, 4096, nullable=True),
-}
-
-_MIXTRAL: Mapping[str, Key] = {
-    **_MISTRAL,
-    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
-    "sliding_window": Key(SIZE, nullable=True),
-    "num_experts_per_tok": Key(SIZE, 2),
-    "num_local_experts": Key(SIZE, 8),
-    "output_router_logits": Key(FLAG, False),
-    "router_aux_loss_coef": Key(FLOAT, 0.001),
-    "router_jitter_noise": Key(FLOAT, 0.0),
-}
-
-_QWEN2: Mapping[str, Key] = {
-    **_without(_LLAMA, "pretraining_tp", "attention_bias", "mlp_bias"),
-    "vocab_size": Key(SIZE, 151936),
-    "intermediate_size": Key(SIZE, 22016),
-    "num_key_value_heads": Key(SIZE, 32, nullable=True),
-    "head_dim": Key(SIZE),
-    "max_position_embeddings": Key(SIZE, 32768),
-    "bos_token_id": Key(TOKEN, nullable=True),
-    "eos_token_id": Key(TOKENS, nullable=True),
-    "use_sliding_window": Key(FLAG, False),
-    "sliding_window": Key(SIZE, 4096, nullable=True),
-    "max_window_layers": Key(COUNT, 28),
-    "layer_types": Key(LAYER_TYPES, nullable=True),
-}
-
-_QWEN3: Mapping[str, Key] = {
-    **_QWEN2,
-    "head_dim": Key(SIZE, 128),
-    "attention_bias": Key(FLAG, False),
-}
-
-_QWEN3_MOE: Mapping[str, Key] = {
-    # Published qwen3_moe configs carry max_window_layers; transformers reads it nowhere.
-    **_without(_QWEN3, "layer_types"),
-    "hidden_size": Key(SIZE, 2048),
-    "intermediate_size": Key(SIZE, 6144),
-    "num_hidden_layers": Key(SIZE, 24),
-    "num_key_value_heads": Key(SIZE, 4),
-    "head_dim": Key(SIZE),
-    "decoder_sparse_step": Key(SIZE, 1),
-    "moe_intermediate_size": Key(SIZE, 768),
-    "num_experts_per_tok": Key(SIZE, 8),
-    "num_experts": Key(SIZE, 128),
-    "norm_topk_prob": Key(FLAG, False),
-    "output_router_logits": Key(FLAG, False),
-    "router_aux_loss_coef": Key(FLOAT, 0.001),
-    "mlp_only_layers": Key(LAYERS, nullable=True),
-}
-
-_GEMMA2: Mapping[str, Key] = {
-    **_without(_LLAMA, "pretraining_tp", "mlp_bias"),
-    "vocab_size": Key(SIZE, 256000),
-    "hidden_size": Key(SIZE, 2304),
-    "intermediate_size": Key(SIZE, 9216),
-    "num_hidden_layers": Key(SIZE, 26),
-    "num_attention_heads": Key(SIZE, 8),
-    "num_key_value_heads": Key(SIZE, 4),
-    "head_dim": Key(SIZE, 256),
-    "hidden_act": Key(ACTIVATION),  # in published configs; transformers reads the next one
-    "hidden_activation": Key(ACTIVATION, "gelu_pytorch_tanh"),
-    "max_position_embeddings": Key(SIZE, 8192),
-    "pad_token_id": Key(TOKEN, 0, nullable=True),
-    "eos_token_id": Key(TOKENS, 1, nullable=True),
-    "bos_token_id": Key(TOKEN, 2, nullable=True),
-    "tie_word_embeddings": Key(FLAG, True),
-    "query_pre_attn_scalar": Key(SIZE, 256),
-    "sliding_window": Key(SIZE, 4096),
-    "layer_types": Key(LAYER_TYPES, nullable=True),
-    "final_logit_softcapping": Key(POSITIVE_FLOAT, 30.0, nullable=True),
-    "attn_logit_softcapping": Key(POSITIVE_FLOAT, 50.0, nullable=True),
-    "use_bidirectional_attention": Key(FALSE, nullable=True),
-    "cache_implementation": Key(TEXT, nullable=True),
-}
-
-_GPT2: Mapping[str, Key] = {
-    **GENERIC,
-    "vocab_size": Key(SIZE, 50257),
-    "n_positions": Key(SIZE, 1024),
-    "n_ctx": Key(SIZE),  # in published configs; means n_positions
-    "n_embd": Key(SIZE, 768),
-    "n_layer": Key(SIZE, 12),
-    "n_head": Key(SIZE, 12),
-    "n_inner": Key(SIZE, nullable=True),
-    "activation_function": Key(ACTIVATION, "gelu_new"),
-    "resid_pdrop": Key(DROPOUT, 0.1),
-    "embd_pdrop": Key(DROPOUT, 0.1),
-    "attn_pdrop": Key(DROPOUT, 0.1),
-    "layer_norm_epsilon": Key(POSITIVE_FLOAT, 1e-5),
-    "summary_type": Key(TEXT, "cls_index"),
-    "summary_use_proj": Key(FLAG, True),
-    "summary_activation": Key(TEXT, nullable=True),
-    "summary_proj_to_labels": Key(FLAG, True),
-    "summary_first_dropout": Key(DROPOUT, 0.1),
-    "scale_attn_weights": Key(FLAG, True),
-    "bos_token_id": Key(TOKEN, 50256, nullable=True),
-    "eos_token_id": Key(TOKENS, 50256, nullable=True),
-    "scale_attn_by_inverse_layer_idx": Key(FLAG, False),
-    "reorder_and_upcast_attn": Key(FLAG, False),
-    "add_cross_attention": Key(FALSE, False),
-    "task_specific_params": Key(MAP, nullable=True),
-    "tie_word_embeddings": Key(FLAG, True),
-}
-
-_GPT_NEOX: Mapping[str, Key] = {
-    **GENERIC,
-    **_ROPE,
-    "vocab_size": Key(SIZE, 50432),
-    "hidden_size": Key(SIZE, 6144),
-    "num_hidden_layers": Key(SIZE, 44),
-    "num_attention_heads": Key(SIZE, 64),
-    "intermediate_size": Key(SIZE, 24576),
-    "hidden_act": Key(ACTIVATION, "gelu"),
-    "rotary_pct": Key(UNIT_FLOAT, 0.25),
-    "rotary_emb_base": Key(POSITIVE, 10000),
-    "attention_dropout": Key(DROPOUT, 0.0),
-    "hidden_dropout": Key(DROPOUT, 0.0),
-    "classifier_dropout": Key(DROPOUT, 0.1),
-    "max_position_embeddings": Key(SIZE, 2048),
-    "layer_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
-    "bos_token_id": Key(TOKEN, 0, nullable=True),
-    "eos_token_id": Key(TOKENS, 2, nullable=True),
-    "use_parallel_residual": Key(FLAG, True),
-    "attention_bias": Key(FLAG, True),
-    "is_decoder": Key(FLAG, False),
-}
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_LLAMA, strict_heads=True),
-    "mistral": Family(_MISTRAL),
-    "mixtral": Family(_MIXTRAL, {"num_experts": "num_local_experts"}),
-    "qwen2": Family(_QWEN2),
-    "qwen3": Family(_QWEN3),
-    "qwen3_moe": Family(_QWEN3_MOE, {"num_local_experts": "num_experts"}),
-    "gemma2": Family(_GEMMA2, strict_heads=True),
-    "gpt2": Family(
-        _GPT2,
-        {
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
-        strict_heads=True,
-        rotary=False,
-    ),
-    "gpt_neox": Family(_GPT_NEOX, strict_heads=True),
-}
 
 ROPE_VALUES: Mapping[str, Kind] = {
     "rope_type": TEXT,

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -15,6 +18,8 @@ from transformers import initialization as hf_initialization
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.families import model_spec
+from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import RandomWeights, SafetensorsWeights, WeightSource
 from toolkit.recipe.schema import ModelSection
 
@@ -41,11 +46,12 @@ def build_config(model: ModelSection) -> PretrainedConfig:
 
     Raises PlanError when the recipe and the checkpoint state different values.
     """
-    stated = dict(model.config or {})
+    stated = deepcopy(model.config or {})  # transformers writes into nested maps
     if model.init == "pretrained" or not stated:
         assert model.hub is not None, "checked at load"
         config = AutoConfig.from_pretrained(snapshot_folder(model.hub, model.revision))
-        _compare(stated, config, model.hub)
+        if stated:
+            _compare(stated, config, model.hub)
     else:
         config = AutoConfig.for_model(**stated)
     for key in DROPOUT_KEYS:
@@ -63,16 +69,33 @@ def build_config(model: ModelSection) -> PretrainedConfig:
     return config
 
 
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+"""Old and new spellings of what transformers keeps as `rope_parameters`."""
+
+
 def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> None:
-    """Refuse a recipe whose config keys disagree with the checkpoint's."""
+    """Refuse a recipe whose config, by which it was planned, is not the checkpoint's."""
+    planned = AutoConfig.for_model(**stated)
     for key, value in stated.items():
-        found = getattr(config, key, None)
         if key in DROPOUT_KEYS or key == "use_cache":
             setattr(config, key, value)
-        elif found != value and not (isinstance(value, dict) and isinstance(found, dict)):
+            continue
+        name = "rope_parameters" if key in _ROPE_KEYS else key
+        ours, found = (getattr(one, name, None) for one in (planned, config))
+        if ours != found:
+            told = ours if name == key else f"{name} {ours}"
             raise PlanError(
-                f"model.config.{key}: the recipe says {value!r}, {hub} says {found!r}",
-                fix=f"set model.config.{key} to {found!r} or remove it",
+                f"model.config.{key}: the recipe says {told}, {hub} says {found}",
+                fix=f"set it to what {hub}'s config.json says, or remove it",
+            )
+    ours, found = (model_spec(one.to_dict()) for one in (planned, config))
+    for field in fields(ModelSpec):
+        a, b = getattr(ours, field.name), getattr(found, field.name)
+        if a != b:
+            raise PlanError(
+                f"model.config: planned with {field.name} = {a!r}, which is transformers' "
+                f"default, but {hub} has {b!r}",
+                fix=f"state what {hub}'s config.json says of it in model.config",
             )
 
 
@@ -118,7 +141,11 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
     assert model.hub is not None, "checked at load"
     shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
     folder = snapshot_folder(model.hub, model.revision)
-    return SafetensorsWeights(folder, shapes, meta.base_model_prefix)
+    weights = SafetensorsWeights(folder, shapes, meta.base_model_prefix)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for head, embedding in meta.all_tied_weights_keys.items():
+            weights.stored_copy(head, embedding)  # refuses one that differs; once per run
+    return weights
 
 
 @torch.no_grad()

@@ -1,17 +1,11 @@
-"""What a model is, from its Hugging Face config alone: shape, parameters, FLOPs.
+"""What a model is, for the planner: shape, parameters, FLOPs.
 
 Imports no torch: `dmt check` and `dmt plan` answer from these numbers. Parameter counts
 are exact (tested against the real transformers models); FLOPs count every matrix product
 of one forward pass.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from toolkit.models.config_check import ConfigProblem, Settings, check_config
-from toolkit.models.config_keys import FAMILIES
-
-__all__ = ["ConfigProblem", "ModelSpec", "ParameterCounts", "check_config"]
 
 
 @dataclass(frozen=True)
@@ -91,50 +85,10 @@ class ModelSpec:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
-    """A norm over each query and key head (qwen3)."""
+    """A norm over each query and key head."""
     layer_norm: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norms_per_layer: int = 2
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> "ModelSpec":
-        """Read a Hugging Face config dict for which `check_config` found no problem.
-
-        Missing keys take transformers' defaults for the config's `model_type`.
-        """
-        family = str(config["model_type"])
-        settings = Settings(FAMILIES[family], config)
-        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-        window, sliding_layers = _sliding(settings, family)
-        plain = family in ("gpt2", "gpt_neox")
-        moe_layers = _moe_layers(settings)
-        bias = bool(settings["attention_bias"])
-        return cls(
-            family=family,
-            layers=settings["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=settings["num_key_value_heads"] or heads,
-            head_dim=settings["head_dim"] or hidden // heads,
-            intermediate=settings["intermediate_size"] or settings["n_inner"] or 4 * hidden,
-            vocab=settings["vocab_size"],
-            max_positions=settings["max_position_embeddings"],
-            tied_embeddings=settings["tie_word_embeddings"],
-            sliding_window=window,
-            sliding_layers=sliding_layers,
-            experts=settings["num_experts"] or 0,
-            experts_per_token=settings["num_experts_per_tok"] or 0,
-            expert_intermediate=_expert_intermediate(settings) if moe_layers else 0,
-            moe_layers=moe_layers,
-            gated_mlp=not plain,
-            learned_positions=family == "gpt2",
-            qkv_bias=family in ("gpt2", "qwen2") or bias,
-            attention_output_bias=family == "gpt2" or bias,
-            mlp_bias=plain or bool(settings["mlp_bias"]),
-            query_key_norm=family in ("qwen3", "qwen3_moe"),
-            layer_norm=plain,
-            norms_per_layer=4 if family == "gemma2" else 2,
-        )
 
     @property
     def parameters(self) -> ParameterCounts:
@@ -229,37 +183,6 @@ class ModelSpec:
     def _mlp_weights(self, intermediate: int) -> int:
         """Weights of one feed-forward block (or expert) of this inner size."""
         return (3 if self.gated_mlp else 2) * self.hidden * intermediate
-
-
-def _sliding(settings: Settings, family: str) -> tuple[int | None, int]:
-    """Window size and number of layers that use it, as the transformers models decide."""
-    window, layers = settings["sliding_window"], settings["num_hidden_layers"]
-    if window is None or settings["use_sliding_window"] is False:
-        return None, 0
-    types = settings["layer_types"]
-    if types is not None:
-        count = types.count("sliding_attention")
-    elif family == "gemma2":
-        count = (layers + 1) // 2  # every other layer, beginning with the first
-    elif family in ("qwen2", "qwen3"):
-        count = max(0, layers - settings["max_window_layers"])
-    else:
-        count = layers
-    return (window, count) if count else (None, 0)
-
-
-def _moe_layers(settings: Settings) -> int:
-    """Layers that hold experts (qwen3_moe can leave some dense; mixtral has none dense)."""
-    layers = settings["num_hidden_layers"]
-    if settings["num_experts"] is None:
-        return 0
-    step = settings["decoder_sparse_step"] or 1
-    dense = {i for i in settings["mlp_only_layers"] or () if (i + 1) % step == 0}
-    return int(layers // step - len(dense))
-
-
-def _expert_intermediate(settings: Settings) -> int:
-    return int(settings["moe_intermediate_size"] or settings["intermediate_size"])
 
 
 def _keys_per_query(sequence_length: int, window: int | None, *, causal: bool) -> float:

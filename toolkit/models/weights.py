@@ -10,11 +10,9 @@ keeps the experts of a layer in one stacked parameter while checkpoints hold one
 per expert; `checkpoint_names` maps one to the other.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -22,12 +20,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.tensors import Block
+from toolkit.models.safetensors_folder import SafetensorsFolder
 
 BLOCK = 1 << 18
 """Elements drawn from one random stream. Fixed for ever: it is part of the weights."""
@@ -284,70 +283,41 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
 # --- pretrained -----------------------------------------------------------------------
 
 
-STORED_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
-        (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
-        (r"\.mlp\.experts\.(\d+)\.up_proj\.", r".block_sparse_moe.experts.\1.w3."),
-        (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
-    ),
-    "gpt_neox": ((r"^lm_head\.", "embed_out."),),
-}
-"""Names under which the published checkpoints of a family store what transformers 5 names
-otherwise: pattern of the model's name → stored name."""
+TIED_HEAD = "lm_head.weight"
+"""The output projection, which is the embedding itself in a model with tied embeddings."""
 
-
-def published_name(family: str, name: str) -> str:
-    """The name under which transformers saves a checkpoint tensor of a family."""
-    for pattern, stored in STORED_NAMES.get(family, ()):
-        name = re.sub(pattern, stored, name)
-    return name
-
-
-def _open(path: Path) -> Any:
-    """A safetensors file. Raises DataError when it is missing or damaged."""
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", fix="download or copy the file again"
-        ) from error
+_COMPARED_ELEMENTS = 1 << 24
 
 
 class SafetensorsWeights:
     """Weights read from the safetensors of a Hugging Face folder, never by pickle.
 
     `shapes` are the parameters of the model to fill; `base_prefix` is the name under
-    which it holds its decoder (some checkpoints leave it out). Every parameter is looked
-    up at once, so a checkpoint that does not fit is refused before anything is loaded.
+    which it holds its decoder (some checkpoints leave it out); `config_name` is how to
+    call the model's config in a message. Every parameter is looked up at once, so a
+    checkpoint that does not fit is refused before anything is loaded.
 
-    Raises DataError for missing files, missing tensors and wrong shapes.
+    Raises DataError for missing or damaged files, missing tensors and wrong shapes.
     """
 
     def __init__(
-        self, folder: Path, shapes: dict[str, tuple[int, ...]], base_prefix: str = ""
+        self,
+        folder: Path,
+        shapes: dict[str, tuple[int, ...]],
+        base_prefix: str = "",
+        config_name: str = "`model.config`",
     ) -> None:
         self.folder = folder
         self.shapes = shapes
         self.base_prefix = base_prefix
-        self._handles: dict[str, Any] = {}
+        self.config_name = config_name
+        self.stored = SafetensorsFolder(folder)
         self._check()
 
-    @cached_property
+    @property
     def files(self) -> dict[str, str]:
-        """Tensor name → file name."""
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return weight_map
-        single = self.folder / "model.safetensors"
-        if not single.is_file():
-            raise DataError(
-                f"{self.folder} holds no model.safetensors",
-                fix="point `model.hub` at a model with safetensors weights; pickled "
-                "weights (pytorch_model.bin) can run code and are not read",
-            )
-        return dict.fromkeys(_open(single).keys(), single.name)
+        """The stored name of every tensor in the folder → file name."""
+        return self.stored.files
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
@@ -380,23 +350,48 @@ class SafetensorsWeights:
         return rectangle.T if block.transposed else rectangle
 
     def _slice(self, name: str) -> Any:
-        stored = self.stored_name(name)
-        file = self.files[stored]
-        if file not in self._handles:
-            self._handles[file] = _open(self.folder / file)
-        return self._handles[file].get_slice(stored)
+        return self.stored.part(self.stored_name(name))
 
     def stored_name(self, name: str) -> str:
         """The checkpoint's own name of a tensor. Raises DataError when it has none."""
+        stored = self.find(name)
+        if stored is None:
+            raise DataError(f"{self.folder} has no tensor {name}", fix=self._check_config)
+        return stored
+
+    def find(self, name: str) -> str | None:
+        """The checkpoint's own name of a tensor; None when it has none."""
         candidates = [name, name.removeprefix(f"{self.base_prefix}.")]
-        candidates += [published_name(family, name) for family in STORED_NAMES]
-        for candidate in candidates:
-            if candidate in self.files:
-                return candidate
-        raise DataError(
-            f"{self.folder} has no tensor {name}",
-            fix="check that `model.config` describes this checkpoint",
-        )
+        candidates += [family.published_name(name) for family in FAMILIES.values()]
+        return next((found for found in candidates if found in self.files), None)
+
+    def stored_copy(self, head: str, embedding: str) -> str | None:
+        """The stored name of a tied head; None when only the embedding is stored.
+
+        Both are read, some rows at a time. Raises DataError when they differ, in which
+        case transformers does not tie them, whatever the config says.
+        """
+        stored = self.find(head)
+        if stored is None:
+            return None
+        copy, original = self._slice(head), self._slice(embedding)
+        shape = tuple(original.get_shape())
+        step = max(1, _COMPARED_ELEMENTS // prod(shape[1:]))
+        same = (copy.get_dtype(), tuple(copy.get_shape())) == (original.get_dtype(), shape)
+        if not same or not all(
+            torch.equal(copy[row : row + step], original[row : row + step])
+            for row in range(0, shape[0], step)
+        ):
+            raise DataError(
+                f"{self.folder}: {stored} is not the same as {embedding}, but the config ties "
+                "them; transformers would not",
+                fix="set tie_word_embeddings: false in its config.json",
+            )
+        return stored
+
+    @property
+    def _check_config(self) -> str:
+        return f"check that {self.config_name} describes this checkpoint"
 
     def _check(self) -> None:
         for name, shape in self.shapes.items():
@@ -408,5 +403,5 @@ class SafetensorsWeights:
                     raise DataError(
                         f"{self.folder}: {piece.name} has shape {found}, the model needs "
                         f"{shape if len(pieces) == 1 else piece.numel}",
-                        fix="check that `model.config` describes this checkpoint",
+                        fix=self._check_config,
                     )

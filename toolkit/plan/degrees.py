@@ -6,13 +6,14 @@ tensor parallel within a node; else pipeline stages across nodes.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from math import inf
 
 from toolkit.errors import PlanError
 from toolkit.plan import legality
 from toolkit.plan.layout import Layout, stage_layers
 from toolkit.plan.legality import ANY, TABLE, Pair
-from toolkit.plan.memory import model_states_gib
+from toolkit.plan.memory import building_gib, states_peak_gib
 from toolkit.plan.model_rules import Job, pair_problems
 from toolkit.plan.workload import Workload
 from toolkit.recipe.schema import ParallelSection
@@ -23,8 +24,9 @@ def choose_degrees(
 ) -> tuple[Layout, list[str]]:
     """The layout but for ZeRO stage, batch split and recompute, and a reason per decision.
 
-    The first of the candidates whose model states take at most `room_gib` of a device, else
-    the one that splits the model most. Raises PlanError when no degrees suit the model.
+    The first of the candidates whose model states never take more than `room_gib` of a
+    device, else the one that splits the model most. Raises PlanError when no degrees suit
+    the model.
     """
     if pair.model == "hf":
         return _layout(job, job.parallel), []
@@ -33,7 +35,7 @@ def choose_degrees(
         raise PlanError(
             f"parallel.tensor: no tensor and pipeline degrees that suit this model divide "
             f"{job.cluster.world_size} ranks as the recipe asks",
-            fix="use another number of ranks, or state parallel.tensor and parallel.pipeline",
+            fix=_loosened(job, pair) or "use another number of ranks",
         )
     # Where no candidate can spread the batch, the micro batch rule says so.
     candidates = [one for one in legal if _spreads(job, _layout(job, one))] or legal[:1]
@@ -41,15 +43,18 @@ def choose_degrees(
 
     def least_gib(layout: Layout) -> float:
         return min(
-            model_states_gib(workload, replace(layout, zero_stage=stage)) for stage in stages
+            states_peak_gib(workload, replace(layout, zero_stage=stage)) for stage in stages
         )
 
     layouts = [_layout(job, one) for one in candidates]
     within = (layout for layout in layouts if least_gib(layout) <= room_gib)
     layout = next(within, None) or max(layouts, key=lambda one: (one.tp * one.pp, one.tp))
-    fits = least_gib(layout) <= room_gib
-    limited = room_gib != inf
-    return layout, list(_reasons(job, pair, layout, limited=limited, fits=fits))
+    split = "the most"
+    if least_gib(layout) <= room_gib:
+        split = "the least that model states fit with"
+        if least_gib(layout) == building_gib(workload, layout):
+            split = "the least that the weights fit with before ZeRO shards them"
+    return layout, list(_reasons(job, pair, layout, split, limited=room_gib != inf))
 
 
 def _candidates(job: Job, pair: Pair) -> Iterator[ParallelSection]:
@@ -71,6 +76,18 @@ def _candidates(job: Job, pair: Pair) -> Iterator[ParallelSection]:
             one = replace(job, parallel=settled)
             if not legality.problems(settled, job.cluster) and not pair_problems(one, pair):
                 yield settled
+
+
+def _loosened(job: Job, pair: Pair) -> str:
+    """The fewest stated settings to leave open so that degrees suit; empty where none do."""
+    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
+    stated = [name for name in names if getattr(job.parallel, name) != "auto"]
+    for count in range(1, len(stated) + 1):
+        for opened in combinations(stated, count):
+            parallel = job.parallel.model_copy(update=dict.fromkeys(opened, "auto"))
+            if any(_candidates(replace(job, parallel=parallel), pair)):
+                return f"set {' and '.join(f'parallel.{name} to auto' for name in opened)}"
+    return ""
 
 
 def _degrees(asked: int | str, most: int) -> list[int]:
@@ -109,18 +126,16 @@ def _spreads(job: Job, layout: Layout) -> bool:
 
 
 def _reasons(
-    job: Job, pair: Pair, layout: Layout, *, limited: bool, fits: bool
+    job: Job, pair: Pair, layout: Layout, split: str, *, limited: bool
 ) -> Iterator[str]:
-    """One line per degree that this pair can set."""
+    """One line per degree that this pair can set; `split` is why one is above 1."""
 
     def why(asked: int | str, degree: int) -> str:
         if asked != "auto":
             return "asked for"
         if not limited:
             return "auto on CPU, where memory is not the limit"
-        if degree == 1:
-            return "auto; more would not be better"
-        return f"auto; {'the least that model states fit with' if fits else 'the most'}"
+        return f"auto; {'more would not be better' if degree == 1 else split}"
 
     parallel, tp, pp = job.parallel, layout.tp, layout.pp
     spans = job.cluster.gpus_per_node % tp != 0

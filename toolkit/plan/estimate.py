@@ -10,8 +10,9 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import default_cluster
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec
 from toolkit.plan.formulas import StateCounts, deepspeed_estimator, zero_paper
+from toolkit.plan.legality import Pair
 from toolkit.plan.memory import (
     GIB,
     Memory,
@@ -63,10 +64,10 @@ def estimate(setup: Setup) -> Estimate:
 
 def estimate_plan(recipe: Recipe, plan: Plan) -> Estimate:
     """Predict a recipe's plan on the usual machines of its accelerator."""
-    spec = ModelSpec.from_config(model_config(recipe.model))
+    spec = model_spec(model_config(recipe.model))
     where = recipe.cluster
     setup = Setup(
-        planned_workload(spec, recipe.training, plan.engine),
+        planned_workload(spec, recipe.training, Pair(plan.engine, plan.model)),
         plan.layout,
         default_cluster(where.nodes, where.gpus_per_node, where.gpu),
     )

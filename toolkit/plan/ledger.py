@@ -6,7 +6,7 @@ transformers. Every entry is derived from recipe, plan and the legality table.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
@@ -31,11 +31,16 @@ class Entry:
 
 
 def ledger(
-    recipe: Recipe, plan: Plan, spec: ModelSpec, config: Mapping[str, object] | None = None
+    recipe: Recipe,
+    plan: Plan,
+    spec: ModelSpec,
+    config: Mapping[str, object] | None = None,
+    engine_config: Mapping[str, Any] | None = None,
 ) -> list[Entry]:
     """Every entry of this plan: exact ones first, refused ones last.
 
-    `config` is the hub's config of the model, where the recipe states none.
+    `config` is the hub's config of the model, where the recipe states none. `engine_config`
+    is what the plan's engine is told; without it, nothing that the plan does not say.
     """
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")
@@ -43,7 +48,10 @@ def ledger(
     random = {key: settings.get(key) for key in DROPOUT_KEYS} | {"router_jitter_noise": jitter}
     found = {
         "exact": _exact(recipe, plan, spec),
-        "approximated": _approximated(recipe, plan, spec, random),
+        "approximated": [
+            *_approximated(recipe, plan, spec, random),
+            *_sent_in_fewer_bits(plan, recipe.training.precision, engine_config or {}),
+        ],
         "refused": _refused(Pair(plan.engine, plan.model), spec),
     }
     return [Entry(kind, what, why) for kind in KINDS for what, why in found[kind]]
@@ -104,6 +112,30 @@ def _approximated(
                 yield key, f"{strength}, but its random numbers differ between layouts"
     if layout.offload_optimizer != "none":
         yield "offloaded AdamW", "DeepSpeed's own on the CPU, which rounds in another order"
+
+
+def _sent_in_fewer_bits(
+    plan: Plan, precision: str, engine_config: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What DeepSpeed rounds to send it: the other engines send gradients in fp32.
+
+    Its `data_types.grad_accum_dtype` is only that of each rank's own sum.
+    """
+    ranks = plan.layout.dp
+    if plan.engine != "deepspeed" or ranks == 1:
+        return
+    zero = engine_config.get("zero_optimization", {})
+    # engine.py, `communication_data_type`: the training precision unless told otherwise.
+    sent_in = engine_config.get("communication_data_type") or precision
+    if zero.get("zero_quantized_gradients"):
+        sent_in = "quantized blocks"
+    if sent_in != "fp32":
+        yield (
+            "gradient reduction",
+            f"gradients are summed over {ranks:,} data-parallel ranks in {sent_in}",
+        )
+    if zero.get("zero_quantized_weights"):
+        yield "gathered weights", f"in quantized blocks, from {ranks:,} data-parallel ranks"
 
 
 def _split_sums(plan: Plan) -> str:

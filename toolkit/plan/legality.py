@@ -5,7 +5,8 @@ One table answers for everyone: `dmt check` (through `problems`), the planner (t
 What a model's shape forbids besides is decided in `toolkit.plan.model_rules`.
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -275,21 +276,32 @@ def _not_in_this_release(parallel: ParallelSection) -> Problem:
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
     """tensor · pipeline · context must divide the number of ranks."""
     degrees = {name: _known_degree(parallel, name) or 1 for name in (*DEGREES[:2], "context")}
-    product, world = 1, cluster.world_size
-    for degree in degrees.values():
-        product *= degree
+    product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
         return
     largest = max(degrees, key=lambda name: degrees[name])
-    others = product // degrees[largest]
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
-    near = nearest(degrees[largest], divisors(world // others if world % others == 0 else 0))
+    near = _nearest_degrees(degrees, world)
+    changes = [f"parallel.{n} to {near[n]}" for n in degrees if near[n] != degrees[n]]
     yield Problem(
         f"parallel.{largest}",
         f"{shown} = {product} on {world} ranks",
         f"a product that divides nodes · gpus_per_node = {world}",
-        f"set parallel.{largest} to {near}" if near else "use smaller degrees or more ranks",
+        f"set {' and '.join(changes)}",
     )
+
+
+def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
+    """The nearest degrees whose product divides `world`.
+
+    The largest gives way first: the others are settled before it, smallest first, and
+    change only where they divide no ranks that are left.
+    """
+    near, room = {}, world
+    for name in sorted(degrees, key=lambda name: degrees[name]):
+        near[name] = nearest(degrees[name], divisors(room)) or 1
+        room //= near[name]
+    return near
 
 
 def _matches(parallel: ParallelSection, pair: Pair) -> bool:

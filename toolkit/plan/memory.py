@@ -165,6 +165,23 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
+def building_gib(workload: Workload, layout: Layout) -> float:
+    """GiB of weights on the fullest rank while the model is built.
+
+    megatron-core builds all that a tensor-parallel rank computes with; only then does
+    DeepSpeed shard or offload it. transformers' models are sharded while they are built.
+    """
+    if (workload.engine, workload.model) != ("deepspeed", "megatron"):
+        return 0.0
+    shares = _fullest_shares(workload, *_degrees(layout))
+    return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
+
+
+def states_peak_gib(workload: Workload, layout: Layout) -> float:
+    """The most that model states ever take: in training, or while the model is built."""
+    return max(model_states_gib(workload, layout), building_gib(workload, layout))
+
+
 class StateBytes(NamedTuple):
     """Bytes per parameter before ZeRO."""
 
@@ -278,7 +295,7 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     width = compute_bytes(workload)
     if workload.fused_loss:
         return 2 * width
-    if workload.engine == "megatron":
+    if "megatron" in (workload.engine, workload.model):
         return FP32_BYTES + (width if width < FP32_BYTES else 0)
     return (4 if workload.engine == "fsdp" and tp > 1 else 3) * FP32_BYTES
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from toolkit.errors import Problem
-from toolkit.models.families import unsupported
+from toolkit.models.families import model_spec, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality
 from toolkit.plan.legality import Pair, divisors, nearest
@@ -29,7 +29,7 @@ class Job:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        return ModelSpec.from_config(self.config)
+        return model_spec(self.config)
 
 
 def able_pairs(job: Job) -> list[Pair]:
@@ -58,8 +58,7 @@ def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     if job.spec.moe_layers and pair.engine == "deepspeed":
         return [_experts_in_deepspeed(job, pair)]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
-    if pair.engine == "deepspeed":
-        rules.append(_half_precision_stage)
+    rules.append(_half_precision_stage if pair.engine == "deepspeed" else _loss_scale)
     return [problem for rule in rules for problem in rule(job)]
 
 
@@ -200,13 +199,29 @@ def _half_precision_stage(job: Job) -> Iterator[Problem]:
     """DeepSpeed's unfused_optimizer.py takes the norm of a flattened copy of the gradients,
     which no longer says that the tensor is split: each rank clips by its own norm."""
     precision, tensor = job.training.precision, job.parallel.tensor
-    if job.parallel.zero.stage == 0 and precision != "fp32" and tensor != 1:
+    # An open degree is settled where this allows it: at 1, but not under sequence parallel.
+    splits = job.parallel.sequence is True or (_known(tensor) or 1) > 1
+    if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
         yield Problem(
             "parallel.zero.stage",
             f"0 with precision: {precision} and parallel.tensor: {tensor}",
             "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
             "tensor-parallel rank",
             "set parallel.zero.stage to 1 (or auto)",
+        )
+
+
+def _loss_scale(job: Job) -> Iterator[Problem]:
+    """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
+    their own, and each optimizer a dynamic loss scale: all skip a step that overflows, but
+    only the one in which it did lowers its scale."""
+    if job.training.precision == "fp16" and job.parallel.expert > 1:
+        yield Problem(
+            "training.precision",
+            f"fp16 with parallel.expert: {job.parallel.expert}",
+            "bf16 or fp32: in fp16, megatron-core scales the losses of experts and of the rest "
+            "apart, and they drift after an overflow",
+            "set training.precision to bf16, or parallel.expert to 1",
         )
 
 

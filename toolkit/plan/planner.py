@@ -14,12 +14,13 @@ from typing import Any
 
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.spec import ModelSpec
 from toolkit.plan import legality, model_rules
 from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.legality import EngineName, ModelName, Pair, Stage
-from toolkit.plan.memory import GIB, model_states_gib
+from toolkit.plan.memory import GIB, building_gib, model_states_gib, states_peak_gib
 from toolkit.plan.model_rules import Job, able_pairs
 from toolkit.plan.workload import Workload, planned_workload
 from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
@@ -84,7 +85,7 @@ def plan_recipe(recipe: Recipe) -> Plan:
         raise RecipeError(found)
     spec, device = job.spec, gpu(recipe.cluster.gpu)
     pair, pair_reason = _pair(job)
-    workload = planned_workload(spec, training, pair.engine)
+    workload = planned_workload(spec, training, pair)
     room_gib = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
     layout, degree_reasons = choose_degrees(job, pair, workload, room_gib)
     layout, micro_reason = _split_batch(training, layout)
@@ -186,7 +187,7 @@ def _in_zero_stage(
     candidates = [replace(layout, zero_stage=stage) for stage in open_to]
     room = inf if device.memory_gib is None else device.memory_gib * STATE_SHARE
     chosen = next(
-        (one for one in candidates if model_states_gib(workload, one) <= room), candidates[-1]
+        (one for one in candidates if states_peak_gib(workload, one) <= room), candidates[-1]
     )
     if recipe.parallel.zero.stage != "auto":
         why = "asked for"
@@ -200,17 +201,25 @@ def _in_zero_stage(
         why = "the only stage with this offload"
     else:
         why = "auto" if device.memory_gib else "auto on CPU, where memory is not the limit"
-    note = _memory_note(model_states_gib(workload, chosen), device, pair)
+    note = _memory_note(workload, chosen, device)
     return chosen, f"zero {chosen.zero_stage}: {why}{note}"
 
 
-def _memory_note(needed_gib: float, device: Gpu, pair: Pair) -> str:
+def _memory_note(workload: Workload, layout: Layout, device: Gpu) -> str:
+    """What the model states take of a device, and a warning where that is too much."""
     if device.memory_gib is None:
         return ""
+    needed_gib, built_gib = model_states_gib(workload, layout), building_gib(workload, layout)
+    room_gib = device.memory_gib * STATE_SHARE
     note = f"model states take {needed_gib:.1f} of {device.memory_gib:g} GiB per GPU"
-    if needed_gib <= device.memory_gib * STATE_SHARE:
+    if built_gib > needed_gib:
+        note += f", and {built_gib:.1f} while the model is built, before ZeRO shards it"
+    if max(needed_gib, built_gib) <= room_gib:
         return f"; {note}"
-    instead = ", a higher stage or offload" if pair.engine == "deepspeed" else ""
+    if built_gib > room_gib >= needed_gib:
+        instead = "use a higher tensor degree, or engine megatron with pipeline stages"
+        return f"; WARNING: {note}: {instead}"
+    instead = ", a higher stage or offload" if workload.engine == "deepspeed" else ""
     return f"; WARNING: {note}, which leaves little for activations: use more GPUs{instead}"
 
 

@@ -163,6 +163,7 @@ class Case:
             sequence_length=int(self._model["seq"]),
             precision=self._dtype(),
             engine=self.engine,
+            model="megatron" if self.engine == "megatron" else "hf",
             attention="unfused" if self._attention == "unfused" else "fused",
             # Composer (llm-foundry) came before FlashAttention-2, and ran single operators;
             # FSDP2 (torchtitan) is compiled where the source does not say eager.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.legality import EngineName
+from toolkit.plan.legality import EngineName, ModelName, Pair
 from toolkit.recipe.schema import TrainingSection
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -20,6 +20,9 @@ class Workload:
     sequence_length: int
     precision: Precision
     engine: EngineName
+    model: ModelName = "hf"
+    """Whose modules compute: transformers' (or another implementation on PyTorch's own
+    operators), or megatron-core's."""
     attention: Attention = "fused"
     """fused: flash attention, which stores no scores; unfused: scores written to memory."""
     flash_version: Literal[1, 2] = 2
@@ -52,7 +55,7 @@ class Workload:
 
 
 def planned_workload(
-    spec: ModelSpec, training: TrainingSection, engine: EngineName, *, dropout: bool = False
+    spec: ModelSpec, training: TrainingSection, pair: Pair, *, dropout: bool = False
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -64,9 +67,10 @@ def planned_workload(
         spec=spec,
         sequence_length=training.sequence_length,
         precision=training.precision,
-        engine=engine,
+        engine=pair.engine,
+        model=pair.model,
         fused_elementwise=False,
         pipeline_overlap=False,
-        reduce_overlap=engine != "megatron",
+        reduce_overlap=pair.engine != "megatron",
         dropout=dropout,
     )

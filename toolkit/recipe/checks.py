@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, gpu
-from toolkit.models.spec import ModelSpec, check_config
+from toolkit.models.config_check import check_config
+from toolkit.models.families import model_spec
 from toolkit.plan import legality, model_rules
 from toolkit.plan.layout import total_steps
 from toolkit.plan.model_rules import Job
@@ -125,7 +126,7 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
     config, length = recipe.model.config, recipe.training.sequence_length
     if config is None or check_config(config):
         return
-    spec = ModelSpec.from_config(config)
+    spec = model_spec(config)
     if length <= spec.max_positions or (not spec.learned_positions and _rope_scaled(config)):
         return
     raise_it = "model.config's largest position"

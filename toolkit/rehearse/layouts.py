@@ -153,17 +153,19 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
     """The same kind of layout with at most `processes` ranks."""
     # Experts are spread over data-parallel ranks, so those come earlier where there are any.
     order = ("tp", "dp", "pp", "cp") if layout.ep > 1 else ("tp", "pp", "cp", "dp")
+    experts = _smallest(layout.ep)
     small: dict[str, int] = {}
     room = processes
     for name in order:
-        # Any number of data-parallel ranks does the same, and 2 split every batch.
-        degree = min(layout.dp, 2) if name == "dp" else _smallest(getattr(layout, name))
+        # 2 data-parallel ranks do what more do, but where experts are spread over more.
+        most = max(2, experts)
+        degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
         small[name] = degree if degree <= room else 1
         room //= small[name]
     return Layout(
         **small,
         vpp=_smallest(layout.vpp) if small["pp"] > 1 else 1,
-        ep=min(_smallest(layout.ep), small["dp"]),
+        ep=experts if small["tp"] * small["dp"] % experts == 0 else 1,
         sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
         zero_stage=layout.zero_stage,
         offload_optimizer=layout.offload_optimizer,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
 
 from toolkit.engines.setup import adopt_engine_config, prepare_ops
@@ -30,9 +31,9 @@ from toolkit.rehearse.shrink import (
 )
 from toolkit.train.assignment import Assignment, decide, write
 
-GLOBAL_BATCH = 8
+LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four
-micro batches for a pipeline."""
+micro batches for a pipeline. More only where a pipeline asks for it."""
 MICRO_BATCH = 2
 LARGEST_RATE = 3e-4
 """Larger steps of AdamW blow rounding up: in ten steps, 3e-3 turned 1e-7 into 3e-5, and so
@@ -93,15 +94,33 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     model = recipe.model.model_copy(update={"config": config})
     recipe = recipe.model_copy(update={"model": model})
     plan = plan_recipe(recipe)
-    small = shrink_recipe(recipe, plan, options.steps)
-    return Rehearsal(small, plan, recipe, tuple(candidates(recipe, plan, options.processes)))
+    layouts = tuple(candidates(recipe, plan, options.processes))
+    small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
+    return Rehearsal(small, plan, recipe, layouts)
 
 
-def shrink_recipe(recipe: Recipe, plan: Plan, steps: int) -> Recipe:
+def rehearsed_batch(layouts: Sequence[Candidate]) -> int:
+    """The smallest number of sequences from LEAST_BATCH on that every layout can split.
+
+    An interleaved pipeline takes micro batches in groups of one per stage.
+    """
+    unit = 1
+    for one in layouts:
+        tensor, stages = one.parallel.tensor, one.parallel.pipeline
+        assert isinstance(tensor, int), "a layout leaves nothing open"
+        assert isinstance(stages, int), "a layout leaves nothing open"
+        ranks = one.processes // (tensor * stages)
+        group = stages if one.parallel.virtual_pipeline != 1 else 1
+        unit = lcm(unit, MICRO_BATCH * ranks * group)
+    return -(-LEAST_BATCH // unit) * unit
+
+
+def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
 
-    The learning rate is the recipe's largest in every step, up to LARGEST_RATE: a
-    rehearsal that only warms up would hardly move the weights.
+    `batch` is the number of sequences per step. The learning rate is the recipe's largest in
+    every step, up to LARGEST_RATE: a rehearsal that only warms up would hardly move the
+    weights.
     """
     divisors = degrees(plan)
     long = recipe.training.sequence_length
@@ -115,7 +134,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int) -> Recipe:
         "tokens": None,
         "epochs": None,
         "sequence_length": short,
-        "global_batch_size": GLOBAL_BATCH,
+        "global_batch_size": batch,
         "micro_batch_size": MICRO_BATCH,
         "precision": "fp32",
     }

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from toolkit.models.config_check import Settings
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
-from toolkit.models.spec import ModelSpec
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families.base import Settings
 
 SMALL_PARAMETERS = 2_000_000
 """A model of at most so many parameters trains in seconds as it is."""
@@ -67,10 +67,9 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     `config` is one for which `check_config` finds no problem. One with at most
     SMALL_PARAMETERS is returned as it is.
     """
-    if ModelSpec.from_config(config).parameters.total <= SMALL_PARAMETERS:
+    if model_spec(config).parameters.total <= SMALL_PARAMETERS:
         return dict(config)
-    family = FAMILIES[str(config["model_type"])]
-    settings = Settings(family, config)
+    settings = settings_of(config)
     sizes = {
         **_attention(settings, degrees),
         **_experts(settings, degrees),
@@ -104,7 +103,7 @@ def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, An
 
     A window that reaches over the whole sequence is left alone.
     """
-    window = Settings(FAMILIES[str(config["model_type"])], config)["sliding_window"]
+    window = settings_of(config)["sliding_window"]
     if window is None or window >= long:
         return config
     return {**config, "sliding_window": max(1, window * short // long)}

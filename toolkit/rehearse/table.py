@@ -7,9 +7,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.models.config_check import Settings
-from toolkit.models.config_keys import FAMILIES
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import model_spec, settings_of
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Outcome, Rehearsal
@@ -136,12 +134,11 @@ def _config(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _parameters(config: Mapping[str, Any]) -> int:
-    return ModelSpec.from_config(config).parameters.total
+    return model_spec(config).parameters.total
 
 
 def _size_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    family = FAMILIES[str(before["model_type"])]
-    old, new = Settings(family, before), Settings(family, after)
+    old, new = settings_of(before), settings_of(after)
     return [
         f"{label} {old[key]:,} → {new[key]:,}"
         for key, label in _SIZES.items()

@@ -229,7 +229,9 @@ class _Worker:
         weights = self.together.run(
             lambda: hf.weight_source(recipe.model, config, recipe.training.seed)
         )
-        setup = EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
+        setup = self.together.run(
+            lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
+        )
         return build_engine(plan.engine, setup)
 
     def _resume(self, store: CheckpointStore, engine: Engine, fingerprint: str) -> Progress:

@@ -9,6 +9,7 @@ The result appears under its name when it is complete; before that it is a hidde
 beside it.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +22,20 @@ __all__ = ["appearing", "check_destination"]
 
 
 def check_destination(src: Path, dst: Path, nbytes: int) -> None:
-    """Refuse a folder that holds something, or a disk without room. Raises DataError."""
-    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+    """Refuse a folder that cannot take its place or has no room. Raises DataError."""
+    if dst.is_symlink() or os.path.ismount(dst):
+        kind = "a symbolic link" if dst.is_symlink() else "a mount point"
+        raise DataError(
+            f"{dst} is {kind}; a complete folder could not take its place",
+            fix="name a new folder",
+        )
+    parent = next(above for above in dst.absolute().parents if os.path.lexists(above))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise DataError(f"{dst} cannot be made: {parent} is no folder that you can write to")
+    if os.path.lexists(dst) and (not os.access(dst, os.R_OK) or not _is_empty(dst)):
         raise DataError(f"{dst} exists and is not empty", fix="name a new folder")
     if dst.resolve().is_relative_to(src.resolve()):
         raise DataError(f"{dst} lies inside {src}", fix="name a folder outside")
-    parent = next(folder for folder in dst.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise DataError(
@@ -35,16 +44,26 @@ def check_destination(src: Path, dst: Path, nbytes: int) -> None:
         )
 
 
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
 @contextmanager
 def appearing(dst: Path) -> Iterator[Path]:
-    """A hidden folder beside `dst` that takes its name at the end, or goes when that fails."""
+    """A hidden folder beside `dst` that takes its name at the end, or goes when that fails.
+
+    Raises DataError when reading or writing a file fails on the way.
+    """
     dst = dst.absolute()
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{dst.name}.partial-", dir=dst.parent))
     try:
-        hidden.chmod(0o755)
-        yield hidden
-        hidden.rename(dst)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+        dst.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{dst.name}.partial-", dir=dst.parent))
+        try:
+            hidden.chmod(0o755)
+            yield hidden
+            hidden.rename(dst)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise DataError(f"writing {dst} failed, nothing of it is left: {error}") from error

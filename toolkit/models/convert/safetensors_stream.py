@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from toolkit.errors import DataError
 from toolkit.models.convert.sliced_file import SlicedFile
+from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 
-INDEX = "model.safetensors.index.json"
 LARGEST_FILE_BYTES = 5_000_000_000
 
 _NAMES = {
@@ -70,7 +70,7 @@ def write_model(
     """Write a model's files as transformers names them: several with an index above `limit`."""
     files = _files(entries, limit)
     if len(files) == 1:
-        write_file(folder / "model.safetensors", files[0])
+        write_file(folder / SINGLE, files[0])
         return
     weight_map: dict[str, str] = {}
     for number, content in enumerate(files, start=1):
@@ -124,17 +124,22 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
         os.fsync(file.fileno())
 
 
-def read_file(path: Path, names: Iterable[str] | None = None) -> Iterator[Entry]:
-    """Tensors of a safetensors file, all or those of these names; their values stay on disk."""
+def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[Entry]:
+    """Tensors of safetensors files; their values stay on disk until they are written.
+
+    Raises DataError for a damaged file or a dtype that is not known here.
+    """
     dtypes = {text: dtype for dtype, text in _NAMES.items()}
-    handle: Any = safe_open(path, framework="pt")
-    for name in handle.keys() if names is None else names:
-        part = handle.get_slice(name)
-        yield Entry(
-            name, dtypes[part.get_dtype()], tuple(part.get_shape()),
-            partial(_whole, handle, name),
-        )  # fmt: skip
+    for name in names:
+        part = stored.part(name)
+        dtype = dtypes.get(part.get_dtype())
+        if dtype is None:
+            raise DataError(
+                f"{stored.folder / stored.files[name]}: {name} has the dtype "
+                f"{part.get_dtype()}, which is not converted"
+            )
+        yield Entry(name, dtype, tuple(part.get_shape()), partial(_whole, part))
 
 
-def _whole(handle: Any, name: str) -> list[Tensor]:
-    return [handle.get_tensor(name)]
+def _whole(part: Any) -> list[Tensor]:
+    return [part[...]]

@@ -1,6 +1,7 @@
 """What is to be converted: a Hugging Face folder or a Megatron checkpoint, looked at only."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -9,10 +10,10 @@ from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import DROPOUT_KEYS, FAMILIES
-from toolkit.models.convert.torch_dist import FORMAT_FILE
-from toolkit.models.families import MegatronModel, megatron_model, unsupported
-from toolkit.models.families.base import Instance
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
+from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -23,8 +24,10 @@ KEPT = "hf"
 NAMES_FILE = "tensors.json"
 """In `KEPT`: the names of the tensors in the Hugging Face files."""
 UNMAPPED_FILE = "unmapped.safetensors"
-"""In `KEPT`: tensors that the model does not have (buffers, copies of tied weights)."""
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+"""In `KEPT`: tensors that the model does not have (buffers)."""
+_WEIGHT_SUFFIXES = {
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,12 @@ def shape_of(parts: Sequence[Part]) -> tuple[int, ...]:
 
 def companion_files(folder: Path) -> Iterator[Path]:
     """The files of a folder that hold no weights: config, tokenizer, licence."""
+    megatron = {NAMES_FILE, TRACKER}
+    if _backend(folder) is not None:
+        megatron.add(FORMAT_FILE)
     for file in sorted(folder.iterdir()):
         weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        ours = file.name in (NAMES_FILE, TRACKER) or file.name.startswith(".")
+        ours = file.name in megatron or file.name.startswith(".")
         if file.is_file() and not weights and not ours:
             yield file
 
@@ -103,7 +109,11 @@ def open_source(src: Path, config_file: Path | None = None) -> Source:
     sides compute alike.
     """
     if not src.is_dir():
-        raise DataError(f"{src} is no folder", fix="name a folder on this machine")
+        raise DataError(
+            f"{src} is no folder",
+            fix="name a folder on this machine (`hf download MODEL --local-dir FOLDER` makes "
+            "one of a model on the hub)",
+        )
     iteration = _iteration_folder(src)
     if iteration is not None:
         path = config_file or _config_beside(src, iteration)
@@ -127,21 +137,40 @@ def open_source(src: Path, config_file: Path | None = None) -> Source:
 
 def _iteration_folder(src: Path) -> Path | None:
     """The folder with the data of a Megatron checkpoint; None when `src` is none."""
-    if (src / FORMAT_FILE).is_file():
-        return src
-    tracker = src / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if text != RELEASE and not text.isdecimal():
-        raise CheckpointError(f"{tracker} says {text[:40]!r}, neither a step nor {RELEASE}")
-    folder = src / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if not (folder / FORMAT_FILE).is_file():
+    folder, backend = src, _backend(src)
+    if backend is None:
+        tracker = src / TRACKER
+        if not tracker.is_file():
+            return None
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
+            raise CheckpointError(f"{tracker} says {text[:40]!r}, neither a step nor {RELEASE}")
+        folder = src / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+        backend = _backend(folder)
+    if backend != FORMAT["sharded_backend"]:
+        found = f"has no {FORMAT_FILE}" if backend is None else f"has the format {backend!r}"
         raise CheckpointError(
-            f"{folder} has no {FORMAT_FILE}: it is no torch_dist checkpoint",
+            f"{folder} {found}: it is no torch_dist checkpoint",
             fix="save it with Megatron-LM's --ckpt-format torch_dist",
         )
     return folder
+
+
+def _backend(folder: Path) -> object:
+    """The format of a Megatron checkpoint; None for a folder that is none.
+
+    A Hugging Face folder may have a metadata.json of its own.
+    """
+    file = folder / FORMAT_FILE
+    if not file.is_file():
+        return None
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        if not (folder / METADATA).exists():
+            return None
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return stated.get("sharded_backend") if isinstance(stated, dict) else None
 
 
 def _config_beside(src: Path, iteration: Path) -> Path:
@@ -164,6 +193,8 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(stated, dict):
         raise DataError(f"{path} is not a config: it holds no JSON object")
     family = FAMILIES.get(str(stated.get("model_type")))
+    if family:
+        stated = _with_rope(stated, family)
     known = {*family.keys, *family.aliases} if family else set(stated)
     foreign = sorted(set(stated) - known)
     if "quantization_config" in foreign:
@@ -179,4 +210,25 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise DataError(f"{path}: {reason}")
     if not foreign:
         return config, ()
-    return config, (f"{path.name}: {', '.join(foreign)}: transformers' model does not read it",)
+    return config, (f"{path.name}: DMT does not know {', '.join(foreign)}",)
+
+
+def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The config with keys beside the map of rotary settings moved into it.
+
+    transformers' models do so: `original_max_position_embeddings` replaces what the map
+    says, `partial_rotary_factor` stands where the map is silent. The latter is not read in
+    gpt_neox, which has a name of its own for the share that turns.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(name) or {}
+    if name not in family.keys or not isinstance(rope, dict):
+        return config
+    rest, moved = dict(config), dict(rope)
+    if (length := rest.pop("original_max_position_embeddings", None)) is not None:
+        moved["original_max_position_embeddings"] = length
+    if "rotary_pct" not in family.keys:
+        share = rest.pop("partial_rotary_factor", None)
+        if share not in (None, 1):  # 1: all of each head, as without it
+            moved.setdefault("partial_rotary_factor", share)
+    return rest | {name: moved} if moved != rope else rest

@@ -1,7 +1,9 @@
 """A Megatron checkpoint, saved by any layout, becomes a Hugging Face folder again."""
 
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from toolkit.errors import CheckpointError
 from toolkit.models.convert.checkpoint_keys import Place, found_place
-from toolkit.models.convert.safetensors_stream import Entry, read_file, write_model
+from toolkit.models.convert.safetensors_stream import Entry, read_entries, write_model
 from toolkit.models.convert.source import (
     NAMES_FILE,
     UNMAPPED_FILE,
@@ -21,29 +23,41 @@ from toolkit.models.convert.source import (
     shape_of,
 )
 from toolkit.models.convert.torch_dist import Reader
+from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
-from toolkit.models.weights import published_name
+from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.models.weights import TIED_HEAD
 
 PIECE_ELEMENTS = 1 << 25
 """Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
-_WEIGHTS = ("decoder.", "embedding.", "output_layer.")
-"""How the keys of model weights begin; what is left of a checkpoint is training state."""
+_TRAINING_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|.*\._extra_state")
+"""Keys of tensors that are no weights; all others of a checkpoint must be the model's."""
+_MEGATRON_LM_MULTIPLES = tuple(128 * tp for tp in range(1, 65))
+"""To what Megatron-LM pads the vocabulary unless told otherwise: 128 for each TP rank."""
 
 
 class ToHuggingFace:
-    """The conversion of one checkpoint. Raises CheckpointError when config and keys differ."""
+    """The conversion of one checkpoint.
 
-    def __init__(self, source: Source) -> None:
+    `vocab_multiple` is to what its vocabulary may be padded beside Megatron-LM's defaults.
+    Raises CheckpointError when config and keys differ, or a file is damaged.
+    """
+
+    def __init__(self, source: Source, vocab_multiple: int = 128) -> None:
         self.source = source
+        self.multiples = (vocab_multiple, *_MEGATRON_LM_MULTIPLES)
+        self.notes: tuple[str, ...] = ()
+        """What the user should know of the weights."""
         self.reader = Reader(source.folder)
         self._tensors = source.tensors()
         self._places = self._find()
-        names = self._names()
-        self.entries = [
-            self._entry(names[name], parts) for name, parts in self._tensors.items()
-        ]
-        if unmapped := self._kept(UNMAPPED_FILE):
-            self.entries += read_file(unmapped)
+        self.entries = [*self._entries(), *self._unmapped()]
+        names = Counter(entry.name for entry in self.entries)
+        if twice := sorted(name for name, times in names.items() if times > 1):
+            raise CheckpointError(
+                f"{self.source.companions} names {', '.join(twice[:3])} twice",
+                fix="convert the Hugging Face folder to Megatron again",
+            )
         self.nbytes = sum(entry.nbytes for entry in self.entries)
 
     def write(self, folder: Path, tick: Callable[[int], None]) -> None:
@@ -70,19 +84,43 @@ class ToHuggingFace:
             self._check_shape(instance, place)
             places[instance] = place
         rest = keys.keys() - {place.key for place in places.values()}
-        if weights := sorted(key for key in rest if key.startswith(_WEIGHTS)):
+        if weights := sorted(key for key in rest if not _TRAINING_STATE.match(key)):
             raise self._misfit(f"the model has no {', '.join(weights[:3])}")
         return places
 
     def _check_shape(self, instance: Instance, place: Place) -> None:
         tensor, found = instance.tensor, self.reader.tensors[place.key].size
         columns = () if tensor.columns is None else (tensor.columns,)
-        rows, axis = tensor.rows, len(place.sizes)
-        if tensor.padded and len(found) > axis:
-            rows = max(rows, found[axis])
-        wanted = (*place.sizes, rows, *columns)
+        if tensor.padded and len(found) == 2 and found[0] > tensor.rows:
+            self._check_padding(place.key, tensor.rows)
+            found = (tensor.rows, found[1])
+        wanted = (*place.sizes, tensor.rows, *columns)
         if found != wanted:
             raise self._misfit(f"{place.key} has shape {found}, the model needs {wanted}")
+
+    def _check_padding(self, key: str, rows: int) -> None:
+        """Leave out the rows from `rows` on only where they can be padding.
+
+        Zeros can always be. Megatron-LM draws its padding at random like any row, so that
+        rows with values can be padding when a usual multiple explains their number.
+        """
+        padded, columns = self.reader.tensors[key].size
+        extra = padded - rows
+        usual = any(padded % multiple == 0 and extra < multiple for multiple in self.multiples)
+        step = max(1, PIECE_ELEMENTS // columns)
+        if not usual and any(
+            self.reader.read(key, (row, 0), (min(step, padded - row), columns)).any()
+            for row in range(rows, padded, step)
+        ):
+            raise CheckpointError(
+                f"{self.source.folder}: {key} has {padded} rows, {extra} more than the "
+                f"vocab_size {rows} of {self.source.config_file}; they hold values and are no "
+                "padding to a multiple of 128 for each TP rank",
+                fix=f"set vocab_size: {padded} in that config to keep them, or say with "
+                "--vocab-multiple to what they are padded",
+            )
+        note = f"{extra} rows of padding beyond vocab_size ({rows}) are left out"
+        self.notes = tuple(dict.fromkeys((*self.notes, note)))
 
     def _misfit(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -94,11 +132,34 @@ class ToHuggingFace:
         """The names for the files: those kept at conversion, else those of the family."""
         kept = self._kept(NAMES_FILE)
         if kept is None:
-            return {name: published_name(self.source.family, name) for name in self._tensors}
-        names: dict[str, str] = json.loads(kept.read_text())
-        if names.keys() != self._tensors.keys():
+            family = FAMILIES[self.source.family]
+            return {name: family.published_name(name) for name in self._tensors}
+        try:
+            names = json.loads(kept.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{kept} cannot be read: {error}") from error
+        # A tied head is named where the Hugging Face folder stored it beside the embedding.
+        if (
+            not isinstance(names, dict)
+            or names.keys() - {TIED_HEAD} != self._tensors.keys() - {TIED_HEAD}
+            or not names.keys() >= self._tensors.keys()
+            or not all(isinstance(name, str) and name for name in names.values())
+        ):
             raise CheckpointError(f"{kept} does not fit the config beside it")
         return names
+
+    def _entries(self) -> Iterator[Entry]:
+        """The model's tensors; a tied head is the embedding under a second name."""
+        embedding = next(iter(self._tensors.values()))
+        for name, stored in self._names().items():
+            yield self._entry(stored, self._tensors.get(name, embedding))
+
+    def _unmapped(self) -> Iterator[Entry]:
+        """Tensors that the Hugging Face folder had beside the model's."""
+        kept = self._kept(UNMAPPED_FILE)
+        if kept is not None:
+            stored = SafetensorsFolder(kept.parent, only=kept.name)
+            yield from read_entries(stored, stored.files)
 
     def _entry(self, name: str, parts: Sequence[Part]) -> Entry:
         key = self._places[parts[0].instance].key

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.errors import DataError
 from toolkit.models.convert.checkpoint_keys import written_place
-from toolkit.models.convert.safetensors_stream import Entry, read_file, write_file
+from toolkit.models.convert.safetensors_stream import read_entries, write_file
 from toolkit.models.convert.source import (
     KEPT,
     NAMES_FILE,
@@ -25,7 +25,7 @@ from toolkit.models.convert.source import (
 from toolkit.models.convert.torch_dist import Writer
 from toolkit.models.families.base import Instance
 from toolkit.models.families.tensors import Block
-from toolkit.models.weights import SafetensorsWeights
+from toolkit.models.weights import TIED_HEAD, SafetensorsWeights
 
 CHUNK_ELEMENTS = 1 << 25
 """Largest piece of a tensor in memory: 64 MiB in 16 bits."""
@@ -34,17 +34,30 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 
 
 class ToMegatron:
-    """The conversion of one folder. Raises DataError when a tensor is missing or misshapen."""
+    """The conversion of one folder.
+
+    Raises DataError when a tensor is missing, misshapen or not what the config says.
+    """
+
+    notes: tuple[str, ...] = ()
+    """What the user should know of the weights."""
 
     def __init__(self, source: Source, vocab_multiple: int) -> None:
         self.source = source
         self.vocab_multiple = vocab_multiple
         shapes = {name: shape_of(parts) for name, parts in source.tensors().items()}
         # The first name is the embedding's; its first word that of the decoder.
-        prefix = next(iter(shapes)).split(".")[0]
-        self.weights = SafetensorsWeights(source.folder, shapes, prefix)
+        embedding = next(iter(shapes))
+        prefix = embedding.split(".")[0]
+        config_name = source.config_file.name
+        self.weights = SafetensorsWeights(source.folder, shapes, prefix, config_name)
         self.names = {name: self.weights.stored_name(name) for name in shapes}
-        self.unmapped = sorted(set(self.weights.files) - set(self.names.values()))
+        if TIED_HEAD not in shapes:
+            copy = self.weights.stored_copy(TIED_HEAD, embedding)
+            # Only its name is kept: the way back writes the embedding under both.
+            self.names |= {TIED_HEAD: copy} if copy else {}
+        unmapped = sorted(set(self.weights.files) - set(self.names.values()))
+        self.unmapped = list(read_entries(self.weights.stored, unmapped))
         """Stored tensors that the model does not have: kept aside for the way back."""
         files = {source.folder / file for file in self.weights.files.values()}
         self.nbytes = sum(file.stat().st_size for file in files)
@@ -61,7 +74,8 @@ class ToMegatron:
             shutil.copyfile(file, kept / file.name)
         (kept / NAMES_FILE).write_text(json.dumps(self.names, indent=1) + "\n")
         if self.unmapped:
-            write_file(kept / UNMAPPED_FILE, list(self._unmapped(tick)))
+            telling = [entry.telling(tick) for entry in self.unmapped]
+            write_file(kept / UNMAPPED_FILE, telling)
         (folder / TRACKER).write_text(RELEASE)
 
     def _write(self, writer: Writer, instance: Instance, tick: Callable[[int], None]) -> None:
@@ -95,11 +109,6 @@ class ToMegatron:
                 fix="save the model in one dtype first",
             )
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-    def _unmapped(self, tick: Callable[[int], None]) -> Iterator[Entry]:
-        for name in self.unmapped:
-            for entry in read_file(self.source.folder / self.weights.files[name], [name]):
-                yield entry.telling(tick)
 
 
 def _between(stack: Sequence[Block], first: int, last: int) -> Iterator[Block]:

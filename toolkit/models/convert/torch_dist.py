@@ -99,16 +99,27 @@ class Writer:
 
     def _write(self, index: MetadataIndex, value: object) -> None:
         start = self._file.tell()
-        torch.save(value, self._file)
+        _save(value, self._file)
         self._storage[index] = _StorageInfo(DATA_FILE, start, self._file.tell() - start)
 
     def finish(self, common: Mapping[str, Any]) -> None:
         """Write the index; `common` is the plain state that is the same on all ranks."""
         os.fsync(self._file.fileno())
-        torch.save(dict(common), self.folder / COMMON_FILE)
+        with SlicedFile(self.folder / COMMON_FILE, "wb") as file:
+            _save(dict(common), file)
         (self.folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
         metadata = Metadata(self._tensors, storage_data=self._storage)
         (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def _save(value: object, file: SlicedFile) -> None:
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        # torch's writer hides what went wrong with the file, such as a full disk.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 @dataclass(frozen=True)
@@ -127,17 +138,10 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = _load_metadata(folder)
-        self.tensors: dict[str, GlobalTensor] = {}
-        self._chunks: dict[str, list[ChunkStorageMetadata]] = {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                self.tensors[key] = GlobalTensor(tuple(entry.size), entry.properties.dtype)
-                self._chunks[key] = entry.chunks
-        self._places = {
-            (index.fqn, tuple(index.offset or ())): place
-            for index, place in metadata.storage_data.items()
-        }
+        index = _load_index(folder)
+        self.tensors = index.tensors
+        self._chunks = index.chunks
+        self._places = index.places
         self._cache: OrderedDict[tuple[str, tuple[int, ...]], Tensor] = OrderedDict()
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -184,19 +188,20 @@ class Reader:
 
     def _load(self, name: tuple[str, tuple[int, ...]], chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places.get(name)
-        if place is None or Path(place.relative_path).name != place.relative_path:
+        if place is None:
             raise CheckpointError(f"{self.folder}: no place is given for {name[0]}")
         try:
             with (self.folder / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 stored = io.BytesIO(file.read(place.length))
             part = torch.load(stored, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except Exception as error:
             raise CheckpointError(
                 f"{self.folder / place.relative_path}: {name[0]} cannot be read "
                 f"({type(error).__name__})"
             ) from error
-        if not isinstance(part, Tensor) or part.shape != torch.Size(chunk.sizes):
+        expected = torch.Size(chunk.sizes), self.tensors[name[0]].dtype
+        if not isinstance(part, Tensor) or (part.shape, part.dtype) != expected:
             raise CheckpointError(f"{self.folder}: {name[0]} is not what the index says")
         return part
 
@@ -230,7 +235,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
 
 
-def _load_metadata(folder: Path) -> Metadata:
+@dataclass(frozen=True)
+class _Index:
+    """What `.metadata` says, checked to be of the form that is read here."""
+
+    tensors: dict[str, GlobalTensor]
+    chunks: dict[str, list[ChunkStorageMetadata]]
+    places: dict[tuple[str, tuple[int, ...]], _StorageInfo]
+    """Where a chunk lies, by the key of its tensor and its offset."""
+
+
+def _load_index(folder: Path) -> _Index:
     path = folder / METADATA
     if not path.is_file():
         raise CheckpointError(
@@ -240,9 +255,46 @@ def _load_metadata(folder: Path) -> Metadata:
         )
     try:
         with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is refused: {error}") from error
+            return _checked_index(_MetadataUnpickler(file).load())
+    except Exception as error:
+        what = str(error) or type(error).__name__
+        raise CheckpointError(f"{path} is refused: {what}") from error
+
+
+def _checked_index(metadata: object) -> _Index:
+    """Raises ValueError, or whatever reading a value of the wrong type raises."""
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} is not the index of a checkpoint")
-    return metadata
+        raise ValueError("it is not the index of a checkpoint")
+    index = _Index({}, {}, {})
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        size, dtype = _whole_numbers(entry.size), entry.properties.dtype
+        chunks = [
+            ChunkStorageMetadata(
+                torch.Size(_whole_numbers(chunk.offsets)),
+                torch.Size(_whole_numbers(chunk.sizes)),
+            )
+            for chunk in entry.chunks
+        ]
+        ranks = {len(size)}.union(*({len(c.offsets), len(c.sizes)} for c in chunks))
+        if not isinstance(key, str) or not isinstance(dtype, torch.dtype) or len(ranks) > 1:
+            raise ValueError(f"it contradicts itself about {str(key)[:80]!r}")
+        index.tensors[key] = GlobalTensor(size, dtype)
+        index.chunks[key] = chunks
+    for where, place in metadata.storage_data.items():
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(
+                f"it names a file outside its folder: {place.relative_path[:80]!r}"
+            )
+        _whole_numbers((place.offset, place.length))
+        index.places[where.fqn, tuple(where.offset or ())] = place
+    return index
+
+
+def _whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
+    """A size or an offset. Raises ValueError when it is none."""
+    numbers = tuple(value for value in values if type(value) is int and 0 <= value < 1 << 62)
+    if len(numbers) != len(values):
+        raise ValueError(f"it holds {values!r:.80} for a size")
+    return numbers

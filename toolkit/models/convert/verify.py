@@ -3,8 +3,9 @@
     python -m toolkit.models.convert.verify HF_FOLDER MEGATRON_FOLDER CONFIG_JSON
 
 prints {"max_abs_difference", "largest_logit", "bound"} as its last line. It is a program of its
-own because megatron-core's process groups belong to a whole process. Both models compute in
-fp32, one after the other, so the machine needs room for the weights in fp32.
+own because megatron-core's process groups belong to a whole process, and because it must not
+see a GPU: both models compute in fp32 on the CPU (CUDA_VISIBLE_DEVICES must be empty), one
+after the other, so the machine needs room for the weights in fp32.
 """
 
 import gc
@@ -35,9 +36,8 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if not torch.cuda.is_available():
-        # The grouped matrix products that are the default need 16-byte strides on CPUs.
-        model.config._experts_implementation = "eager"
+    # The grouped matrix products that are the default need 16-byte strides on CPUs.
+    model.config._experts_implementation = "eager"
     logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     return logits
 
@@ -45,11 +45,13 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> Tensor:
     """Logits of megatron-core's own model, loaded by megatron-core itself, padding cut off."""
+    from toolkit.models.megatron import cpu
+
+    cpu.before_import()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     from toolkit.models.families import megatron_model
-    from toolkit.models.megatron import cpu
     from toolkit.models.megatron import model as megatron
     from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
     from toolkit.plan.layout import Layout

@@ -1,14 +1,13 @@
-"""Model families: how each Hugging Face `model_type` is expressed in megatron-core.
+"""Model families: what a Hugging Face config means, for the planner and for megatron-core.
 
-One file per family; to add one, write it and list it here.
+One file per family; to add one, write it and list it here. A `config` here is a dict for
+which `check_config` found no problem.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from toolkit.models.config_check import Settings
-from toolkit.models.config_keys import FAMILIES as KEYS
-from toolkit.models.families.base import Family, MegatronModel
+from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.gemma2 import GEMMA2
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
@@ -18,6 +17,7 @@ from toolkit.models.families.mixtral import MIXTRAL
 from toolkit.models.families.qwen2 import QWEN2
 from toolkit.models.families.qwen3 import QWEN3
 from toolkit.models.families.qwen3_moe import QWEN3_MOE
+from toolkit.models.families.shape import shape
 from toolkit.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
@@ -26,29 +26,37 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
     )
 }  # fmt: skip
+"""Every supported `model_type`."""
 
-__all__ = ["FAMILIES", "MegatronModel", "megatron_model", "unsupported"]
+__all__ = [
+    "FAMILIES", "MegatronModel", "megatron_model", "model_spec", "settings_of", "unsupported"
+]  # fmt: skip
+
+
+def settings_of(config: Mapping[str, object]) -> Settings:
+    """The config with its family's defaults; only its `model_type` has to be right."""
+    return Settings(FAMILIES[str(config["model_type"])], config)
+
+
+def model_spec(config: Mapping[str, object]) -> ModelSpec:
+    """The model's shape. Missing keys take transformers' defaults for the `model_type`."""
+    return shape(settings_of(config))
 
 
 def unsupported(config: Mapping[str, object]) -> str | None:
-    """Why megatron-core cannot compute this Hugging Face config exactly; None when it can.
-
-    `config` is one for which `check_config` found no problem.
-    """
-    model_type = str(config["model_type"])
-    if model_type not in FAMILIES:
-        return f"DMT has no Megatron map for model_type {model_type}"
-    settings = Settings(KEYS[model_type], config)
-    return FAMILIES[model_type].unsupported(ModelSpec.from_config(config), settings)
+    """Why megatron-core cannot compute this config exactly; None when it can."""
+    settings = settings_of(config)
+    return settings.family.unsupported(shape(settings), settings)
 
 
 def megatron_model(config: Mapping[str, object]) -> MegatronModel:
-    """The Hugging Face config in megatron-core's words, where `unsupported` is None."""
-    model_type = str(config["model_type"])
-    settings = Settings(KEYS[model_type], config)
-    describe = FAMILIES[model_type].model
-    assert describe is not None, "refused by `unsupported`"
-    model = describe(ModelSpec.from_config(config), settings)
-    if FAMILIES[model_type].freezes_padding:
-        return replace(model, padding_token=settings["pad_token_id"])
+    """The config in megatron-core's words, where `unsupported` is None."""
+    settings = settings_of(config)
+    family = settings.family
+    assert family.model is not None, "refused by `unsupported`"
+    model = family.model(shape(settings), settings)
+    token = settings["pad_token_id"]
+    if family.freezes_padding and token is not None:
+        # torch counts a negative index from the end.
+        return replace(model, padding_token=token % model.gpt["vocab_size"])
     return model

@@ -3,20 +3,55 @@
 Its checkpoints store matrices transposed ([in, out]) and query, key and value as one.
 """
 
-from toolkit.models.config_check import Settings
-from toolkit.models.families.base import (
-    HF_ACTIVATIONS,
-    Family,
-    MegatronModel,
-    common_gpt,
-    common_transformer,
-    dropout,
-    first_reason,
-    heads_of,
-    unsupported_activation,
+from collections.abc import Mapping
+
+from toolkit.models.config_keys import (
+    ACTIVATION,
+    DROPOUT,
+    FALSE,
+    FLAG,
+    GENERIC,
+    MAP,
+    POSITIVE_FLOAT,
+    SIZE,
+    TEXT,
+    TOKEN,
+    TOKENS,
+    Key,
 )
+from toolkit.models.families import common
+from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, fused_qkv, whole
 from toolkit.models.spec import ModelSpec
+
+KEYS: Mapping[str, Key] = {
+    **GENERIC,
+    "vocab_size": Key(SIZE, 50257),
+    "n_positions": Key(SIZE, 1024),
+    "n_ctx": Key(SIZE),  # in published configs; means n_positions
+    "n_embd": Key(SIZE, 768),
+    "n_layer": Key(SIZE, 12),
+    "n_head": Key(SIZE, 12),
+    "n_inner": Key(SIZE, nullable=True),
+    "activation_function": Key(ACTIVATION, "gelu_new"),
+    "resid_pdrop": Key(DROPOUT, 0.1),
+    "embd_pdrop": Key(DROPOUT, 0.1),
+    "attn_pdrop": Key(DROPOUT, 0.1),
+    "layer_norm_epsilon": Key(POSITIVE_FLOAT, 1e-5),
+    "summary_type": Key(TEXT, "cls_index"),
+    "summary_use_proj": Key(FLAG, True),
+    "summary_activation": Key(TEXT, nullable=True),
+    "summary_proj_to_labels": Key(FLAG, True),
+    "summary_first_dropout": Key(DROPOUT, 0.1),
+    "scale_attn_weights": Key(FLAG, True),
+    "bos_token_id": Key(TOKEN, 50256, nullable=True),
+    "eos_token_id": Key(TOKENS, 50256, nullable=True),
+    "scale_attn_by_inverse_layer_idx": Key(FLAG, False),
+    "reorder_and_upcast_attn": Key(FLAG, False),
+    "add_cross_attention": Key(FALSE, False),
+    "task_specific_params": Key(MAP, nullable=True),
+    "tie_word_embeddings": Key(FLAG, True),
+}
 
 _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "transformer.h.{layer}"
@@ -24,15 +59,15 @@ _HF_LAYER = "transformer.h.{layer}"
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """GPT-2 as a megatron-core GPTModel."""
-    transformer = common_transformer(spec) | {
+    transformer = common.transformer(spec) | {
         "layernorm_epsilon": settings["layer_norm_epsilon"],
-        "activation_func": HF_ACTIVATIONS[settings["activation_function"]],
-        "attention_dropout": dropout(settings, "attn_pdrop"),
-        "hidden_dropout": dropout(settings, "resid_pdrop"),
+        "activation_func": common.HF_ACTIVATIONS[settings["activation_function"]],
+        "attention_dropout": common.dropout(settings, "attn_pdrop"),
+        "hidden_dropout": common.dropout(settings, "resid_pdrop"),
     }
     if not settings["scale_attn_weights"]:
         transformer["softmax_scale"] = 1.0
-    gpt = common_gpt(spec) | {"position_embedding_type": "learned_absolute"}
+    gpt = common.gpt(spec) | {"position_embedding_type": "learned_absolute"}
     return MegatronModel(transformer, gpt, (*_outer_tensors(spec), *_layer_tensors(spec)))
 
 
@@ -57,7 +92,7 @@ def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
     attention, mlp = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
     hf_attention, hf_mlp = f"{_HF_LAYER}.attn", f"{_HF_LAYER}.mlp"
     qkv, bias = f"{hf_attention}.c_attn.weight", f"{hf_attention}.c_attn.bias"
-    heads = heads_of(spec)
+    heads = common.heads_of(spec)
     norms = [
         whole(f"{_LAYER}.{norm}.{part}", f"{_HF_LAYER}.{hf_norm}.{part}", hidden)
         for norm, hf_norm in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2"))
@@ -89,10 +124,29 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     scaled = dropouts = None
     if settings["scale_attn_by_inverse_layer_idx"]:
         scaled = "the Megatron model does not scale attention by the inverse layer number"
-    if dropout(settings, "embd_pdrop") != dropout(settings, "resid_pdrop"):
+    if common.dropout(settings, "embd_pdrop") != common.dropout(settings, "resid_pdrop"):
         dropouts = "megatron-core has one dropout for both: embd_pdrop must equal resid_pdrop"
-    activation = unsupported_activation(settings["activation_function"])
-    return first_reason(scaled, dropouts, activation)
+    activation = common.unsupported_activation(settings["activation_function"])
+    return common.first_reason(scaled, dropouts, activation)
 
 
-GPT2 = Family("gpt2", model, unsupported, freezes_padding=False)
+GPT2 = Family(
+    "gpt2",
+    KEYS,
+    model,
+    unsupported,
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    strict_heads=True,
+    freezes_padding=False,
+    rotary=False,
+    gated_mlp=False,
+    mlp_bias=True,
+    qkv_bias=True,
+    attention_output_bias=True,
+    layer_norm=True,
+)

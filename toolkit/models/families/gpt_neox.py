@@ -4,22 +4,49 @@ Attention and MLP both read the layer's input (`use_parallel_residual`). Query, 
 are stored as one matrix, head after head, which is Megatron's own order.
 """
 
-from toolkit.models.config_check import Settings
-from toolkit.models.families.base import (
-    HF_ACTIVATIONS,
-    Family,
-    MegatronModel,
-    common_gpt,
-    common_transformer,
-    dropout,
-    first_reason,
-    rotary,
-    unsupported_activation,
-    unsupported_biases,
-    unsupported_rope,
+from collections.abc import Mapping
+
+from toolkit.models.config_keys import (
+    ACTIVATION,
+    DROPOUT,
+    FLAG,
+    GENERIC,
+    POSITIVE,
+    POSITIVE_FLOAT,
+    ROPE,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    UNIT_FLOAT,
+    Key,
 )
+from toolkit.models.families import common
+from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.tensors import TensorMap, by_columns, by_rows, whole
 from toolkit.models.spec import ModelSpec
+
+KEYS: Mapping[str, Key] = {
+    **GENERIC,
+    **ROPE,
+    "vocab_size": Key(SIZE, 50432),
+    "hidden_size": Key(SIZE, 6144),
+    "num_hidden_layers": Key(SIZE, 44),
+    "num_attention_heads": Key(SIZE, 64),
+    "intermediate_size": Key(SIZE, 24576),
+    "hidden_act": Key(ACTIVATION, "gelu"),
+    "rotary_pct": Key(UNIT_FLOAT, 0.25),
+    "rotary_emb_base": Key(POSITIVE, 10000),
+    "attention_dropout": Key(DROPOUT, 0.0),
+    "hidden_dropout": Key(DROPOUT, 0.0),
+    "classifier_dropout": Key(DROPOUT, 0.1),
+    "max_position_embeddings": Key(SIZE, 2048),
+    "layer_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
+    "bos_token_id": Key(TOKEN, 0, nullable=True),
+    "eos_token_id": Key(TOKENS, 2, nullable=True),
+    "use_parallel_residual": Key(FLAG, True),
+    "attention_bias": Key(FLAG, True),
+    "is_decoder": Key(FLAG, False),
+}
 
 _LAYER = "decoder.layers.{layer}"
 _HF_LAYER = "gpt_neox.layers.{layer}"
@@ -27,16 +54,16 @@ _HF_LAYER = "gpt_neox.layers.{layer}"
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """GPT-NeoX as a megatron-core GPTModel, with a layer of ours for the parallel residual."""
-    transformer = common_transformer(spec) | {
+    transformer = common.transformer(spec) | {
         "layernorm_epsilon": settings["layer_norm_eps"],
-        "activation_func": HF_ACTIVATIONS[settings["hidden_act"]],
-        "attention_dropout": dropout(settings, "attention_dropout"),
-        "hidden_dropout": dropout(settings, "hidden_dropout"),
+        "activation_func": common.HF_ACTIVATIONS[settings["hidden_act"]],
+        "attention_dropout": common.dropout(settings, "attention_dropout"),
+        "hidden_dropout": common.dropout(settings, "hidden_dropout"),
     }
     theta, share = settings["rotary_emb_base"], settings["rotary_pct"]
     return MegatronModel(
         transformer,
-        common_gpt(spec) | rotary(settings, theta=theta, share=share),
+        common.gpt(spec) | common.rotary(settings, theta=theta, share=share),
         (*_outer_tensors(spec), *_layer_tensors(spec)),
         parallel_residual=settings["use_parallel_residual"],
     )
@@ -92,12 +119,23 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
         theta = (
             "transformers' gpt_neox reads rotary_emb_base, not rope_theta; remove the latter"
         )
-    return first_reason(
+    return common.first_reason(
         theta,
-        unsupported_biases(spec),
-        unsupported_rope(settings),
-        unsupported_activation(settings["hidden_act"]),
+        common.unsupported_biases(spec),
+        common.unsupported_rope(settings),
+        common.unsupported_activation(settings["hidden_act"]),
     )
 
 
-GPT_NEOX = Family("gpt_neox", model, unsupported, freezes_padding=False)
+GPT_NEOX = Family(
+    "gpt_neox",
+    KEYS,
+    model,
+    unsupported,
+    strict_heads=True,
+    freezes_padding=False,
+    published_names=((r"^lm_head\.", "embed_out."),),
+    gated_mlp=False,
+    mlp_bias=True,
+    layer_norm=True,
+)

@@ -4,23 +4,23 @@ Its layers and tensor names are the common ones of today: the families that shar
 (mistral, qwen2, qwen3, and mixtral and qwen3_moe outside their experts) build on this file.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from toolkit.models.config_check import Settings
-from toolkit.models.families.base import (
-    HF_ACTIVATIONS,
-    Family,
-    MegatronModel,
-    common_gpt,
-    common_transformer,
-    dropout,
-    first_reason,
-    heads_of,
-    rotary,
-    unsupported_activation,
-    unsupported_biases,
-    unsupported_rope,
+from toolkit.models.config_keys import (
+    ACTIVATION,
+    DROPOUT,
+    FLAG,
+    GENERIC,
+    POSITIVE_FLOAT,
+    ROPE,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    Key,
 )
+from toolkit.models.families import common
+from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.tensors import (
     TensorMap,
     by_columns,
@@ -31,13 +31,34 @@ from toolkit.models.families.tensors import (
 )
 from toolkit.models.spec import ModelSpec
 
+KEYS: Mapping[str, Key] = {
+    **GENERIC,
+    **ROPE,
+    "vocab_size": Key(SIZE, 32000),
+    "hidden_size": Key(SIZE, 4096),
+    "intermediate_size": Key(SIZE, 11008),
+    "num_hidden_layers": Key(SIZE, 32),
+    "num_attention_heads": Key(SIZE, 32),
+    "num_key_value_heads": Key(SIZE, nullable=True),
+    "head_dim": Key(SIZE, nullable=True),
+    "hidden_act": Key(ACTIVATION, "silu"),
+    "max_position_embeddings": Key(SIZE, 2048),
+    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-6),
+    "bos_token_id": Key(TOKEN, 1, nullable=True),
+    "eos_token_id": Key(TOKENS, 2, nullable=True),
+    "pretraining_tp": Key(SIZE, 1, nullable=True),
+    "attention_bias": Key(FLAG, False),
+    "attention_dropout": Key(DROPOUT, 0.0),
+    "mlp_bias": Key(FLAG, False),
+}
+
 LAYER = "decoder.layers.{layer}"
 HF_LAYER = "model.layers.{layer}"
 
 
 def attention_tensors(spec: ModelSpec) -> list[TensorMap]:
     """Norm, projections and (where the family has them) biases and head norms of attention."""
-    heads, hidden = heads_of(spec), spec.hidden
+    heads, hidden = common.heads_of(spec), spec.hidden
     attention = f"{HF_LAYER}.self_attn"
     megatron = f"{LAYER}.self_attention"
     q, k, v = (f"{attention}.{part}_proj" for part in "qkv")
@@ -106,26 +127,27 @@ def decoder_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:
 
 def decoder_transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
     """TransformerConfig fields of a decoder whose config has llama's keys."""
-    return common_transformer(spec) | {
+    fields = {
         "layernorm_epsilon": settings["rms_norm_eps"],
-        "activation_func": HF_ACTIVATIONS[settings["hidden_act"]],
-        "attention_dropout": dropout(settings, "attention_dropout"),
+        "activation_func": common.HF_ACTIVATIONS[settings["hidden_act"]],
+        "attention_dropout": common.dropout(settings, "attention_dropout"),
     }
+    return common.transformer(spec) | fields | common.sliding_window(settings)
 
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """Llama as a megatron-core GPTModel."""
-    gpt = common_gpt(spec) | rotary(settings)
+    """Llama, or a dense family with its layers, as a megatron-core GPTModel."""
+    gpt = common.gpt(spec) | common.rotary(settings)
     return MegatronModel(decoder_transformer(spec, settings), gpt, decoder_tensors(spec))
 
 
 def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
-    """Why megatron-core cannot compute this llama; None when it can."""
-    return first_reason(
-        unsupported_biases(spec),
-        unsupported_rope(settings),
-        unsupported_activation(settings["hidden_act"]),
+    """Why megatron-core cannot compute this model; None when it can."""
+    return common.first_reason(
+        common.unsupported_biases(spec),
+        common.unsupported_rope(settings),
+        common.unsupported_activation(settings["hidden_act"]),
     )
 
 
-LLAMA = Family("llama", model, unsupported)
+LLAMA = Family("llama", KEYS, model, unsupported, strict_heads=True)

@@ -1,25 +1,17 @@
 """Mistral: llama in which every layer may see a sliding window only."""
 
-from toolkit.models.config_check import Settings
-from toolkit.models.families.base import (
-    Family,
-    MegatronModel,
-    common_gpt,
-    rotary,
-    sliding_window,
-)
-from toolkit.models.families.llama import decoder_tensors, decoder_transformer, unsupported
-from toolkit.models.spec import ModelSpec
+from collections.abc import Mapping
 
+from toolkit.models.config_keys import SIZE, Key, without
+from toolkit.models.families import llama
+from toolkit.models.families.base import Family
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """Mistral as a megatron-core GPTModel."""
-    window = sliding_window(spec, (True,) * spec.layers)
-    return MegatronModel(
-        decoder_transformer(spec, settings) | window,
-        common_gpt(spec) | rotary(settings),
-        decoder_tensors(spec),
-    )
+KEYS: Mapping[str, Key] = {
+    **without(llama.KEYS, "pretraining_tp", "attention_bias", "mlp_bias"),
+    "intermediate_size": Key(SIZE, 14336),
+    "num_key_value_heads": Key(SIZE, 8),
+    "max_position_embeddings": Key(SIZE, 131072),
+    "sliding_window": Key(SIZE, 4096, nullable=True),
+}
 
-
-MISTRAL = Family("mistral", model, unsupported)
+MISTRAL = Family("mistral", KEYS, llama.model, llama.unsupported)

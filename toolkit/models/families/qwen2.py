@@ -1,36 +1,41 @@
-"""Qwen2: llama with biases on query, key and value; the upper layers may slide.
+"""Qwen2: llama with biases on query, key and value; the upper layers may slide."""
 
-Qwen3 differs only in what the model's shape already says: norms over query and key heads
-in place of the biases.
-"""
+from collections.abc import Mapping
 
-from toolkit.models.config_check import Settings
-from toolkit.models.families.base import (
-    Family,
-    MegatronModel,
-    common_gpt,
-    rotary,
-    sliding_window,
+from toolkit.models.config_keys import (
+    COUNT,
+    FLAG,
+    LAYER_TYPES,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    Key,
+    without,
 )
-from toolkit.models.families.llama import decoder_tensors, decoder_transformer, unsupported
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families import llama
+from toolkit.models.families.base import Family, Settings
+
+KEYS: Mapping[str, Key] = {
+    **without(llama.KEYS, "pretraining_tp", "attention_bias", "mlp_bias"),
+    "vocab_size": Key(SIZE, 151936),
+    "intermediate_size": Key(SIZE, 22016),
+    "num_key_value_heads": Key(SIZE, 32, nullable=True),
+    "head_dim": Key(SIZE),
+    "max_position_embeddings": Key(SIZE, 32768),
+    "bos_token_id": Key(TOKEN, nullable=True),
+    "eos_token_id": Key(TOKENS, nullable=True),
+    "use_sliding_window": Key(FLAG, False),
+    "sliding_window": Key(SIZE, 4096, nullable=True),
+    "max_window_layers": Key(COUNT, 28),
+    "layer_types": Key(LAYER_TYPES, nullable=True),
+}
 
 
-def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """Qwen2 or qwen3 as a megatron-core GPTModel."""
-    window = sliding_window(spec, _sliding_layers(spec, settings))
-    return MegatronModel(
-        decoder_transformer(spec, settings) | window,
-        common_gpt(spec) | rotary(settings),
-        decoder_tensors(spec),
-    )
+def upper_layers(settings: Settings) -> range:
+    """The layers above the first `max_window_layers`."""
+    return range(settings["max_window_layers"], settings["num_hidden_layers"])
 
 
-def _sliding_layers(spec: ModelSpec, settings: Settings) -> tuple[bool, ...]:
-    """Which layers see only the window, where there is one."""
-    if (types := settings["layer_types"]) is not None:
-        return tuple(kind == "sliding_attention" for kind in types)
-    return tuple(layer >= settings["max_window_layers"] for layer in range(spec.layers))
-
-
-QWEN2 = Family("qwen2", model, unsupported)
+QWEN2 = Family(
+    "qwen2", KEYS, llama.model, llama.unsupported, qkv_bias=True, sliding=upper_layers
+)

@@ -1,7 +1,22 @@
-"""Qwen3: as qwen2, with norms over query and key heads and a head size of its own."""
+"""Qwen3: qwen2 with query and key norms in place of biases and a head size of its own."""
 
+from collections.abc import Mapping
+
+from toolkit.models.config_keys import FLAG, SIZE, Key
+from toolkit.models.families import llama, qwen2
 from toolkit.models.families.base import Family
-from toolkit.models.families.llama import unsupported
-from toolkit.models.families.qwen2 import model
 
-QWEN3 = Family("qwen3", model, unsupported)
+KEYS: Mapping[str, Key] = {
+    **qwen2.KEYS,
+    "head_dim": Key(SIZE, 128),
+    "attention_bias": Key(FLAG, False),
+}
+
+QWEN3 = Family(
+    "qwen3",
+    KEYS,
+    llama.model,
+    llama.unsupported,
+    query_key_norm=True,
+    sliding=qwen2.upper_layers,
+)

@@ -3,11 +3,11 @@
 megatron-core allocates on "cuda", asks for CUDA's random state and waits for CUDA streams
 in places that have nothing to do with a GPU. Here those calls are sent to the CPU: inside
 megatron-core's modules the name `torch` stands for a view of torch whose CUDA calls work
-on the CPU. torch itself stays as it is. Where CUDA is available nothing happens at all.
+on the CPU; torch itself keeps all but `Tensor.cuda`. Where CUDA is available nothing of
+this happens.
 """
 
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +26,7 @@ def redirect() -> None:
 
     Covers the modules of megatron-core imported so far; further calls cover later ones.
     """
+    _without_transformer_engine()
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
@@ -35,7 +36,6 @@ def redirect() -> None:
     _replace("tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state)
     _replace("tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state)
     _replace("optimizer.clip_grads", "l2_norm_impl", _l2_norm)
-    _replace("transformer.moe.moe_utils", "te_general_gemm", None)
     _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _as_numbers)
 
 
@@ -48,9 +48,6 @@ def before_import() -> None:
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     if torch.cuda.is_available():
-        # One queue to the GPU keeps tensor-parallel communication ahead of the products
-        # that hide it; megatron-core warns without it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     compiled = torch.compile
@@ -59,6 +56,13 @@ def before_import() -> None:
         import megatron.core  # noqa: F401 - it decorates its fused operators now
     finally:
         torch.compile = compiled
+
+
+def _without_transformer_engine() -> None:
+    """Give the router a name that it reads although only Transformer Engine defines it."""
+    loaded = sys.modules.get(f"{_PACKAGE}.transformer.moe.moe_utils")
+    if loaded is not None and not hasattr(loaded, "te_general_gemm"):
+        loaded.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def cuda_type_names() -> AbstractContextManager[None]:

@@ -1,16 +1,19 @@
-"""Layer specifications of the Megatron model, without Transformer Engine and Apex.
+"""Layer specifications of the Megatron model, which need neither Transformer Engine nor Apex.
 
 megatron-core builds a layer from a specification that names the class of each part. These
-name megatron-core's own parallel linear layers and, where Transformer Engine would be
-needed, torch's norms and torch's fused attention.
+name megatron-core's own parallel linear layers, torch's norms and torch's fused attention;
+Transformer Engine's attention takes the last one's place where it is installed.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -91,17 +94,27 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
         banded = self.window is not None and self.window + 1 < length
-        context = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self._band(length, q.device) if banded else None,
-            is_causal=not banded,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
+        if banded:
+            # CUDA's fused kernels take either a mask or grouped heads.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        with self._own_random_stream():
+            context = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=self._band(length, q.device) if banded else None,
+                is_causal=not banded,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.scale,
+                enable_gqa=k.shape[1] != q.shape[1],
+            )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _own_random_stream(self) -> AbstractContextManager[None]:
+        """A block in which each tensor-parallel rank, having other heads, draws its own
+        dropout; under sequence parallel the whole layer already does."""
+        random = self.dropout > 0 and self.training and not self.config.sequence_parallel
+        return get_cuda_rng_tracker().fork() if random else nullcontext()
 
     def _band(self, length: int, device: torch.device) -> Tensor:
         """True where query i sees key j: i - window ≤ j ≤ i."""
@@ -151,7 +164,7 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
+            core_attention=_core_attention(config),
             linear_proj=RowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -169,6 +182,13 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
         ),
     )
+
+
+def _core_attention(config: TransformerConfig) -> type:
+    """Transformer Engine's where it is fused: its kernels take half precision on CUDA only."""
+    half = config.params_dtype in (torch.bfloat16, torch.float16)
+    fused = HAVE_TE and torch.cuda.is_available() and half
+    return TEDotProductAttention if fused else CausalAttention
 
 
 _NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

@@ -66,6 +66,16 @@ def join_groups(layout: Layout, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def seed_dropout() -> None:
+    """Let the random streams of the coming step follow from torch's seed.
+
+    Tensor-parallel ranks, which hold different heads and under sequence parallel different
+    positions, draw apart from each other, and so do pipeline stages.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
+
+
 def leave_groups() -> None:
     """Destroy what `join_groups` created."""
     parallel_state.destroy_model_parallel()

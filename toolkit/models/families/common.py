@@ -1,0 +1,156 @@
+"""What families have in common when they say a config in megatron-core's words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.models.families.base import Settings
+from toolkit.models.families.shape import sliding_layers
+from toolkit.models.families.tensors import Heads
+from toolkit.models.spec import ModelSpec
+
+HF_ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+}
+"""transformers' name of an activation → silu, gelu (exact) or gelu_tanh (approximation)."""
+
+
+def transformer(spec: ModelSpec) -> dict[str, Any]:
+    """The TransformerConfig fields that follow from a model's shape alone; no dropout."""
+    fields: dict[str, Any] = {
+        # megatron-core's own default is 0.1; a family whose config has dropout states it.
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_query_groups": spec.kv_heads,
+        "kv_channels": spec.head_dim,
+        "ffn_hidden_size": spec.intermediate,
+        "normalization": "LayerNorm" if spec.layer_norm else "RMSNorm",
+        "gated_linear_unit": spec.gated_mlp,
+        "add_bias_linear": spec.mlp_bias,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.query_key_norm,
+    }
+    if spec.moe_layers:
+        fields |= {
+            "num_moe_experts": spec.experts,
+            "moe_ffn_hidden_size": spec.expert_intermediate,
+            "moe_router_topk": spec.experts_per_token,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+    return fields
+
+
+def gpt(spec: ModelSpec) -> dict[str, Any]:
+    """The GPTModel arguments that follow from a model's shape alone."""
+    return {
+        "vocab_size": spec.vocab,
+        "max_sequence_length": spec.max_positions,
+        "share_embeddings_and_output_weights": spec.tied_embeddings,
+    }
+
+
+def heads_of(spec: ModelSpec) -> Heads:
+    """The attention heads of a layer."""
+    return Heads(spec.heads, spec.kv_heads, spec.head_dim)
+
+
+def dropout(settings: Settings, key: str) -> float:
+    """A dropout probability: 0 unless stated, whatever transformers' default is."""
+    return float(settings.stated.get(key, 0.0))  # type: ignore[arg-type]
+
+
+def sliding_window(settings: Settings) -> dict[str, Any]:
+    """TransformerConfig fields of sliding-window attention; empty when no layer has it.
+
+    transformers counts the query itself among the window's keys, Megatron only those
+    before it.
+    """
+    sliding, layers = sliding_layers(settings), range(settings["num_hidden_layers"])
+    if not sliding:
+        return {}
+    fields: dict[str, Any] = {"window_size": (settings["sliding_window"] - 1, 0)}
+    if len(sliding) < len(layers):
+        fields["window_attn_skip_freq"] = [int(layer in sliding) for layer in layers]
+    return fields
+
+
+# --- rotary positions -------------------------------------------------------------------
+
+LLAMA3_SCALING = {
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+"""Constants of llama 3's rope scaling that megatron-core fixes (`factor` is free)."""
+
+
+def rope_of(settings: Settings) -> Mapping[str, Any]:
+    """The map of rotary settings, under its old or its new name; empty when not stated."""
+    stated: Mapping[str, Any] = settings["rope_parameters"] or settings["rope_scaling"] or {}
+    return stated
+
+
+def _rope_type(settings: Settings) -> str:
+    rope = rope_of(settings)
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def rotary(settings: Settings, theta: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:
+    """GPTModel arguments of rotary positions; `theta` and `share` are the family's defaults."""
+    rope, rope_type = rope_of(settings), _rope_type(settings)
+    arguments: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta", settings["rope_theta"] or theta),
+        "rotary_percent": rope.get("partial_rotary_factor", share),
+    }
+    if rope_type == "llama3":
+        arguments |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    elif rope_type == "linear":
+        arguments["seq_len_interpolation_factor"] = float(rope["factor"])
+    return arguments
+
+
+def unsupported_rope(settings: Settings) -> str | None:
+    """Why megatron-core cannot turn positions as this config says; None when it can."""
+    rope, rope_type = rope_of(settings), _rope_type(settings)
+    if rope_type in ("default", "linear"):
+        return None
+    if rope_type != "llama3":
+        return f"megatron-core has no rope_type {rope_type} as transformers computes it"
+    for name, fixed in LLAMA3_SCALING.items():
+        if rope[name] != fixed:
+            return f"megatron-core fixes {name} of llama 3's rope scaling to {fixed}"
+    return None
+
+
+def unsupported_biases(spec: ModelSpec) -> str | None:
+    """Why megatron-core cannot give exactly these layers a bias; None when it can."""
+    if spec.attention_output_bias == spec.mlp_bias and (spec.qkv_bias or not spec.mlp_bias):
+        return None
+    return (
+        "megatron-core gives the attention's output projection a bias only together with the "
+        "MLP, and the MLP only together with query, key and value"
+    )
+
+
+def unsupported_activation(activation: str) -> str | None:
+    """Why the Megatron model cannot compute this activation; None when it can."""
+    if activation in HF_ACTIVATIONS:
+        return None
+    return f"the activation {activation} has no counterpart in the Megatron model"
+
+
+def first_reason(*reasons: str | None) -> str | None:
+    """The first that is not None."""
+    return next((reason for reason in reasons if reason is not None), None)

@@ -1,0 +1,64 @@
+"""A model's shape, read from its config's keys and its family's traits."""
+
+from collections.abc import Sequence
+
+from toolkit.models.families.base import Settings
+from toolkit.models.spec import ModelSpec
+
+
+def shape(settings: Settings) -> ModelSpec:
+    """The ModelSpec of a config for which `check_config` found no problem."""
+    family = settings.family
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    sliding = len(sliding_layers(settings))
+    moe_layers = _moe_layers(settings)
+    bias = bool(settings["attention_bias"])
+    return ModelSpec(
+        family=family.model_type,
+        layers=settings["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=settings["num_key_value_heads"] or heads,
+        head_dim=settings["head_dim"] or hidden // heads,
+        intermediate=settings["intermediate_size"] or settings["n_inner"] or 4 * hidden,
+        vocab=settings["vocab_size"],
+        max_positions=settings["max_position_embeddings"],
+        tied_embeddings=settings["tie_word_embeddings"],
+        sliding_window=settings["sliding_window"] if sliding else None,
+        sliding_layers=sliding,
+        experts=settings["num_experts"] or 0,
+        experts_per_token=settings["num_experts_per_tok"] or 0,
+        expert_intermediate=_expert_intermediate(settings) if moe_layers else 0,
+        moe_layers=moe_layers,
+        gated_mlp=family.gated_mlp,
+        learned_positions=not family.rotary,
+        qkv_bias=family.qkv_bias or bias,
+        attention_output_bias=family.attention_output_bias or bias,
+        mlp_bias=family.mlp_bias or bool(settings["mlp_bias"]),
+        query_key_norm=family.query_key_norm,
+        layer_norm=family.layer_norm,
+        norms_per_layer=family.norms_per_layer,
+    )
+
+
+def sliding_layers(settings: Settings) -> Sequence[int]:
+    """Layers whose attention is limited to the window, as the transformers models decide."""
+    if settings["sliding_window"] is None or settings["use_sliding_window"] is False:
+        return ()
+    if (types := settings["layer_types"]) is not None:
+        return [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
+    return settings.family.sliding(settings)
+
+
+def _moe_layers(settings: Settings) -> int:
+    """Layers that hold experts: all of them, unless the config leaves some dense."""
+    layers = settings["num_hidden_layers"]
+    if settings["num_experts"] is None:
+        return 0
+    step = settings["decoder_sparse_step"] or 1
+    dense = {i for i in settings["mlp_only_layers"] or () if (i + 1) % step == 0}
+    return int(layers // step - len(dense))
+
+
+def _expert_intermediate(settings: Settings) -> int:
+    return int(settings["moe_intermediate_size"] or settings["intermediate_size"])

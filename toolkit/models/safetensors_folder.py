@@ -1,0 +1,80 @@
+"""The safetensors files of a Hugging Face folder: which tensor lies where, and its slices."""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from toolkit.errors import DataError
+
+INDEX = "model.safetensors.index.json"
+"""Says which file holds which tensor where there are several files."""
+SINGLE = "model.safetensors"
+_AGAIN = "download or copy the file again"
+
+
+def open_file(path: Path) -> Any:
+    """An open safetensors file. Raises DataError when it is missing or damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}", fix=_AGAIN) from error
+
+
+class SafetensorsFolder:
+    """Tensors by the names that the files give them; a file is opened when it is needed.
+
+    Raises DataError, which names the file, for what is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, only: str | None = None) -> None:
+        self.folder = folder
+        self.only = only
+        """The one file to look at; None for the model's."""
+        self._handles: dict[str, Any] = {}
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Tensor name → file name."""
+        if self.only is not None:
+            return dict.fromkeys(self._handle(self.only).keys(), self.only)
+        if (self.folder / INDEX).is_file():
+            return _read_index(self.folder / INDEX)
+        if not (self.folder / SINGLE).is_file():
+            raise DataError(
+                f"{self.folder} holds no {SINGLE}",
+                fix="use a model with safetensors weights; pickled weights "
+                "(pytorch_model.bin) can run code and are not read",
+            )
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def part(self, name: str) -> Any:
+        """A tensor of `files` to be sliced: what is not asked for stays on disk."""
+        file = self.files[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise DataError(
+                f"{self.folder / file} has no tensor {name}, though {INDEX} says so", fix=_AGAIN
+            ) from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = open_file(self.folder / file)
+        return self._handles[file]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): Path(file).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} cannot be read: it is no index of tensors ({type(error).__name__})",
+            fix=_AGAIN,
+        ) from error
+    if files != weight_map:
+        raise DataError(f"{path} names files outside its folder", fix=_AGAIN)
+    return files
