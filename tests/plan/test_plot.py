@@ -1,0 +1,167 @@
+"""Pictures: what they show is the plan's own numbers, and all of it can be read."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from toolkit.errors import EXIT_UNAVAILABLE, BackendUnavailable, PlanError
+from toolkit.hardware.cluster import parse_cluster
+from toolkit.models.families import model_spec
+from toolkit.plan.layout import Layout
+from toolkit.plan.legality import EngineName, Pair
+from toolkit.plan.memory import GIB, peak_memory
+from toolkit.plan.plot import (
+    STYLE,
+    Candidate,
+    draw,
+    memory_parts,
+    name_of,
+    step_parts,
+    write_plot,
+)
+from toolkit.plan.time import step_time
+from toolkit.plan.workload import planned_workload
+from toolkit.recipe.load import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def candidate(where: str, engine: EngineName, recipe: str, layout: Layout) -> Candidate:
+    cluster = parse_cluster(where)
+    loaded = load_recipe(RECIPES / recipe)
+    config = loaded.model.config
+    assert config is not None
+    pair = Pair(engine, "megatron" if engine == "megatron" else "hf")
+    workload = planned_workload(model_spec(config), loaded.training, pair)
+    memory = peak_memory(workload, layout)
+    time = step_time(workload, layout, cluster)
+    return Candidate(engine, layout, memory, time, cluster.gpu.memory_gib)
+
+
+def llama_8b(engine: EngineName, **layout: object) -> Candidate:
+    return candidate(
+        "1x8xh100-80gb", engine, "llama/llama-3.1-8b-pretrain.yaml", Layout(**layout)  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def some() -> list[Candidate]:
+    """A pipeline, ZeRO-3 with recompute, and one that does not fit."""
+    return [
+        llama_8b("megatron", dp=2, pp=4, vpp=2, zero_stage=1, gradient_accumulation=64),
+        llama_8b("fsdp", dp=8, zero_stage=3, recompute="full", gradient_accumulation=16),
+        llama_8b("megatron", dp=8, zero_stage=1, gradient_accumulation=16),
+    ]
+
+
+@pytest.fixture(scope="module")
+def large() -> list[Candidate]:
+    """405B on 2,048: sixteen ranks, many thin passes."""
+    layout = Layout(dp=16, tp=8, pp=16, vpp=4, sequence_parallel=True, zero_stage=1,
+                    gradient_accumulation=64)  # fmt: skip
+    recipe = "llama/llama-3.1-405b-pretrain.yaml"
+    return [candidate("256x8xh100-80gb", "megatron", recipe, layout)]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> list[Candidate]:
+    """Two processes of a CPU: no limit, a few MiB, no pipeline."""
+    layout = Layout(dp=2, zero_stage=2, micro_batch=8)
+    return [candidate("1x2xcpu", "deepspeed", "tiny/llama-bytes.yaml", layout)]
+
+
+def test_parts_add_up(some: list[Candidate]) -> None:
+    for one in some:
+        assert one.time is not None
+        parts = sum(part.size for part in memory_parts(one.memory))
+        assert parts * GIB == pytest.approx(one.memory.total)
+        assert sum(part.size for part in step_parts(one.time)) == pytest.approx(
+            one.time.total_s
+        )
+
+
+def test_name_says_what_differs() -> None:
+    one = llama_8b("megatron", dp=2, pp=4, vpp=2, micro_batch=2, offload_optimizer="cpu")
+    expected = "megatron · pp 4 · vpp 2 · dp 2\nzero 0 · micro batch 2 · offload to cpu"
+    assert name_of(one) == expected
+
+
+@pytest.mark.parametrize("what", ["some", "large", "tiny"])
+def test_texts_do_not_overlap(what: str, request: pytest.FixtureRequest) -> None:
+    """No text lies over another or leaves the picture."""
+    with rc_context(STYLE):
+        figure = draw(f"{what} candidates", request.getfixturevalue(what))
+    FigureCanvasAgg(figure).draw()
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    for text, box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
+    for (one, box), (other, other_box) in combinations(boxes, 2):
+        assert not box.padded(-1).overlaps(other_box), (one, other)
+
+
+def texts(figure: Figure) -> Iterator[Text]:
+    """Every text that is drawn: labels of ticks beyond an axis are not."""
+    hidden = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.get_major_ticks():
+                if not low <= tick.get_loc() <= high:
+                    hidden |= {id(tick.label1), id(tick.label2)}
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if text.get_text() and text.get_visible() and id(text) not in hidden:
+            yield text
+
+
+def test_picture_shows_the_numbers(some: list[Candidate], tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    write_plot(file, "8B on 8 H100", some)
+    svg = file.read_text(encoding="utf-8")
+    for one in some:
+        assert one.time is not None
+        assert f"{one.memory.total / GIB:.1f}" in svg
+        assert f"{one.time.total_s:.3g} s, MFU" in svg
+    assert svg.count("does not fit") == 2
+    for word in ("8B on 8 H100", "limit 80", "rank 3", "bubble", "left out", "full recompute"):
+        assert word in svg
+
+
+def test_same_plan_same_file(some: list[Candidate], tmp_path: Path) -> None:
+    files = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for file in files:
+        write_plot(file, "again", some)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_png_and_unknown_speed(some: list[Candidate], tmp_path: Path) -> None:
+    file = tmp_path / "plan.PNG"
+    write_plot(file, "no speed", [replace(one, time=None) for one in some])
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_suffix_and_lost_folder_are_refused(
+    some: list[Candidate], tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=r"\.svg and \.png"):
+        write_plot(tmp_path / "plan.pdf", "no", some)
+    with pytest.raises(PlanError, match="cannot write"):
+        write_plot(tmp_path / "none" / "plan.svg", "no", some)
+
+
+def test_without_matplotlib_the_extra_is_named(
+    some: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BackendUnavailable, match=r"dmt\[plot\]") as caught:
+        write_plot(tmp_path / "plan.svg", "no", some)
+    assert caught.value.exit_code == EXIT_UNAVAILABLE
