@@ -8,10 +8,9 @@ from tests.plan.test_legality import intent
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
 from toolkit.plan import legality
-from toolkit.plan.degrees import choose_degrees
 from toolkit.plan.legality import Pair
 from toolkit.plan.model_rules import Job, able_pairs, problems
-from toolkit.plan.workload import planned_workload
+from toolkit.plan.space import frames, resorts
 from toolkit.recipe.schema import ClusterSection, TrainingSection
 
 LLAMA = {
@@ -165,9 +164,8 @@ def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
     asked = {"engine": "deepspeed", "model": "megatron", "zero": {"stage": 0}}
     open_degree = job(LLAMA, 4, precision="bf16", **asked)
     assert problems(open_degree) == []
-    workload = planned_workload(open_degree.spec, open_degree.training, ZERO_MEGATRON)
-    layout, _ = choose_degrees(open_degree, ZERO_MEGATRON, workload, 0.0)
-    assert layout.tp == 1, "although nothing fits, which asks for the most"
+    found = frames(open_degree, resorts(open_degree, island=8)[0])
+    assert {frame.layout.tp for frame in found} == {1}
     # Sequence parallel needs a tensor group.
     assert only(job(LLAMA, 4, precision="bf16", sequence=True, **asked)).key == (
         "parallel.zero.stage"

@@ -117,9 +117,9 @@ def adopt_engine_config(recipe: Recipe) -> Recipe:
     update: dict[str, object] = {}
     if zero.stage == "auto" and (stage := stage_of(file)) is not None:
         update["stage"] = stage
-    if "offload_optimizer" not in zero.model_fields_set and optimizer is not None:
+    if zero.offload_optimizer == "auto" and optimizer is not None:
         update["offload_optimizer"] = optimizer
-    if "offload_parameters" not in zero.model_fields_set and parameters is not None:
+    if zero.offload_parameters == "auto" and parameters is not None:
         update["offload_parameters"] = parameters
     parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
     return recipe.model_copy(update={"parallel": parallel})

@@ -51,6 +51,8 @@ class Cluster:
     """Local disks of one node, reading or writing."""
     host_memory_bytes_per_s: float
     """Memory bandwidth of one node's processors."""
+    nvme_gib: float
+    """Local disks of one node."""
     price_per_gpu_hour: float | None = None
     link_domain: int | None = None
     """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
@@ -81,6 +83,7 @@ class _Machine:
     host_gb_per_s: float
     nvme_gb_per_s: float
     host_memory_gb_per_s: float
+    nvme_gib: float
     link_domain: int | None = None
 
 
@@ -92,25 +95,26 @@ class _Machine:
 # the DGX user guides (DGX-1 512 GB; A100, H100 and B200 2 TB and 8 disks) with 3.2 GB/s per
 # PCIe 3 disk and 6.5 per PCIe 4 disk; a GB200 tray has two Grace of 480 GB. Host memory
 # bandwidth by channels: two processors with 4 × DDR4-2400 (DGX-1), 8 × DDR4-3200 (A100),
-# 8 × DDR5-4800 (H100); 512 GB/s per Grace.
-_SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410)
-_SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614)
-_PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410)
+# 8 × DDR5-4800 (H100); 512 GB/s per Grace. Disks: 8 × 3.84 TB (DGX
+# A100, H100, B200), 4 × 1.92 TB (DGX-1), half of a DGX's per GB200 tray, rounded to 1,000 GiB.
+_SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410, 28_000)
+_SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614, 28_000)
+_PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410, 7_000)
 _MACHINES: Mapping[str, _Machine] = {
-    "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154),
+    "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154, 7_000),
     "a100-40gb": _SXM_A100,
     "a100-80gb": _SXM_A100,
     "a100-40gb-pcie": _PCIE_A100,
     "a100-80gb-pcie": _PCIE_A100,
     "h100-80gb": _SXM_H100,
     "h100-96gb": _SXM_H100,
-    "h100-80gb-pcie": _Machine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26, 614),
+    "h100-80gb-pcie": _Machine(8, "pcie", 64, "infiniband", 25, 1024, 64, 26, 614, 7_000),
     "h200": _SXM_H100,
-    "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614),
-    "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 72),
-    "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614),
+    "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614, 28_000),
+    "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 14_000, 72),
+    "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614, 28_000),
     # A host with two channels of DDR4, 10 Gb/s Ethernet and one disk.
-    "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40),
+    "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40, 500),
 }
 
 # One step of a ring, launch included. NCCL's tuning table (src/graph/tuning.cc) has 0.6 to
@@ -155,6 +159,7 @@ def default_cluster(nodes: int, gpus_per_node: int, name: str) -> Cluster:
         host_link_bytes_per_s=machine.host_gb_per_s * GIGA,
         nvme_bytes_per_s=machine.nvme_gb_per_s * GIGA,
         host_memory_bytes_per_s=machine.host_memory_gb_per_s * GIGA,
+        nvme_gib=machine.nvme_gib,
         link_domain=machine.link_domain,
     )
 

@@ -65,6 +65,7 @@ KEYS: Mapping[str, Any] = {
     "host_memory_gigabytes_per_s": NUMBER,
     "host_link_gigabytes_per_s": NUMBER,
     "nvme_gigabytes_per_s": NUMBER,
+    "nvme_gib": NUMBER,
     "price_per_gpu_hour": NUMBER,
     "measured": _MEASURED,
 }
@@ -189,7 +190,7 @@ def _cluster(data: Mapping[str, Any]) -> Cluster:
             data.get("network", {}), base.network, measured.get("network_gigabytes_per_s")
         ),
     }
-    for key in ("name", "host_memory_gib", "price_per_gpu_hour", "link_domain"):
+    for key in ("name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain"):
         if key in data:
             changes[key] = data[key]
     for key in ("host_memory", "host_link", "nvme"):

@@ -219,14 +219,14 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "without a word",
             "set parallel.zero.stage to 3 (or auto)",
         )
-    elif zero.offload_optimizer != "none" and zero.stage == 0:
+    elif zero.offload_optimizer not in ("none", "auto") and zero.stage == 0:
         yield Problem(
             "parallel.zero.offload_optimizer",
             f"{zero.offload_optimizer} with stage: 0",
             "none in stage 0, which shards no optimizer states",
             "set parallel.zero.stage to 2 (or auto)",
         )
-    if zero.offload_parameters != "none" and zero.stage not in (3, "auto"):
+    if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
         yield Problem(
             "parallel.zero.offload_parameters",
             f"{zero.offload_parameters} with stage: {zero.stage}",
@@ -335,7 +335,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         refuse("zero.stage", zero.stage, stages, instead, why)
     for name in ("offload_optimizer", "offload_parameters"):
         place, places = getattr(zero, name), getattr(support, name)
-        if place not in places:
+        if place != "auto" and place not in places:
             near = "cpu" if "cpu" in places else "none"
             fix = f"set parallel.zero.{name} to {near}{or_engine}"
             refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)

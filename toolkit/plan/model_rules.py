@@ -6,7 +6,8 @@ stop the run, or go wrong without a word, and the nearest legal value.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 
 from toolkit.errors import Problem
@@ -26,10 +27,21 @@ class Job:
     training: TrainingSection
     config: Mapping[str, object]
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         """The model's shape."""
         return model_spec(self.config)
+
+    @cached_property
+    def inexpressible(self) -> str | None:
+        """Why megatron-core cannot compute this model exactly; None when it can."""
+        return unsupported(self.config)
+
+    def asking(self, parallel: ParallelSection) -> "Job":
+        """The same job with another intent; what follows from the config is kept."""
+        other = replace(self, parallel=parallel)
+        other.__dict__.update(spec=self.spec, inexpressible=self.inexpressible)
+        return other
 
 
 def able_pairs(job: Job) -> list[Pair]:
@@ -53,7 +65,7 @@ def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     if pair.model != "megatron":
         return []
-    if reason := unsupported(job.config):
+    if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
     if job.spec.moe_layers and pair.engine == "deepspeed":
         return [_experts_in_deepspeed(job, pair)]

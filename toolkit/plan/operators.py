@@ -85,11 +85,12 @@ def _matmul_flops(gpu: Gpu, precision: Precision, efficiency: Efficiency) -> flo
 
 
 def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
-    """Megatron has Transformer Engine's kernels, written for each generation since Hopper;
-    PyTorch runs FlashAttention-2 on all of them."""
+    """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
+    written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them."""
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.1"
-    if workload.engine == "megatron" and gpu.generation in ("hopper", "blackwell"):
+    engine = workload.engine == "megatron" and workload.fused_elementwise
+    if engine and gpu.generation in ("hopper", "blackwell"):
         return f"{gpu.generation}.te"
     return gpu.generation
 

@@ -164,7 +164,7 @@ def _nvme(recipe: Recipe) -> Iterator[Problem]:
         fix = "add `nvme_path: /path/on/a/fast/disk` under `parallel.zero`"
         allowed = "a folder, for offload to nvme"
         yield Problem("parallel.zero.nvme_path", "nothing", allowed, fix)
-    if "nvme" not in places and zero.nvme_path is not None:
+    if not {"nvme", "auto"} & {*places} and zero.nvme_path is not None:
         fix = "remove it, or set offload_optimizer or offload_parameters to nvme"
         allowed = "null without offload to nvme"
         yield Problem("parallel.zero.nvme_path", zero.nvme_path, allowed, fix)

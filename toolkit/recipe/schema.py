@@ -209,10 +209,11 @@ class ZeroSection(Section):
     stage: ZeroStage | Auto = "auto"
     """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
     megatron has 0 and 1, its distributed optimizer; ddp has 0."""
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where optimizer states live outside the step."""
-    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters live outside their use (stage 3)."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] | Auto = "auto"
+    """Where optimizer states live outside the step. `auto`: on the device, or where nothing
+    fits there, on the CPU (or on NVMe where `nvme_path` names a folder)."""
+    offload_parameters: Literal["none", "cpu", "nvme"] | Auto = "auto"
+    """Where parameters live outside their use (stage 3); `auto` as above."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     config: NonEmpty | None = None

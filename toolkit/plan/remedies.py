@@ -1,0 +1,140 @@
+"""Where nothing fits: the smallest changes with which something does, found by searching."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
+from toolkit.plan import legality, model_rules
+from toolkit.plan.legality import ANY
+from toolkit.plan.model_rules import Job
+from toolkit.plan.search import Candidate, Search, search
+
+FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+"""How many times as many nodes are tried."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which something fits."""
+
+    change: str
+    """What to do, in the words of a recipe."""
+    best: Candidate
+    """The best layout then."""
+    cluster: Cluster
+
+    def __str__(self) -> str:
+        capacity = self.cluster.gpu.memory_gib
+        of = "" if capacity is None else f" of {capacity:g}"
+        needs = f"{self.best.memory_gib:.1f} GiB{of}"
+        return f"{self.change}: {needs}, {self.best.step_s:.3g} s a step"
+
+
+def over(found: Search) -> str:
+    """How far the nearest layout is from fitting."""
+    one, cluster = found.nearest, found.cluster
+    capacity = cluster.gpu.memory_gib
+    if capacity is not None and one.memory_gib > capacity:
+        more = one.memory_gib - capacity
+        return (
+            f"the smallest layout needs {one.memory_gib:.1f} of {capacity:g} GiB per GPU, "
+            f"{more:.1f} GiB too much"
+        )
+    if one.host_gib > cluster.host_memory_gib:
+        more = one.host_gib - cluster.host_memory_gib
+        return (
+            f"the smallest layout needs {one.host_gib:,.0f} of {cluster.host_memory_gib:,g} "
+            f"GiB of host memory per node, {more:,.0f} GiB too much"
+        )
+    return (
+        f"the smallest layout needs {one.nvme_gib:,.0f} of {cluster.nvme_gib:,g} GiB of disk "
+        "per node"
+    )
+
+
+def remedies(found: Search) -> list[Remedy]:
+    """Every single setting that would have to be left open, all of them, and more GPUs."""
+    job, cluster = found.job, found.cluster
+    single = [one for change in _settings(job) if (one := _with(job, cluster, [change]))]
+    if not single and (one := _with(job, cluster, list(_settings(job)))):
+        single = [one]
+    return [*single, *_more_gpus(job, cluster)]
+
+
+def _settings(job: Job) -> Iterator[tuple[str, Any]]:
+    """What the recipe fixes and could leave open, the smaller changes first."""
+    parallel, zero = job.parallel, job.parallel.zero
+    stated: dict[str, Any] = {
+        "parallel.recompute": parallel.recompute,
+        "training.micro_batch_size": job.training.micro_batch_size,
+        "parallel.zero.stage": zero.stage,
+        "parallel.zero.offload_optimizer": zero.offload_optimizer,
+        "parallel.zero.offload_parameters": zero.offload_parameters,
+        "parallel.sequence": parallel.sequence,
+        "parallel.virtual_pipeline": parallel.virtual_pipeline,
+        "parallel.tensor": parallel.tensor,
+        "parallel.pipeline": parallel.pipeline,
+        "parallel.model": parallel.model,
+        "parallel.engine": parallel.engine,
+    }
+    yield from ((key, value) for key, value in stated.items() if value != "auto")
+
+
+def _with(job: Job, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
+    """What fits when these settings are left open."""
+    opened = job
+    for key, _ in changes:
+        opened = _opened(opened, key)
+    found = _fitting(opened, cluster)
+    if found is None:
+        return None
+    keys = " and ".join(key for key, _ in changes)
+    return Remedy(f"set {keys} to auto", found, cluster)
+
+
+def _opened(job: Job, key: str) -> Job:
+    section, *inner, name = key.split(".")
+    if section == "training":
+        return replace(job, training=job.training.model_copy(update={name: "auto"}))
+    if inner:
+        zero = job.parallel.zero.model_copy(update={name: "auto"})
+        return replace(job, parallel=job.parallel.model_copy(update={"zero": zero}))
+    return replace(job, parallel=job.parallel.model_copy(update={name: "auto"}))
+
+
+def _more_gpus(job: Job, cluster: Cluster) -> Iterator[Remedy]:
+    """The smallest larger cluster on which something fits."""
+    for nodes, on_node in _sizes(cluster):
+        larger = replace(cluster, nodes=nodes, gpus_per_node=on_node)
+        where = job.cluster.model_copy(update={"nodes": nodes, "gpus_per_node": on_node})
+        if one := _fitting(replace(job, cluster=where), larger):
+            count = nodes * on_node
+            of = f"{nodes:,} node{'s' * (nodes > 1)} of {on_node}"
+            yield Remedy(f"use {count:,} GPUs ({of})", one, larger)
+            return
+
+
+def _sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Larger clusters: first a whole node, then more of them."""
+    usual = usual_gpus_per_node(cluster.gpu.like or cluster.gpu.name)
+    on_node = cluster.gpus_per_node
+    while cluster.nodes == 1 and on_node * 2 <= usual:
+        on_node *= 2
+        yield 1, on_node
+    for factor in FACTORS:
+        nodes = cluster.nodes * factor
+        if nodes == int(nodes) and nodes * on_node <= ANY:
+            yield int(nodes), on_node
+
+
+def _fitting(job: Job, cluster: Cluster) -> Candidate | None:
+    """The best layout; None where the job is illegal, or nothing fits."""
+    if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
+        return None
+    try:
+        found = search(job, cluster)
+    except PlanError:
+        return None
+    return found.best if found.fits else None

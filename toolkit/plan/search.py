@@ -1,0 +1,270 @@
+"""The planner's search: every legal layout, what fits of them, and the fastest first.
+
+Exhaustive, with two shortcuts that lose nothing. A layout that recomputes is slower than the
+same layout without, so each one recomputes no more than it must to fit. And memory grows with
+the micro batch, so once a size does not fit, no larger one does.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster
+from toolkit.plan.layout import Layout, Recompute
+from toolkit.plan.legality import TABLE, Pair
+from toolkit.plan.memory import (
+    GIB,
+    Memory,
+    building_gib,
+    host_bytes,
+    nvme_bytes,
+    peak_memory,
+)
+from toolkit.plan.model_rules import Job
+from toolkit.plan.space import Frame, Resort, frames, no_degrees, resorts, uneven_batch
+from toolkit.plan.time import step_time
+from toolkit.plan.workload import Workload
+
+TIE = 0.01
+"""Layouts whose predicted times differ by less are equally fast: the model is no better."""
+UNNEEDED = "recompute without need"
+"""Why a layout is rejected of which the same without recompute fits: that one is faster."""
+
+
+class Candidate(NamedTuple):
+    """A layout, what it needs and how fast it is."""
+
+    pair: Pair
+    layout: Layout
+    memory_gib: float
+    """On the fullest device, at its fullest: in training, or while the model is built."""
+    states_gib: float
+    """Of that, weights, gradients and optimizer states."""
+    host_gib: float
+    """Host memory of one node, for what is offloaded."""
+    nvme_gib: float
+    """Disk of one node, for what is offloaded."""
+    step_s: float | None
+    """None where it does not fit, and nobody asked how fast it would be."""
+
+    @property
+    def degrees(self) -> tuple[Pair, int, int, int, int]:
+        """What makes it another strategy, and not a variant of the same."""
+        layout = self.layout
+        return self.pair, layout.tp, layout.pp, layout.cp, layout.ep
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found for a job on a cluster."""
+
+    job: Job
+    cluster: Cluster
+    resort: Resort
+    """The least that makes anything fit; the most that may be done where nothing does."""
+    fitting: tuple[Candidate, ...]
+    """Best first; empty where nothing fits."""
+    too_large: tuple[Candidate, ...]
+    """Of the layouts that do not fit with any batch split and recompute, the smallest."""
+    considered: int
+    """Legal layouts."""
+    rejected: Mapping[str, int]
+    """Those of them that are not in `fitting`, counted by reason."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether any layout does."""
+        return bool(self.fitting)
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen layout: the best that fits, or the one that is nearest to it."""
+        return self.fitting[0] if self.fitting else self.nearest
+
+    @cached_property
+    def nearest(self) -> Candidate:
+        """Of what does not fit, what needs least."""
+        return min(self.too_large, key=lambda one: (one.memory_gib, one.host_gib))
+
+    @property
+    def strategies(self) -> list[Candidate]:
+        """The best of each engine and set of degrees, best first."""
+        found: dict[object, Candidate] = {}
+        for one in self.fitting:
+            found.setdefault(one.degrees, one)
+        return list(found.values())
+
+
+def search(job: Job, cluster: Cluster) -> Search:
+    """Every layout of `job` on `cluster`; what costs speed only where nothing fits without.
+
+    Raises PlanError where no layout suits the model or spreads the batch.
+    """
+    first, *further = resorts(job, cluster.island)
+    found = _search(job, cluster, first)
+    for resort in further:
+        if found is not None and found.fits:
+            break
+        found = _search(job, cluster, resort) or found
+    if found is None:
+        raise _no_layout(job, further[-1] if further else first)
+    return found
+
+
+def evaluate(pair: Pair, workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
+    """What one layout needs and how fast it is, whether it fits or not."""
+    seconds = step_time(workload, layout, cluster).total_s
+    return _candidate(pair, workload, layout, cluster, seconds)
+
+
+def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
+    """Memory of the fullest device; a CPU has no CUDA context."""
+    memory = peak_memory(workload, layout)
+    return replace(memory, context=0.0) if cluster.gpu.memory_gib is None else memory
+
+
+def shortage(one: Candidate, cluster: Cluster) -> str | None:
+    """What there is too little of for a layout; None where it fits."""
+    capacity = cluster.gpu.memory_gib
+    if capacity is not None and one.memory_gib > capacity:
+        return f"more than {capacity:g} GiB per GPU"
+    if one.host_gib > cluster.host_memory_gib:
+        return f"more than {cluster.host_memory_gib:,g} GiB of host memory per node"
+    if one.nvme_gib > cluster.nvme_gib:
+        return f"more than {cluster.nvme_gib:,g} GiB of disk per node"
+    return None
+
+
+def _search(job: Job, cluster: Cluster, resort: Resort) -> Search | None:
+    """The search with no more than one resort; None where it leaves no layout."""
+    fitting: list[Candidate] = []
+    too_large: list[Candidate] = []
+    rejected: Counter[str] = Counter()
+    for frame in frames(job, resort):
+        if frame.micro_batches:
+            _fill(frame, cluster, fitting, too_large, rejected)
+    if not fitting and not too_large:
+        return None
+    return Search(
+        job,
+        cluster,
+        resort,
+        tuple(_ranked(fitting, limited=cluster.gpu.memory_gib is not None)),
+        tuple(too_large),
+        len(fitting) + rejected.total(),
+        rejected,
+    )
+
+
+def _no_layout(job: Job, resort: Resort) -> PlanError:
+    """Why there is no layout at all: the batch, or the model's shape."""
+    first = next(frames(job, resort), None)
+    return no_degrees(job) if first is None else uneven_batch(job, first.layout)
+
+
+def _fill(
+    frame: Frame,
+    cluster: Cluster,
+    fitting: list[Candidate],
+    too_large: list[Candidate],
+    rejected: "Counter[str]",
+) -> None:
+    """Settle batch split and recompute of a frame: add what fits, count what does not."""
+    sizes, ways = frame.micro_batches, frame.recomputes
+    smallest = _measured(frame, sizes[0], ways[-1], cluster)
+    if reason := shortage(smallest, cluster):
+        too_large.append(smallest)
+        rejected[reason] += len(sizes) * len(ways)
+        return
+    least, reason = 0, ""  # the larger a micro batch, the more must be recomputed
+    for done, size in enumerate(sizes):
+        candidate = None
+        for way in range(least, len(ways)):
+            candidate = _measured(frame, size, ways[way], cluster)
+            if not (missing := shortage(candidate, cluster)):
+                least = way
+                break
+            reason = missing
+        else:
+            rejected[reason] += (len(sizes) - done) * len(ways)
+            return
+        if least:
+            rejected[reason] += least
+        if unneeded := len(ways) - least - 1:
+            rejected[UNNEEDED] += unneeded
+        fitting.append(_timed(frame, candidate, cluster))
+
+
+def _measured(frame: Frame, size: int, way: Recompute, cluster: Cluster) -> Candidate:
+    """What a frame needs with this micro batch and recompute."""
+    return _candidate(frame.pair, frame.workload, frame.split(size, way), cluster, None)
+
+
+def _timed(frame: Frame, one: Candidate, cluster: Cluster) -> Candidate:
+    return one._replace(step_s=step_time(frame.workload, one.layout, cluster).total_s)
+
+
+def _candidate(
+    pair: Pair, workload: Workload, layout: Layout, cluster: Cluster, step_s: float | None
+) -> Candidate:
+    memory = device_memory(workload, layout, cluster)
+    needed = max(memory.total / GIB, building_gib(workload, layout))
+    states = memory.model_states / GIB
+    if (layout.offload_optimizer, layout.offload_parameters) == ("none", "none"):
+        return Candidate(pair, layout, needed, states, 0.0, 0.0, step_s)
+    on_node = cluster.gpus_per_node
+    host = host_bytes(workload, layout, on_node) / GIB
+    disk = nvme_bytes(workload, layout, on_node) / GIB
+    return Candidate(pair, layout, needed, states, host, disk, step_s)
+
+
+def _ranked(fitting: list[Candidate], *, limited: bool) -> list[Candidate]:
+    """Fastest first; the chosen one in front."""
+    if not fitting:
+        return []
+    found = sorted(fitting, key=_seconds)
+    limit = _seconds(found[0]) * (1 + TIE)
+    equal = [one for one in found if _seconds(one) <= limit]
+    chosen = _smallest(equal) if limited else _preferred(equal)
+    return [chosen, *(one for one in found if one is not chosen)]
+
+
+def _smallest(equal: list[Candidate]) -> Candidate:
+    """Of layouts that are as fast, the one that needs least memory; then the one with the
+    fewest moving parts; then the first one found: preferred engine, smaller degrees."""
+    return min(equal, key=lambda one: (one.memory_gib, moving_parts(one.layout)))
+
+
+def _preferred(equal: list[Candidate]) -> Candidate:
+    """The same where memory is not limited (a CPU): nothing is given up to need less.
+
+    Nominal speeds do not tell engines apart, so the preferred one is taken, and of its
+    layouts the fastest; where these are equal, the one with the smallest model states.
+    """
+    order = list(TABLE)
+    first = min(order.index(one.pair) for one in equal)
+    return min(
+        (one for one in equal if order.index(one.pair) == first),
+        key=lambda one: (_seconds(one), one.states_gib, moving_parts(one.layout)),
+    )
+
+
+def _seconds(one: Candidate) -> float:
+    assert one.step_s is not None, "only what fits is ranked"
+    return one.step_s
+
+
+def moving_parts(layout: Layout) -> int:
+    """How much of a layout is not plain data parallelism: what can go wrong."""
+    degrees = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
+    places = (layout.offload_optimizer, layout.offload_parameters)
+    return (
+        sum(degree > 1 for degree in degrees)
+        + layout.sequence_parallel
+        + layout.zero_stage
+        + sum(place != "none" for place in places)
+        + (layout.recompute != "none")
+    )

@@ -1,0 +1,236 @@
+"""Every legal layout of a recipe: what the planner chooses from.
+
+What the recipe states is kept; `auto` takes every value that `legality` and `model_rules`
+allow. A `Frame` is all of a layout but the batch split and recompute, which the search
+settles by what fits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from math import isqrt
+
+from toolkit.errors import PlanError
+from toolkit.plan import legality
+from toolkit.plan.layout import Layout, Placement, Recompute
+from toolkit.plan.legality import TABLE, Pair, Stage, divisors
+from toolkit.plan.model_rules import Job, able_pairs, pair_problems
+from toolkit.plan.workload import Workload, planned_workload
+from toolkit.recipe.schema import ParallelSection
+
+Offload = tuple[Placement, Placement]
+"""Where optimizer states and parameters are kept."""
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A legal layout but for its batch split and recompute."""
+
+    pair: Pair
+    workload: Workload
+    layout: Layout
+    """With a micro batch of 1 and the accumulation that goes with it."""
+    micro_batches: tuple[int, ...]
+    """Sequences per forward pass that spread the batch evenly, ascending; may be empty."""
+    recomputes: tuple[Recompute, ...]
+    """What may be recomputed, least first."""
+
+    def split(self, micro_batch: int, recompute: Recompute) -> Layout:
+        """The whole layout."""
+        share = self.layout.gradient_accumulation
+        # Faster than dataclasses.replace, of which a search would need a hundred thousand.
+        fields = self.layout.__dict__ | {
+            "recompute": recompute,
+            "micro_batch": micro_batch,
+            "gradient_accumulation": share // micro_batch,
+        }
+        return Layout(**fields)
+
+
+@dataclass(frozen=True)
+class Resort:
+    """What is allowed to make a model fit."""
+
+    offload: Offload
+    largest_tensor: int
+    """Tensor-parallel degree, where it is open."""
+
+
+def frames(job: Job, resort: Resort) -> Iterator[Frame]:
+    """Every frame that needs no more than `resort`, simpler ones first: a fixed order."""
+    spec, training = job.spec, job.training
+    for pair in able_pairs(job):
+        workload = planned_workload(spec, training, pair)
+        recomputes = _recomputes(job.parallel, pair)
+        for parallel in _settled(job, pair, resort):
+            layout = _layout(job, parallel)
+            sizes = _micro_batches(job, layout)
+            share = training.global_batch_size // layout.dp
+            whole = replace(layout, gradient_accumulation=max(1, share))
+            yield Frame(pair, workload, whole, tuple(sizes), recomputes)
+
+
+def resorts(job: Job, island: int) -> list[Resort]:
+    """What may be done to make a model fit, first what costs least.
+
+    At first tensor groups stay among the `island` accelerators that the fast link joins:
+    layers wait for their collectives, and no source has measured them through a network. Then
+    they may grow, and then something leaves the device.
+    """
+    placements, widest = _placements(job.parallel), job.spec.heads
+    first = [Resort(placements[0], min(island, widest)), Resort(placements[0], widest)]
+    return list(dict.fromkeys(first + [Resort(one, widest) for one in placements]))
+
+
+def _placements(parallel: ParallelSection) -> list[Offload]:
+    """What may leave the device, least first. NVMe only where the recipe names a folder."""
+    zero = parallel.zero
+    steps: list[Offload] = [("none", "none"), ("cpu", "none"), ("cpu", "cpu")]
+    if zero.nvme_path is not None:
+        steps += [("nvme", "cpu"), ("nvme", "nvme")]
+    asked = (zero.offload_optimizer, zero.offload_parameters)
+    if zero.config is not None:  # a file of the user's own says all about offload
+        steps = steps[:1]
+    found = [
+        (asked[0] if asked[0] != "auto" else one[0], asked[1] if asked[1] != "auto" else one[1])
+        for one in steps
+    ]
+    return list(dict.fromkeys(found))
+
+
+def loosened(job: Job) -> str:
+    """The fewest stated settings to leave open so that degrees suit; empty where none do."""
+    names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
+    stated = [name for name in names if getattr(job.parallel, name) != "auto"]
+    for count in range(1, len(stated) + 1):
+        for opened in combinations(stated, count):
+            parallel = job.parallel.model_copy(update=dict.fromkeys(opened, "auto"))
+            other = job.asking(parallel)
+            if any(frames(other, resorts(other, job.spec.heads)[0])):
+                return f"set {' and '.join(f'parallel.{name} to auto' for name in opened)}"
+    return ""
+
+
+def no_degrees(job: Job) -> PlanError:
+    """What to say where no degrees suit the model."""
+    return PlanError(
+        f"parallel.tensor: no tensor and pipeline degrees that suit this model divide "
+        f"{job.cluster.world_size} ranks as the recipe asks",
+        fix=loosened(job) or "use another number of ranks",
+    )
+
+
+def uneven_batch(job: Job, layout: Layout) -> PlanError:
+    """What to say where no layout spreads the batch, naming the nearest batches that do."""
+    training, dp = job.training, layout.dp
+    wanted, batch = training.micro_batch_size, training.global_batch_size
+    unit = dp if wanted == "auto" else dp * wanted
+    groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
+    unit *= layout.pp if groups else 1
+    below, above = batch // unit * unit, (batch // unit + 1) * unit
+    micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
+    return PlanError(
+        f"training.global_batch_size: {batch} sequences cannot be spread evenly over "
+        f"{dp} ranks{micro}{groups}",
+        fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
+    )
+
+
+def _settled(job: Job, pair: Pair, resort: Resort) -> Iterator[ParallelSection]:
+    """The recipe's intent with every legal choice of what it leaves open."""
+    asked = job.parallel
+    kept = {"engine": pair.engine, "model": pair.model}
+    places = dict(zip(("offload_optimizer", "offload_parameters"), resort.offload, strict=True))
+    zero = asked.zero.model_copy(update=places)
+    stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
+    in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
+    for tensor, pipeline, virtual in _degrees(job, pair, resort.largest_tensor):
+        for sequence, sharded in product(_sequence(asked, tensor), in_stage):
+            update = kept | {
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "sequence": sequence,
+                "zero": sharded,
+            }
+            settled = asked.model_copy(update=update)
+            legal = not legality.problems(settled, job.cluster)
+            if legal and not pair_problems(job.asking(settled), pair):
+                yield settled
+
+
+def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
+    """ZeRO stages to try. In 16 bits, DeepSpeed's stage 0 sums micro batches in 16 bits:
+    only where it is asked for."""
+    stages = legality.zero_stages(asked, pair)
+    if asked.zero.stage == "auto" and pair.engine == "deepspeed" and precision != "fp32":
+        return [stage for stage in stages if stage > 0]
+    return stages
+
+
+def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
+    """Tensor, pipeline and virtual pipeline, less communication first."""
+    asked, support, layers = job.parallel, TABLE[pair], job.spec.layers
+    ranks = job.cluster.world_size // asked.context
+    every = divisors(ranks)
+    for pipeline in _open(asked.pipeline, every, min(support.pipeline, layers)):
+        for tensor in _open(asked.tensor, every, min(support.tensor, largest_tensor)):
+            if ranks % (pipeline * tensor):
+                continue
+            most = min(support.virtual_pipeline, layers // pipeline if pipeline > 1 else 1)
+            for virtual in _open(asked.virtual_pipeline, range(1, most + 1), most):
+                yield tensor, pipeline, virtual
+
+
+def _open(asked: int | str, all_of: "list[int] | range", most: int) -> list[int]:
+    """What is asked for; for `auto`, all that are small enough."""
+    if isinstance(asked, int):
+        return [asked]
+    return [degree for degree in all_of if degree <= most]
+
+
+def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
+    if asked.sequence != "auto":
+        return (asked.sequence,)
+    return (True, False) if tensor > 1 else (False,)
+
+
+def _recomputes(asked: ParallelSection, pair: Pair) -> tuple[Recompute, ...]:
+    if asked.recompute != "auto":
+        return (asked.recompute,)
+    return tuple(one for one in _RECOMPUTE if one in TABLE[pair].recompute)
+
+
+def _layout(job: Job, parallel: ParallelSection) -> Layout:
+    """The layout of a settled intent."""
+    zero, degrees = parallel.zero, (parallel.tensor, parallel.pipeline, parallel.context)
+    tp, pp, cp = (int(degree) for degree in degrees)
+    return Layout(
+        dp=job.cluster.world_size // (tp * pp * cp),
+        tp=tp,
+        pp=pp,
+        vpp=int(parallel.virtual_pipeline),
+        cp=cp,
+        ep=parallel.expert,
+        sequence_parallel=bool(parallel.sequence),
+        zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
+        offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
+        offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
+    )
+
+
+def _micro_batches(job: Job, layout: Layout) -> list[int]:
+    """Sizes that spread the batch; the interleaved schedule takes one per stage at a time."""
+    share, rest = divmod(job.training.global_batch_size, layout.dp)
+    if rest or not share:
+        return []
+    wanted = job.training.micro_batch_size
+    group = layout.pp if layout.vpp > 1 else 1
+    sizes = _all_divisors(share) if wanted == "auto" else [wanted]
+    return [size for size in sizes if share % (size * group) == 0]
+
+
+def _all_divisors(number: int) -> list[int]:
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return small + [number // one for one in reversed(small) if one * one != number]
