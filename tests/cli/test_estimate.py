@@ -29,7 +29,9 @@ CASES = [
 
 
 def test_memory_and_time_by_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", LLAMA_8B]) == 0
+    fixed = ("engine=deepspeed", "model=hf", "zero.stage=2", "recompute=full")
+    changes = [word for text in fixed for word in ("--set", f"parallel.{text}")]
+    assert main(["estimate", LLAMA_8B, *changes]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("llama-3.1-8b-pretrain  deepspeed, hf\n  dp 256 · tp 1 · pp 1")
     assert "\n  memory per GPU  " in shown and " of 80 GiB: fits\n" in shown
@@ -51,11 +53,36 @@ def test_offload_is_counted_on_the_node(capsys: pytest.CaptureFixture[str]) -> N
     assert "\n    host of each node: " in capsys.readouterr().out
 
 
-def test_a_cpu_has_memory_but_no_known_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unmeasured_cpu_is_nominal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", TINY]) == 0
     shown = capsys.readouterr().out
     assert "\n  memory per process  " in shown
     assert "CUDA" not in shown
+    assert "of a nominal CPU: `dmt doctor --calibrate`" in shown
+
+
+def test_a_measured_cpu_has_its_own_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the speed of everything, twice the time of everything but the host's."""
+    times = []
+    for name, flops, memory in (("fast", 0.2, 20), ("slow", 0.1, 10)):
+        file = tmp_path / f"{name}.yaml"
+        speeds = f"tflops: {{fp32: {flops}}}, memory_gigabytes_per_s: {memory}"
+        file.write_text(f"nodes: 1\ngpus_per_node: 2\ngpu: cpu\nmeasured: {{{speeds}}}\n")
+        found = machine(capsys, TINY, "--cluster", str(file))
+        assert found["basis"] == "calibrated"
+        times.append(found["time_parts_s"])
+    for part in ("matmul", "attention", "elementwise", "optimizer"):
+        assert times[1][part] == pytest.approx(2 * times[0][part])
+    assert times[1]["overhead"] == times[0]["overhead"]
+
+
+def test_cluster_in_place_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    large = machine(capsys, LLAMA_8B, "--cluster", "64x8xh100-80gb")
+    small = machine(capsys, LLAMA_8B, "--cluster", "16x8xh100-80gb")
+    assert large["step_time_s"] < small["step_time_s"]
+    assert large["basis"] == "data sheet"
 
 
 def machine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import psutil
 import pytest
 from wandb.proto import wandb_internal_pb2
 
+from toolkit.plan.prediction import Prediction
 from toolkit.recipe.schema import WandbSection
 from toolkit.train import jsonl
+from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
 from toolkit.train.metrics import Metrics, MetricsLog
 from toolkit.train.run_dir import RunDirectory
@@ -147,6 +149,23 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
     assert not any(e.host or e.args or e.program or e.executable for e in environments)
     uploaded = {file.name for file in tmp_path.glob("wandb/*/files/*") if file.is_file()}
     assert not uploaded & {"wandb-metadata.json", "requirements.txt", "output.log"}
+
+
+def test_prediction_is_in_the_summary(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.step(1)
+    fields = event_fields(Prediction(2.0, 60.0, "data sheet"), Measured(2.5, 1, 63.0, None))
+    trainer.events.write("prediction", step=1, **fields)
+    assert trainer.finish() is None
+    summary = {
+        (item.key or ".".join(item.nested_key)): json.loads(item.value_json)
+        for record in offline_records(trainer.run)
+        for item in record.summary.update
+    }
+    assert summary["predicted/step_time_s"] == 2.0
+    assert summary["measured/step_time_s"] == 2.5
+    assert summary["measured_over_predicted/memory"] == 1.05
+    assert summary["predicted/basis"] == "data sheet"
 
 
 def test_points_are_posted_while_the_run_goes_on(tmp_path):

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.cli.options import Overrides
+from toolkit.cli.options import ClusterOption, Overrides
 from toolkit.errors import PlanError
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.estimate import (
     Estimate,
     estimate_case,
@@ -21,6 +22,7 @@ from toolkit.plan.estimate import (
 )
 from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan
+from toolkit.plan.prediction import basis
 from toolkit.recipe.load import load_recipe
 from toolkit.train.assignment import decide
 
@@ -34,6 +36,7 @@ def estimate(
         Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe YAML.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    cluster: ClusterOption = None,
     cases: Annotated[
         Path | None, typer.Option("--cases", help="JSON list of published cases.")
     ] = None,
@@ -53,10 +56,12 @@ def estimate(
             "dmt estimate: needs either a recipe or --cases with --out",
             fix="`dmt estimate RECIPE` or `dmt estimate --cases CASES.json --out RESULTS.json`",
         )
+    if cases is not None and cluster is not None:
+        raise PlanError("--cluster: every case of --cases names its own", fix="leave it out")
     if cases is not None and out is not None:
         _estimate_cases(cases, out, overrides)
     elif recipe is not None:
-        _estimate_recipe(recipe, overrides, as_json)
+        _estimate_recipe(recipe, overrides, cluster, as_json)
 
 
 def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
@@ -79,10 +84,13 @@ def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
     typer.echo(f"{len(results) - refused} of {len(results)} cases answered in {out}", err=True)
 
 
-def _estimate_recipe(path: Path, overrides: list[str], as_json: bool) -> None:
-    assignment = decide(load_recipe(path, overrides), None)
+def _estimate_recipe(
+    path: Path, overrides: list[str], cluster: str | None, as_json: bool
+) -> None:
+    where = None if cluster is None else find_cluster(cluster)
+    assignment = decide(load_recipe(path, overrides), None, where)
     recipe, plan = assignment.recipe, assignment.plan
-    found = estimate_plan(recipe, plan)
+    found = estimate_plan(recipe, plan, where)
     if as_json:
         typer.echo(json.dumps({"id": recipe.name} | machine_output(found)))
     else:
@@ -124,12 +132,11 @@ def _memory_lines(found: Estimate) -> Iterator[Text]:
 
 def _time_lines(found: Estimate) -> Iterator[Text]:
     time = found.time
-    if time is None:
-        yield Text("  step time: unknown; the catalogue states no speed of this device", "dim")
-        return
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
     mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.1%}"
     yield Text.assemble(("  step", "dim"), f"  {_seconds(time.total_s)}: {speed}{mfu}")
+    if basis(found.setup.cluster) == "nominal":
+        yield Text("    of a nominal CPU: `dmt doctor --calibrate` measures this one", "yellow")
     yield from _bars(time_parts(time), time.total_s, "s")
 
 

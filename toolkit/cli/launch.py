@@ -8,13 +8,17 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.options import Overrides, RecipePath, RunDir
+from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir
 from toolkit.cli.plan import ledger_of
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
+from toolkit.launchers.outcome import events_offset
 from toolkit.plan.ledger import summary
 from toolkit.recipe.load import load_recipe
 from toolkit.redact import redact
+from toolkit.train import jsonl
+from toolkit.train.comparison import told
 from toolkit.train.run_dir import RunDirectory
 
 
@@ -28,6 +32,7 @@ def launch(
             help="local, torchrun or deepspeed; default: the recipe's launch.launcher"
         ),
     ] = None,
+    cluster: ClusterOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
     ] = False,
@@ -42,7 +47,9 @@ def launch(
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
     loaded = load_recipe(recipe, overrides)
-    assignment = assignments.decide(loaded, run_dir)
+    where = None if cluster is None else find_cluster(cluster)
+    assignment = assignments.decide(loaded, run_dir, where)
+    loaded = assignment.recipe
     chosen = LAUNCHERS[loaded.launch.launcher]()
     spec = chosen.spec(assignment.run_dir, loaded.cluster)
     spec = replace(spec, env={**spec.env, **environment(assignment.plan, loaded.cluster.gpu)})
@@ -56,10 +63,21 @@ def launch(
     prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
     _tell(f"run directory {_short(run.path)}")
+    before = events_offset(run.path)
     code = chosen.run(spec)
+    if code in (EXIT_DONE, EXIT_RESUMABLE):
+        _compare(run, before)
     if code == EXIT_DONE:
         _summary(run)
     raise typer.Exit(code)
+
+
+def _compare(run: RunDirectory, offset: int) -> None:
+    """The plan's prediction beside what this start measured."""
+    for event in jsonl.read(run.events, offset):
+        if event.get("kind") == "prediction":
+            for quantity, text in told(event):
+                _tell(f"{quantity:<12} {text}")
 
 
 def _summary(run: RunDirectory) -> None:

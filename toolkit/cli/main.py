@@ -39,6 +39,7 @@ VERBS: dict[str, Verb] = {
     "convert": Verb(
         "toolkit.cli.convert:convert", "Convert between Hugging Face and Megatron checkpoints."
     ),
+    "doctor": Verb("toolkit.cli.doctor:doctor", "Measure this machine for the planner."),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""

@@ -15,3 +15,12 @@ Overrides = Annotated[
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", help="Default: runs/NAME, as the recipe is called.")
 ]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="In place of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
+        "cluster file (`dmt doctor --calibrate` writes one for this machine).",
+    ),
+]

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
-from toolkit.hardware.cluster import default_cluster
+from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.models.families import model_spec
 from toolkit.plan.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.legality import Pair
@@ -22,6 +22,7 @@ from toolkit.plan.memory import (
     stage_memory,
 )
 from toolkit.plan.planner import Plan, model_config
+from toolkit.plan.prediction import basis
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.time import StepTime, step_time
 from toolkit.plan.workload import planned_workload
@@ -35,8 +36,7 @@ class Estimate:
     setup: Setup
     memory: Memory
     """Of the fullest rank."""
-    time: StepTime | None
-    """None where the catalogue states no speed of the device."""
+    time: StepTime
     fits: bool
     """On the device; host memory and disks are in the two next fields."""
     host_gib: float
@@ -51,25 +51,24 @@ def estimate(setup: Setup) -> Estimate:
     memory = peak_memory(workload, layout)
     if cluster.gpu.memory_gib is None:  # a CPU
         memory = replace(memory, context=0.0)
-    known = cluster.gpu.peak_flops(workload.precision) is not None
     return Estimate(
         setup=setup,
         memory=memory,
-        time=step_time(workload, layout, cluster) if known else None,
+        time=step_time(workload, layout, cluster),
         fits=memory.fits(cluster.gpu.memory_gib),
         host_gib=host_bytes(workload, layout, cluster.gpus_per_node) / GIB,
         nvme_gib=nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB,
     )
 
 
-def estimate_plan(recipe: Recipe, plan: Plan) -> Estimate:
-    """Predict a recipe's plan on the usual machines of its accelerator."""
+def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) -> Estimate:
+    """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
     spec = model_spec(model_config(recipe.model))
     where = recipe.cluster
     setup = Setup(
         planned_workload(spec, recipe.training, Pair(plan.engine, plan.model)),
         plan.layout,
-        default_cluster(where.nodes, where.gpus_per_node, where.gpu),
+        cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),
     )
     return estimate(setup)
 
@@ -78,7 +77,8 @@ def machine_output(found: Estimate) -> dict[str, Any]:
     """One estimate as `dmt estimate --json` prints it: DESIGN.md's contract, and parts."""
     return _result(found, found.memory, found.memory.total) | {
         "memory_parts_gib": memory_parts(found.memory),
-        "time_parts_s": None if found.time is None else time_parts(found.time),
+        "time_parts_s": time_parts(found.time),
+        "basis": basis(found.setup.cluster),
         "host_gib_per_node": found.host_gib,
         "nvme_gib_per_node": found.nvme_gib,
         "unsupported": None,
@@ -156,9 +156,9 @@ def _result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
     """What both kinds of output have in common; `total` bytes of `memory`'s rank."""
     time = found.time
     return {
-        "step_time_s": time and time.total_s,
-        "tokens_per_s_per_gpu": time and time.tokens_per_s_per_gpu,
-        "mfu": time and time.mfu_causal,
+        "step_time_s": time.total_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu": time.mfu_causal,
         "memory_gib": _memory_gib(memory, total),
         "fits": found.fits,
     }

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster
+from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.train.run_dir import RunDirectory
@@ -23,18 +26,39 @@ class Assignment:
     engine_config: dict[str, Any]
     """The backend's rendered configuration; empty for ddp."""
     run_dir: Path
+    prediction: Prediction
+    """What the plan promises; the run's end says what came of it."""
 
 
-def decide(recipe: Recipe, run_dir: Path | None) -> Assignment:
-    """Plan a recipe and render its backend's configuration; writes nothing."""
+def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
+    """Plan a recipe and render its backend's configuration; writes nothing.
+
+    With a `cluster`, the recipe is carried out there instead of on its own.
+    """
     recipe = adopt_engine_config(recipe)
-    plan = plan_recipe(recipe)
+    if cluster is not None:
+        recipe = _placed_on(recipe, cluster)
+    plan = plan_recipe(recipe, cluster)
+    found = estimate_plan(recipe, plan, cluster)
     return Assignment(
         recipe,
         plan,
         render_engine_config(recipe, plan),
         (run_dir or Path("runs") / recipe.name).absolute(),
+        predict(found.memory, found.time, found.setup.cluster),
     )
+
+
+def _placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """The recipe with a cluster's size and accelerator: workers are started from these."""
+    section = recipe.cluster.model_copy(
+        update={
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu": cluster.gpu.like or cluster.gpu.name,
+        }
+    )
+    return recipe.model_copy(update={"cluster": section})
 
 
 def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
@@ -42,7 +66,7 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
     return RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
-        assignment.plan.to_dict(),
+        {**assignment.plan.to_dict(), "predicted": asdict(assignment.prediction)},
         command,
         assignment.engine_config,
     )
@@ -55,7 +79,9 @@ def read_assignment(path: Path, world: int) -> Assignment:
     """
     run = RunDirectory(path.absolute())
     try:
-        plan = Plan.from_dict(json.loads(run.plan.read_text(encoding="utf-8")))
+        fields = json.loads(run.plan.read_text(encoding="utf-8"))
+        prediction = Prediction(**fields.pop("predicted"))
+        plan = Plan.from_dict(fields)
         config = {}
         if plan.engine != "ddp":
             file = run.engine_config(plan.engine)
@@ -67,7 +93,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
         ) from error
     recipe = load_recipe(run.recipe)
     _check_world(recipe, world)
-    return Assignment(recipe, plan, config, run.path)
+    return Assignment(recipe, plan, config, run.path, prediction)
 
 
 def assign(

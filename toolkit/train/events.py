@@ -7,7 +7,16 @@ from typing import Any, Literal
 from toolkit.train import jsonl
 
 EventKind = Literal[
-    "start", "save", "resume", "restart", "skip", "evaluation", "signal", "warning", "end"
+    "start",
+    "save",
+    "resume",
+    "restart",
+    "skip",
+    "evaluation",
+    "prediction",
+    "signal",
+    "warning",
+    "end",
 ]
 
 

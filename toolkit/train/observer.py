@@ -1,5 +1,7 @@
 """What surrounds the steps of a run: logging, validation, checkpoints. Implements Hooks."""
 
+import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +14,9 @@ from toolkit.checkpoint.store import CheckpointStore, Manifest
 from toolkit.engines.base import Engine, EvalResult, MicroBatch
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
+from toolkit.plan.prediction import Prediction
 from toolkit.recipe.schema import Recipe
+from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
@@ -77,6 +81,8 @@ class Observed:
     validation: Callable[[], Sequence[MicroBatch]] | None
     """This rank's validation batches; None without validation data."""
     data_fingerprint: str
+    prediction: Prediction
+    """What the plan promises."""
 
 
 class Observer:
@@ -93,12 +99,15 @@ class Observer:
         self.store = store
         self.reporter = reporter
         self._window = _Window()
+        self._seconds: list[float] = []
+        """Of every step since this start."""
         self._validated_at = -1
         self._saved_at = saved_at
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log when due (always after the first step)."""
         self._window.add(report)
+        self._seconds.append(report.seconds)
         if self.reporter is not None:
             self.reporter.progress.advance(progress.step)
             if report.result.skipped:
@@ -151,6 +160,8 @@ class Observer:
         every = self.run.recipe.checkpoint.every_steps
         if stopping or (every and progress.step % every == 0):
             self.save_now(progress)
+        if stopping:
+            self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
         """Write a checkpoint, unless that was done at this step already."""
@@ -173,6 +184,21 @@ class Observer:
                 "save", step=progress.step, folder=folder.name, seconds=seconds
             )
 
+    def compare(self, progress: Progress) -> None:
+        """Write the plan's prediction beside what was measured. Collective."""
+        if not self._seconds:
+            return  # resumed at the end: there was nothing left to train
+        device, counted = self.run.ranks.device, self._seconds[1:] or self._seconds
+        measured = Measured(
+            step_time_s=statistics.median(counted),
+            steps=len(counted),
+            memory_gib=peak_memory_gib(device),
+            process_gib=peak_process_gib(device),
+        )
+        if self.reporter is not None:
+            fields = event_fields(self.run.prediction, measured)
+            self.reporter.events.write("prediction", step=progress.step, **fields)
+
 
 class _Window:
     """Steps since the last logged one."""
@@ -191,5 +217,15 @@ def peak_memory_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak)
+
+
+def peak_process_gib(device: torch.device) -> float | None:
+    """Peak resident memory of the largest process, in GiB; None on a GPU. Collective."""
+    if device.type != "cpu":
+        return None
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.tensor(kib * 1024 / GIB, dtype=torch.float64)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return float(peak)

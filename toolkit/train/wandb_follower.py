@@ -25,6 +25,7 @@ from ruamel.yaml import YAML
 from toolkit.errors import EXIT_RESUMABLE
 from toolkit.redact import redact
 from toolkit.train import jsonl
+from toolkit.train.comparison import summary_numbers
 from toolkit.train.run_dir import RunDirectory
 
 _POLL_S = 1.0
@@ -102,6 +103,8 @@ class Poster:
             if record["kind"] in _POSTED_EVENTS and step >= self._state.posted_step:
                 numbers = {f"{record['kind']}/{k}": v for k, v in _numbers(record).items()}
                 rows.setdefault(step, {}).update(numbers)
+            elif record["kind"] == "prediction":
+                self._run.summary.update(summary_numbers(record))
         newest = max([self._state.posted_step, *rows])
         self._state = PostedState(self._state.run_id, newest, offset)
         self._state.save(self._run_dir.wandb_state)

@@ -143,7 +143,13 @@ class _Worker:
         self._stop = stop = self._at_end.enter_context(StopRequest())
         reporter = self._start_reporter(progress, steps)
         observed = Observed(
-            recipe, plan, engine, self.ranks, self._validation(data), data.fingerprint
+            recipe,
+            plan,
+            engine,
+            self.ranks,
+            self._validation(data),
+            data.fingerprint,
+            self.assignment.prediction,
         )
         observer = Observer(observed, store, reporter, progress.step)
         with reporter.progress if reporter is not None else nullcontext():
@@ -152,6 +158,7 @@ class _Worker:
             # so that not even a kill costs a step.
             observer.save_now(progress)
             observer.evaluate_now(progress)
+            observer.compare(progress)
         if recipe.checkpoint.export:
             self._export(engine, data)
         engine.close()

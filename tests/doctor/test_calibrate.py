@@ -1,0 +1,137 @@
+"""`dmt doctor --calibrate`: real measurements, short ones, and the file that they become."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks
+from toolkit.cli.main import main
+from toolkit.doctor import calibrate as calibration
+from toolkit.doctor.calibrate import (
+    HEADER,
+    Machine,
+    catalogue_name,
+    check_out,
+    cluster_text,
+    this_machine,
+    write_cluster,
+)
+from toolkit.doctor.speeds import Speeds
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.hardware.cluster_file import load_cluster
+
+SPEEDS = Speeds(
+    processes=2,
+    matmul_flops={"fp32": 1.234e11, "bf16": 9.87e7},
+    memory_bytes_per_s=1.2345e10,
+    link_bytes_per_s=4.56e8,
+    link_latency_s=1.23e-4,
+)
+
+
+def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    write_cluster(file, cluster_text(Machine("cpu", 2), SPEEDS))
+    cluster = load_cluster(file)
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (1, 2, "cpu")
+    measured = cluster.gpu.measured
+    assert measured is not None
+    assert measured.fp32 == pytest.approx(1.23e11)
+    assert measured.bf16 == pytest.approx(9.87e7)
+    assert measured.memory_bytes_per_s == pytest.approx(1.23e10)
+    assert cluster.node_link.measured_bytes_per_s == pytest.approx(4.56e8)
+    assert cluster.node_link.latency_s == pytest.approx(1.23e-4)
+    assert cluster.node_link.kind == "shared"
+
+
+def test_one_process_has_no_link(tmp_path: Path) -> None:
+    alone = Speeds(1, {"fp32": 1e11}, 1e10, None, None)
+    file = tmp_path / "cluster.yaml"
+    write_cluster(file, cluster_text(Machine("h100-80gb", 1), alone))
+    cluster = load_cluster(file)
+    assert cluster.node_link.measured_bytes_per_s is None
+    assert cluster.node_link.kind == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_drivers_names(device: str, expected: str) -> None:
+    assert catalogue_name(device) == expected
+
+
+@pytest.mark.parametrize(
+    "device", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"]
+)
+def test_unknown_devices_are_named(device: str) -> None:
+    with pytest.raises(BackendUnavailable, match=device):
+        catalogue_name(device)
+
+
+def test_processes_are_bounded_by_the_machine() -> None:
+    for wrong in (0, 10_000):
+        with pytest.raises(PlanError, match=f"--processes: found {wrong}; allowed: 1 to "):
+            this_machine(wrong)
+    assert this_machine(1).processes == 1
+
+
+def test_somebodys_own_file_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: 4\n")
+    with pytest.raises(PlanError, match="not written by this command"):
+        check_out(file)
+    with pytest.raises(PlanError, match="cannot write into"):
+        check_out(tmp_path / "none" / "cluster.yaml")
+    file.write_text(f"{HEADER}: earlier\n")
+    check_out(file)
+    check_out(tmp_path / "new.yaml")
+
+
+def test_without_calibrate_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 2
+    assert "dmt doctor --calibrate --out cluster.yaml" in capsys.readouterr().err
+
+
+def test_command_prints_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb around a measurement (which the next test makes for real)."""
+    monkeypatch.setattr(calibration, "calibrate", lambda _: SPEEDS)
+    file = tmp_path / "mine.yaml"
+    arguments = ["--calibrate", "--processes", "1", "--out", str(file), "--json"]
+    assert main(["doctor", *arguments]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["gpu"] == "cpu" and found["file"] == str(file)
+    assert found["matmul_flops"]["fp32"] == 1.234e11
+    assert "measuring cpu with 1 process\n" in printed.err
+    assert load_cluster(file).gpu.measured is not None
+
+
+@pytest.mark.slow
+def test_two_processes_measure_together() -> None:
+    """Small sizes: every number is there, plausible, and the same on both ranks."""
+    script = str(Path(__file__).with_name("measuring.py"))
+    first, second = run_ranks([script], world=2)
+    assert first == second
+    found = Speeds(**json.loads(first))
+    assert found.processes == 2
+    assert set(found.matmul_flops) == {"fp32", "bf16"}
+    assert all(1e7 < flops < 1e14 for flops in found.matmul_flops.values())
+    assert 1e8 < found.memory_bytes_per_s < 1e13
+    assert found.link_bytes_per_s is not None and 1e5 < found.link_bytes_per_s < 1e12
+    assert found.link_latency_s is not None and 1e-7 < found.link_latency_s < 1

@@ -1,0 +1,74 @@
+"""Predicted against measured: the numbers and the words."""
+
+import pytest
+
+from toolkit.hardware.cluster import parse_cluster
+from toolkit.hardware.cluster_file import load_cluster
+from toolkit.plan.prediction import Basis, Prediction, basis
+from toolkit.train.comparison import Measured, event_fields, summary_numbers, told
+
+ON_GPU = Measured(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
+ON_CPU = Measured(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)
+
+
+def rows(predicted: Prediction, measured: Measured) -> dict[str, str]:
+    return dict(told(event_fields(predicted, measured)))
+
+
+def test_gpu_is_compared_with_the_data_sheet() -> None:
+    assert rows(Prediction(2.0, 60.0, "data sheet"), ON_GPU) == {
+        "step time": "2.20 s measured, 2.00 s predicted from data sheets (+10%)",
+        "peak memory": "66.00 GiB measured, 60.00 GiB predicted (+10%)",
+    }
+
+
+def test_calibrated_cpu_is_compared() -> None:
+    found = rows(Prediction(0.1, 0.05, "calibrated"), ON_CPU)
+    expected = "110.0 ms measured, 100.0 ms predicted from measured speeds (+10%)"
+    assert found["step time"] == expected
+    assert "0.90 GiB measured with all libraries, 51.2 MiB predicted" in found["peak memory"]
+
+
+def test_nominal_cpu_is_never_an_error() -> None:
+    """An unmeasured processor has no prediction to be right or wrong about."""
+    fields = event_fields(Prediction(0.2, 0.05, "nominal"), ON_CPU)
+    assert fields["measured_over_predicted"]["step_time"] is None
+    shown = dict(told(fields))["step time"]
+    assert "for a nominal CPU, not for this one" in shown
+    assert "dmt doctor --calibrate" in shown
+    assert "%" not in shown
+
+
+def test_summary_is_flat() -> None:
+    fields = event_fields(Prediction(2.0, 60.0, "data sheet"), ON_GPU)
+    assert summary_numbers({"kind": "prediction", "step": 7, **fields}) == {
+        "predicted/step_time_s": 2.0,
+        "predicted/memory_gib": 60.0,
+        "predicted/basis": "data sheet",
+        "measured/step_time_s": 2.2,
+        "measured/steps": 99,
+        "measured/memory_gib": 66.0,
+        "measured_over_predicted/step_time": pytest.approx(1.1),
+        "measured_over_predicted/memory": pytest.approx(1.1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("measured", "gpu", "expected"),
+    [
+        ("", "cpu", "nominal"),
+        ("", "h100-80gb", "data sheet"),
+        ("measured: {tflops: {fp32: 0.1}}\n", "cpu", "calibrated"),
+        ("measured: {memory_gigabytes_per_s: 2000}\n", "h100-80gb", "calibrated"),
+    ],
+)
+def test_basis(
+    tmp_path_factory: pytest.TempPathFactory, measured: str, gpu: str, expected: Basis
+) -> None:
+    file = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    file.write_text(f"nodes: 1\ngpus_per_node: 2\ngpu: {gpu}\n{measured}")
+    assert basis(load_cluster(file)) == expected
+
+
+def test_basis_of_a_short_form() -> None:
+    assert basis(parse_cluster("2xcpu")) == "nominal"

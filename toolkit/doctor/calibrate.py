@@ -1,0 +1,164 @@
+"""Measuring this machine, and writing what was found as a cluster file.
+
+The planner uses the file's `measured` speeds in place of data sheets (`--cluster FILE`).
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from toolkit.doctor.speeds import Speeds
+from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
+from toolkit.hardware.catalogue import GIGA, TERA
+from toolkit.hardware.cluster import default_cluster
+from toolkit.launchers.local import LocalLauncher
+from toolkit.recipe.schema import ClusterSection
+
+HEADER = "# Written by `dmt doctor --calibrate`"
+GIB = 2**30
+
+
+_DEVICES = (
+    (r"v100-sxm.*32gb", "v100-32gb"),
+    (r"a100-sxm.*40gb", "a100-40gb"),
+    (r"a100-sxm.*80gb", "a100-80gb"),
+    (r"a100-pcie-40gb", "a100-40gb-pcie"),
+    (r"a100 80gb pcie|a100-pcie-80gb", "a100-80gb-pcie"),
+    (r"h100 80gb hbm3", "h100-80gb"),
+    (r"h100.*96gb", "h100-96gb"),
+    (r"h100 pcie", "h100-80gb-pcie"),
+    (r"\bh200", "h200"),
+    (r"\bgb200", "gb200"),
+    (r"\bb200", "b200"),
+    (r"mi300x", "mi300x"),
+)
+"""What drivers call the accelerators of the catalogue."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured."""
+
+    gpu: str
+    """Name of the hardware catalogue."""
+    processes: int
+    """One per GPU, or as many as share the processor."""
+
+
+def this_machine(processes: int | None) -> Machine:
+    """This machine with `processes` processes; by default one per GPU, or two on a CPU.
+
+    Raises PlanError for more processes than GPUs or cores, BackendUnavailable for a GPU that
+    the catalogue lacks.
+    """
+    cores = len(os.sched_getaffinity(0))
+    name, most, of = "cpu", cores, "cores"
+    usual = min(2, cores)
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        name = catalogue_name(properties.name)
+        most, of = torch.cuda.device_count(), "GPUs"
+        usual = most
+    if processes is not None and not 1 <= processes <= most:
+        raise PlanError(
+            f"--processes: found {processes}; allowed: 1 to {most}, this machine's {of}",
+            fix=f"--processes {most}",
+        )
+    return Machine(name, processes or usual)
+
+
+def catalogue_name(device: str) -> str:
+    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`.
+
+    Raises BackendUnavailable when the catalogue has none like it.
+    """
+    for pattern, name in _DEVICES:
+        if re.search(pattern, device.lower()):
+            return name
+    raise BackendUnavailable(
+        f"dmt doctor: the hardware catalogue does not know {device!r}",
+        fix="write a cluster file with `gpu: {like: NAME}` and what you know of it "
+        "(docs/cluster.md)",
+    )
+
+
+def calibrate(machine: Machine) -> Speeds:
+    """Measure, with a line on standard error about each quantity.
+
+    Raises RunFailed when a process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="dmt-calibrate-") as folder:
+        result = Path(folder) / "speeds.json"
+        section = ClusterSection(gpus_per_node=machine.processes, gpu=machine.gpu)
+        worker = ("-m", "toolkit.doctor.speeds", str(result))
+        launcher = LocalLauncher()
+        if launcher.run(launcher.spec(Path(folder), section, worker)) != EXIT_DONE:
+            raise RunFailed("dmt doctor: measuring did not come to its end")
+        return Speeds(**json.loads(result.read_text(encoding="utf-8")))
+
+
+def cluster_text(machine: Machine, speeds: Speeds) -> str:
+    """The cluster file of this machine, to be edited and kept."""
+    return "\n".join(_lines(machine, speeds)) + "\n"
+
+
+def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
+    usual = default_cluster(1, machine.processes, machine.gpu)
+    name = "processor" if machine.gpu == "cpu" else machine.gpu
+    yield f"{HEADER}: speeds of each of {machine.processes} process(es) on one {name},"
+    yield "# measured while all of them worked. Use it with `dmt plan RECIPE --cluster FILE`."
+    yield "nodes: 1              # more of the same machine: change it, and state `network`"
+    yield f"gpus_per_node: {machine.processes}"
+    yield f"gpu: {machine.gpu}"
+    yield f"host_memory_gib: {_host_memory_gib():.1f}"
+    if speeds.link_latency_s is not None:
+        latency_us = _digits(speeds.link_latency_s * 1e6)
+        yield f"node_link: {{kind: {usual.node_link.kind}, latency_us: {latency_us}}}"
+    yield "measured:"
+    flops = ", ".join(
+        f"{precision}: {_digits(value / TERA)}"
+        for precision, value in speeds.matmul_flops.items()
+    )
+    yield f"  tflops: {{{flops}}}"
+    yield f"  memory_gigabytes_per_s: {_digits(speeds.memory_bytes_per_s / GIGA)}"
+    if speeds.link_bytes_per_s is not None:
+        yield f"  node_link_gigabytes_per_s: {_digits(speeds.link_bytes_per_s / GIGA)}"
+
+
+def _host_memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, without an exponent that YAML would read as text."""
+    return f"{float(f'{value:.3g}'):.10f}".rstrip("0").removesuffix(".")
+
+
+def check_out(file: Path) -> None:
+    """Raises PlanError when `file` cannot be written, or was not written by this command:
+    before a minute is spent, and so that nobody's own cluster file is lost."""
+    try:
+        ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
+    except (OSError, UnicodeDecodeError):
+        ours = False
+    if not ours:
+        raise PlanError(
+            f"--out: {file} exists and was not written by this command",
+            fix="name another file, or remove it",
+        )
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")
+
+
+def write_cluster(file: Path, text: str) -> None:
+    """Write the cluster file. Raises PlanError when that is not possible after all."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--out: cannot write {file}: {error}", fix="name a file") from error
