@@ -33,6 +33,7 @@ CASES = {
         "parallel.tensor=2",
         "parallel.pipeline=2",
         "parallel.virtual_pipeline=4",
+        "training.micro_batch_size=1",
     ),
     "llama-3.1-8b-pp4-vpp2": (
         "llama/llama-3.1-8b-pretrain.yaml",
@@ -40,19 +41,35 @@ CASES = {
         "parallel.tensor=1",
         "parallel.pipeline=4",
         "parallel.virtual_pipeline=2",
+        "parallel.recompute=full",
     ),
-    "llama-3.1-405b": ("llama/llama-3.1-405b-pretrain.yaml",),
-    "mixtral-8x7b-ep8": ("mistral/mixtral-8x7b-pretrain.yaml", MEGATRON, "parallel.expert=8"),
+    "llama-3.1-405b": ("llama/llama-3.1-405b-pretrain.yaml", "parallel.virtual_pipeline=1"),
+    "mixtral-8x7b-ep8": (
+        "mistral/mixtral-8x7b-pretrain.yaml",
+        MEGATRON,
+        "parallel.expert=8",
+        "parallel.tensor=1",
+        "parallel.pipeline=1",
+    ),
     "qwen3-8b-selective": (
         "qwen/qwen3-8b-pretrain.yaml",
         MEGATRON,
         "parallel.recompute=selective",
     ),
-    "gpt2-fp16": ("gpt2/gpt2-124m-pretrain.yaml", MEGATRON, "training.precision=fp16"),
+    "gpt2-fp16": (
+        "gpt2/gpt2-124m-pretrain.yaml",
+        MEGATRON,
+        "training.precision=fp16",
+        "training.micro_batch_size=8",
+        "parallel.zero.stage=1",
+    ),
     "mistral-7b-window": (
         "mistral/mistral-7b-pretrain.yaml",
         MEGATRON,
         "model.config.sliding_window=4096",
+        "parallel.tensor=1",
+        "parallel.recompute=full",
+        "training.micro_batch_size=1",
     ),
 }
 

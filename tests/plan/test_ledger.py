@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_degrees import MIXTRAL
 from tests.plan.test_planner import TINY, recipe
+from tests.plan.test_search import MIXTRAL
 from toolkit.cli.plan import ledger_of
 from toolkit.engines.presets import PRESETS
 from toolkit.engines.setup import adopt_engine_config

@@ -280,7 +280,11 @@ MISTAKES = {
         at="  zero:",
     ),
     "path without nvme": M(
-        "stage: auto", "nvme_path: /x", "parallel.zero.nvme_path", "remove it"
+        "stage: auto",
+        "offload_optimizer: none\n    offload_parameters: cpu\n    nvme_path: /x",
+        "parallel.zero.nvme_path",
+        "remove it",
+        at="nvme_path",
     ),
     "offloaded parameters below 3": M(
         "stage: auto",

@@ -30,6 +30,8 @@ from toolkit.plan.workload import Workload
 
 TIE = 0.01
 """Layouts whose predicted times differ by less are equally fast: the model is no better."""
+SPARE = 0.05
+"""Needs that differ by less, as a share of the device's memory, are equal too."""
 UNNEEDED = "recompute without need"
 """Why a layout is rejected of which the same without recompute fits: that one is faster."""
 
@@ -103,14 +105,13 @@ def search(job: Job, cluster: Cluster) -> Search:
 
     Raises PlanError where no layout suits the model or spreads the batch.
     """
-    first, *further = resorts(job, cluster.island)
-    found = _search(job, cluster, first)
-    for resort in further:
+    found, tried = None, resorts(job, cluster.island)
+    for resort in tried:
+        found = _search(job, cluster, resort) or found
         if found is not None and found.fits:
             break
-        found = _search(job, cluster, resort) or found
     if found is None:
-        raise _no_layout(job, further[-1] if further else first)
+        raise _no_layout(job, tried)
     return found
 
 
@@ -152,17 +153,19 @@ def _search(job: Job, cluster: Cluster, resort: Resort) -> Search | None:
         job,
         cluster,
         resort,
-        tuple(_ranked(fitting, limited=cluster.gpu.memory_gib is not None)),
+        tuple(_ranked(fitting, cluster.gpu.memory_gib)),
         tuple(too_large),
         len(fitting) + rejected.total(),
         rejected,
     )
 
 
-def _no_layout(job: Job, resort: Resort) -> PlanError:
+def _no_layout(job: Job, tried: list[Resort]) -> PlanError:
     """Why there is no layout at all: the batch, or the model's shape."""
-    first = next(frames(job, resort), None)
-    return no_degrees(job) if first is None else uneven_batch(job, first.layout)
+    for resort in tried:
+        for first in frames(job, resort):
+            return uneven_batch(job, first.layout)
+    return no_degrees(job)
 
 
 def _fill(
@@ -221,21 +224,23 @@ def _candidate(
     return Candidate(pair, layout, needed, states, host, disk, step_s)
 
 
-def _ranked(fitting: list[Candidate], *, limited: bool) -> list[Candidate]:
+def _ranked(fitting: list[Candidate], capacity_gib: float | None) -> list[Candidate]:
     """Fastest first; the chosen one in front."""
     if not fitting:
         return []
     found = sorted(fitting, key=_seconds)
     limit = _seconds(found[0]) * (1 + TIE)
     equal = [one for one in found if _seconds(one) <= limit]
-    chosen = _smallest(equal) if limited else _preferred(equal)
+    chosen = _preferred(equal) if capacity_gib is None else _smallest(equal, capacity_gib)
     return [chosen, *(one for one in found if one is not chosen)]
 
 
-def _smallest(equal: list[Candidate]) -> Candidate:
-    """Of layouts that are as fast, the one that needs least memory; then the one with the
+def _smallest(equal: list[Candidate], capacity_gib: float) -> Candidate:
+    """Of layouts that are as fast, one that needs least memory; of those, the one with the
     fewest moving parts; then the first one found: preferred engine, smaller degrees."""
-    return min(equal, key=lambda one: (one.memory_gib, moving_parts(one.layout)))
+    least = min(one.memory_gib for one in equal)
+    small = (one for one in equal if one.memory_gib <= least + SPARE * capacity_gib)
+    return min(small, key=lambda one: (moving_parts(one.layout), one.memory_gib))
 
 
 def _preferred(equal: list[Candidate]) -> Candidate:

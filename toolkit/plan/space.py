@@ -5,14 +5,15 @@ allow. A `Frame` is all of a layout but the batch split and recompute, which the
 settles by what fits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, product
 from math import isqrt
 
 from toolkit.errors import PlanError
 from toolkit.plan import legality
-from toolkit.plan.layout import Layout, Placement, Recompute
+from toolkit.plan.layout import Layout, Placement, Recompute, stage_layers
 from toolkit.plan.legality import TABLE, Pair, Stage, divisors
 from toolkit.plan.model_rules import Job, able_pairs, pair_problems
 from toolkit.plan.workload import Workload, planned_workload
@@ -179,11 +180,20 @@ def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, i
             if ranks % (pipeline * tensor):
                 continue
             most = min(support.virtual_pipeline, layers // pipeline if pipeline > 1 else 1)
-            for virtual in _open(asked.virtual_pipeline, range(1, most + 1), most):
+            chunks = [one for one in range(1, most + 1) if _even(layers, pipeline, one)]
+            for virtual in _open(asked.virtual_pipeline, chunks, most):
                 yield tensor, pipeline, virtual
 
 
-def _open(asked: int | str, all_of: "list[int] | range", most: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def _even(layers: int, pipeline: int, virtual: int) -> bool:
+    """Do interleaved chunks take turns evenly? The first and the last may be shorter or
+    longer. Where others differ, ranks wait for each other in ways that no closed form has:
+    only where that is asked for."""
+    return virtual == 1 or len(set(stage_layers(layers, pipeline, virtual)[1:-1])) == 1
+
+
+def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
     """What is asked for; for `auto`, all that are small enough."""
     if isinstance(asked, int):
         return [asked]

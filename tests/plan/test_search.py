@@ -1,0 +1,515 @@
+"""The search: complete, quick, the same every time, and true to what the recipe fixes."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.test_legality import intent
+from tests.plan.test_planner import LLAMA_8B, RECIPES, TINY, recipe
+from toolkit.errors import PlanError, RecipeError
+from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.plan.layout import Layout, stage_layers
+from toolkit.plan.legality import TABLE
+from toolkit.plan.memory import model_states_gib, peak_memory
+from toolkit.plan.model_rules import Job
+from toolkit.plan.planner import explore, plan_recipe
+from toolkit.plan.search import (
+    SPARE,
+    TIE,
+    UNNEEDED,
+    Candidate,
+    Search,
+    evaluate,
+    moving_parts,
+    search,
+    shortage,
+)
+from toolkit.plan.time import step_time
+from toolkit.plan.workload import planned_workload
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import ClusterSection, Recipe, TrainingSection
+
+MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4}
+GPT3_175B = {
+    # Brown et al., arXiv:2005.14165, table 2.1; batch and vocabulary as Megatron-LM trained it
+    # (Narayanan et al., arXiv:2104.04473, table 1).
+    "model_type": "gpt2",
+    "n_layer": 96,
+    "n_embd": 12288,
+    "n_head": 96,
+    "vocab_size": 51200,
+    "n_positions": 2048,
+}
+
+
+def on(cluster: str, name: str, **parallel: Any) -> tuple[Job, Cluster]:
+    """A sized recipe on a cluster, everything open but for `parallel`."""
+    wanted = load_recipe(RECIPES / f"{name}.yaml")
+    place = parse_cluster(cluster)
+    where = section(place)
+    assert wanted.model.config is not None
+    return Job(intent(**parallel), where, wanted.training, wanted.model.config), place
+
+
+def section(cluster: Cluster) -> ClusterSection:
+    return ClusterSection(
+        nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu.name
+    )
+
+
+@cache
+def found(cluster: str, name: str) -> Search:
+    return search(*on(cluster, name))
+
+
+def tiny(ranks: int, batch: int = 8, length: int = 64, **parallel: Any) -> Search:
+    """The search for a tiny model on CPU."""
+    sections = {f"parallel__{name}": value for name, value in parallel.items()}
+    return explore(
+        recipe(
+            cluster__gpus_per_node=ranks,
+            training__global_batch_size=batch,
+            training__sequence_length=length,
+            training__precision="fp32",
+            **sections,
+        )
+    )
+
+
+# Against a plain enumeration
+
+
+CASES = {
+    "8B on 8 H100": ("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain"),
+    "70B on 64 H100": ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain"),
+    "405B on 1,024 H100": ("128x8xh100-80gb", "llama/llama-3.1-405b-pretrain"),
+    "175B on 1,024 A100": ("128x8xa100-80gb", "175B"),
+}
+
+
+def case(name: str) -> tuple[Job, Cluster]:
+    cluster, model = CASES[name]
+    if model != "175B":
+        return on(cluster, model)
+    place = parse_cluster(cluster)
+    training = TrainingSection(steps=1, sequence_length=2048, global_batch_size=1536)
+    return Job(intent(), section(place), training, GPT3_175B), place
+
+
+def enumerated(job: Job, cluster: Cluster) -> Iterator[Candidate]:
+    """Layouts of a coarse grid that fit, without any of the search's rules or shortcuts."""
+    spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
+    powers = [2**power for power in range(8)]
+    for pair, support in TABLE.items():
+        workload = planned_workload(spec, job.training, pair)
+        grid = product(
+            [tp for tp in powers if tp <= min(support.tensor, cluster.gpus_per_node)],
+            [pp for pp in powers if pp <= min(support.pipeline, spec.layers)],
+            [1, 2, 4, 8],
+            support.zero_stages,
+            support.recompute,
+            [1, 2, 4, 8],
+        )
+        for tp, pp, vpp, zero, recompute, micro in grid:
+            dp, rest = divmod(world, tp * pp)
+            steps, uneven = divmod(batch, max(1, dp) * micro)
+            if pair.engine == "fsdp" or rest or uneven or not steps or not dp:
+                continue
+            if vpp > 1 and (pp == 1 or pp * vpp > spec.layers or steps % pp):
+                continue
+            if vpp > 1 and len(set(stage_layers(spec.layers, pp, vpp)[1:-1])) > 1:
+                continue
+            if zero == 0 and pair.engine == "deepspeed":
+                continue  # sums 16-bit gradients in 16 bits
+            layout = Layout(
+                dp=dp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1, zero_stage=zero,
+                recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
+            )  # fmt: skip
+            one = evaluate(pair, workload, layout, cluster)
+            if shortage(one, cluster) is None:
+                yield one
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_enumerated_is_much_faster(name: str) -> None:
+    job, cluster = case(name)
+    chosen = search(job, cluster)
+    fastest = min(enumerated(job, cluster), key=lambda one: one.step_s or 0)
+    assert chosen.best.step_s is not None and fastest.step_s is not None
+    assert chosen.best.step_s <= 1.05 * fastest.step_s
+    # The search knows more layouts, so its fastest one is at least as fast.
+    assert min(one.step_s or 0 for one in chosen.fitting) <= fastest.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("gpus", ["1x8xh100-80gb", "4x8xa100-40gb"])
+def test_shortcuts_lose_nothing(gpus: str) -> None:
+    """Every layout that the search left out is too large, or recomputes without need."""
+    chosen = search(*on(gpus, "llama/llama-3.1-8b-pretrain"))
+    kept = {one.layout: one for one in chosen.fitting}
+    left_out = 0
+    for one in enumerated(chosen.job, chosen.cluster):
+        if one.layout not in kept:
+            left_out += 1
+            assert one.layout.recompute != "none"
+            assert any(
+                replace(one.layout, recompute=less) in kept for less in ("none", "selective")
+            )
+    assert left_out > 10
+    assert chosen.rejected[UNNEEDED] > 10
+
+
+def test_the_count_adds_up() -> None:
+    for name in CASES:
+        chosen = search(*case(name))
+        assert chosen.considered == len(chosen.fitting) + sum(chosen.rejected.values())
+
+
+# The choice
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_equally_fast_layouts_a_small_and_simple_one_is_chosen(name: str) -> None:
+    chosen = search(*case(name))
+    best, times = chosen.best, [one.step_s or 0 for one in chosen.fitting]
+    equal = [one for one in chosen.fitting if (one.step_s or 0) <= min(times) * (1 + TIE)]
+    assert best in equal
+    least = min(one.memory_gib for one in equal)
+    room = SPARE * (chosen.cluster.gpu.memory_gib or 0)
+    assert best.memory_gib <= least + room
+    simpler = [one for one in equal if moving_parts(one.layout) < moving_parts(best.layout)]
+    assert all(one.memory_gib > least + room for one in simpler)
+    assert times[1:] == sorted(times[1:]), "runners-up by time"
+
+
+def test_the_same_every_time() -> None:
+    job, cluster = case("70B on 64 H100")
+    assert search(job, cluster).fitting == search(job, cluster).fitting
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_cpu_nothing_is_split_unasked(ranks: int) -> None:
+    layout = tiny(ranks).best.layout
+    assert (layout.dp, layout.tp, layout.pp, layout.recompute) == (ranks, 1, 1, "none")
+
+
+def test_tiny_recipes_plan_zero_2_without_recompute() -> None:
+    """What the demo shows and the documents say."""
+    for name in ("llama-bytes", "mixtral-bytes"):
+        plan = plan_recipe(load_recipe(RECIPES / f"tiny/{name}.yaml"))
+        assert (plan.engine, plan.model) == ("deepspeed", "hf")
+        layout = plan.layout
+        assert layout == Layout(dp=2, zero_stage=2, micro_batch=8, gradient_accumulation=1)
+
+
+def test_tensor_groups_stay_within_a_node_unless_nothing_fits() -> None:
+    wide = found("16x1xh100-80gb", "llama/llama-3.1-8b-pretrain")
+    assert {one.layout.tp for one in wide.fitting} == {1}
+    # 40 layers' weights alone are more than one GPU holds, and a pipeline has no room left.
+    forced = search(*on("16x1xh100-80gb", "llama/llama-3.1-70b-pretrain", pipeline=1))
+    assert forced.fits
+    asked = search(*on("2x8xh100-80gb", "llama/llama-3.1-8b-pretrain", tensor=16))
+    assert asked.best.layout.tp == 16
+
+
+def test_chunks_take_turns_evenly() -> None:
+    for one in found("128x8xh100-80gb", "llama/llama-3.1-405b-pretrain").fitting:
+        layout = one.layout
+        chunks = stage_layers(126, layout.pp, layout.vpp)
+        assert layout.vpp == 1 or len(set(chunks[1:-1])) == 1
+
+
+# What the recipe fixes
+
+
+FIXED: dict[str, list[Any]] = {
+    "tensor": [1, 2, 4],
+    "pipeline": [1, 2, 4],
+    "virtual_pipeline": [1, 2],
+    "sequence": [True, False],
+    "recompute": ["none", "selective", "full"],
+    "engine": ["deepspeed", "megatron"],
+    "zero.stage": [1, 2, 3],
+    "zero.offload_optimizer": ["none", "cpu"],
+    "training.micro_batch_size": [1, 2],
+}
+FIELDS = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "virtual_pipeline": "vpp",
+    "sequence": "sequence_parallel",
+    "zero.stage": "zero_stage",
+    "zero.offload_optimizer": "offload_optimizer",
+    "training.micro_batch_size": "micro_batch",
+    "recompute": "recompute",
+}
+
+
+def some_intents(count: int) -> Iterator[Recipe]:
+    """Recipes for 16 GPUs with a few settings fixed at random."""
+    source = random.Random(4)
+    for _ in range(count):
+        fixed: dict[str, Any] = {"zero": {}}
+        training: dict[str, Any] = {}
+        for key in source.sample(sorted(FIXED), 3):
+            section, _, name = key.rpartition(".")
+            where = {"zero": fixed["zero"], "training": training}.get(section, fixed)
+            where[name] = source.choice(FIXED[key])
+        yield LLAMA_8B.model_copy(
+            update={
+                "parallel": intent(**fixed),
+                "cluster": LLAMA_8B.cluster.model_copy(update={"nodes": 2}),
+                "training": LLAMA_8B.training.model_copy(
+                    update={"global_batch_size": 64, **training}
+                ),
+            }
+        )
+
+
+def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
+    planned = 0
+    for wanted in some_intents(150):
+        try:
+            chosen = explore(wanted)
+        except (PlanError, RecipeError):
+            continue
+        planned += 1
+        for one in (*chosen.fitting[:200], *chosen.too_large[:200]):
+            layout = one.layout
+            assert layout.world == layout.dp * layout.tp * layout.pp * layout.cp == 16
+            assert layout.global_batch == 64
+            asked, zero = wanted.parallel, wanted.parallel.zero
+            assert asked.engine in ("auto", one.pair.engine)
+            stated = {key: getattr(asked, key, "auto") for key in FIELDS}
+            stated["zero.stage"] = zero.stage
+            stated["zero.offload_optimizer"] = zero.offload_optimizer
+            stated["training.micro_batch_size"] = wanted.training.micro_batch_size
+            for key, field in FIELDS.items():
+                assert stated[key] in ("auto", getattr(layout, field)), key
+    assert planned > 60
+
+
+def test_what_needs_a_degree_gets_one() -> None:
+    assert tiny(4, sequence=True).best.layout.tp > 1
+    deeper = recipe(
+        model__config=TINY | {"num_hidden_layers": 4},
+        cluster__gpus_per_node=2,
+        parallel__virtual_pipeline=2,
+    )
+    layout = plan_recipe(deeper).layout
+    assert (layout.pp, layout.vpp) == (2, 2)
+
+
+def test_sequence_parallel_only_where_tensor_divides_the_sequence() -> None:
+    assert tiny(2, tensor=2).best.layout.sequence_parallel
+    assert not tiny(2, tensor=2, sequence=False).best.layout.sequence_parallel
+    odd = tiny(2, tensor=2, length=63)
+    assert not any(one.layout.sequence_parallel for one in odd.fitting)
+
+
+def test_a_batch_that_only_model_parallelism_spreads() -> None:
+    assert tiny(4, batch=2, engine="megatron").best.layout.dp <= 2
+    with pytest.raises(PlanError, match="cannot be spread evenly over 3 ranks"):
+        tiny(3, batch=4, engine="megatron", tensor=1, pipeline=1)
+
+
+def test_interleaved_micro_batches_come_in_groups() -> None:
+    wanted = recipe(
+        model__config=TINY | {"num_hidden_layers": 8},
+        cluster__gpus_per_node=4,
+        training__global_batch_size=24,
+        parallel__pipeline=4,
+        parallel__virtual_pipeline=2,
+    )
+    for one in explore(wanted).fitting:
+        assert one.layout.gradient_accumulation % 4 == 0
+    uneven = wanted.training.model_copy(update={"global_batch_size": 3, "micro_batch_size": 2})
+    with pytest.raises(
+        PlanError, match=r"over 1 ranks in micro batches of 2, 4 micro"
+    ) as error:
+        plan_recipe(wanted.model_copy(update={"training": uneven}))
+    assert error.value.fix == "set it to 8"
+
+
+def test_no_degrees_at_all() -> None:
+    wanted = recipe(
+        model__config=TINY | {"intermediate_size": 127},
+        cluster__gpus_per_node=2,
+        parallel__sequence=True,
+    )
+    with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor and") as caught:
+        plan_recipe(wanted)
+    assert caught.value.fix == "set parallel.sequence to auto"
+
+
+def test_a_model_from_the_hub_is_checked_when_planned(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_attention_heads": 1}))
+    wanted = recipe(
+        model__config=None,
+        model__hub=str(tmp_path),
+        cluster__gpus_per_node=2,
+        parallel__tensor=2,
+    )
+    with pytest.raises(RecipeError, match=r"parallel\.tensor: found 2; allowed: a divisor of"):
+        plan_recipe(wanted)
+
+
+# Offload
+
+
+def test_offload_only_where_nothing_fits_without() -> None:
+    roomy = found("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
+    assert all(one.layout.offload_optimizer == "none" for one in roomy.fitting)
+    narrow = found("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
+    assert narrow.fits
+    assert all(one.layout.offload_optimizer == "cpu" for one in narrow.fitting)
+    refused = on(
+        "1x8xh100-80gb",
+        "llama/llama-3.1-70b-pretrain",
+        zero={"offload_optimizer": "none", "offload_parameters": "none"},
+    )
+    assert not search(*refused).fits
+
+
+def test_offload_needs_room_on_the_host() -> None:
+    job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
+    poor = replace(cluster, host_memory_gib=512)
+    without = search(job, poor)
+    assert not without.fits
+    assert without.rejected["more than 512 GiB of host memory per node"] > 0
+    disks = {"nvme_path": "/nvme"}
+    job, _ = on("1x8xh100-80gb", "llama/llama-3.1-70b-pretrain", zero=disks)
+    with_disks = search(job, poor)
+    assert with_disks.fits
+    assert with_disks.best.layout.offload_optimizer == "nvme"
+    assert 0 < with_disks.best.nvme_gib < poor.nvme_gib
+    assert not search(job, replace(poor, nvme_gib=100)).fits
+
+
+# Laws
+
+
+def layouts() -> list[tuple[Job, Candidate]]:
+    """Layouts that were found for a dense and an expert model."""
+    places = (
+        ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain"),
+        ("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain"),
+    )
+    source = random.Random(7)
+    every = [(found(*place).job, one) for place in places for one in found(*place).fitting]
+    return source.sample(every, 200)
+
+
+def test_more_zero_never_needs_more_for_model_states() -> None:
+    for job, one in layouts():
+        workload = planned_workload(job.spec, job.training, one.pair)
+        stages = TABLE[one.pair].zero_stages
+        needs = [model_states_gib(workload, replace(one.layout, zero_stage=s)) for s in stages]
+        assert needs == sorted(needs, reverse=True)
+
+
+def test_memory_grows_with_the_micro_batch_and_shrinks_with_recompute() -> None:
+    for job, one in layouts():
+        workload = planned_workload(job.spec, job.training, one.pair)
+        share = one.layout.micro_batch * one.layout.gradient_accumulation
+        sizes = [size for size in (1, 2, 4, 8) if share % size == 0]
+        needs = [
+            peak_memory(
+                workload,
+                replace(one.layout, micro_batch=size, gradient_accumulation=share // size),
+            ).total
+            for size in sizes
+        ]
+        assert needs == sorted(needs)
+        ways = TABLE[one.pair].recompute
+        less = [peak_memory(workload, replace(one.layout, recompute=way)).total for way in ways]
+        assert less == sorted(less, reverse=True)
+
+
+def test_recompute_never_makes_a_step_faster() -> None:
+    """Why a layout that recomputes is left out where the same without recompute fits."""
+    cluster = default_cluster(8, 8, "h100-80gb")
+    for job, one in layouts():
+        workload = planned_workload(job.spec, job.training, one.pair)
+        ways = TABLE[one.pair].recompute
+        times = [
+            step_time(workload, replace(one.layout, recompute=way), cluster).total_s
+            for way in ways
+        ]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("llama/llama-3.1-8b-pretrain", 1024),
+        ("llama/llama-3.1-70b-pretrain", 2048),
+        ("llama/llama-3.2-1b-pretrain", 512),
+        ("mistral/mixtral-8x7b-pretrain", 128),
+    ],
+)
+@pytest.mark.parametrize("gpu", ["h100-80gb", "a100-40gb"])
+def test_twice_the_gpus_are_never_slower(name: str, most: int, gpu: str) -> None:
+    """As long as there is a sequence for each of them."""
+    before, gpus = None, 8
+    while gpus <= most:
+        best = found(f"{gpus // 8}x8x{gpu}", name).best.step_s
+        if before is not None and best is not None:
+            assert best <= before
+        before, gpus = best, 2 * gpus
+
+
+# Speed
+
+
+LIMITED = """
+import resource, time
+from pathlib import Path
+from tests.plan.test_search import on
+from toolkit.plan.search import search
+job, cluster = on({cluster!r}, {name!r})
+begin = time.process_time()
+considered = search(job, cluster).considered
+print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+      considered)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "limit_s", "least"),
+    [
+        ("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", 5.0, 2000),
+        ("1x1xcpu", "tiny/llama-bytes", 0.5, 20),
+    ],
+)
+def test_a_full_search_is_quick_and_small(
+    cluster: str, name: str, limit_s: float, least: int
+) -> None:
+    """CPU time, so that a busy machine does not count; memory of the whole process."""
+    code = LIMITED.format(cluster=cluster, name=name)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    seconds, peak_kib, considered = map(float, done.stdout.split())
+    assert considered > least
+    assert seconds < limit_s
+    assert peak_kib < 1024**2
+
+
+def test_experts() -> None:
+    wanted = recipe(
+        model__config=MIXTRAL, cluster__gpus_per_node=4, parallel__expert=2, parallel__tensor=2
+    )
+    plan = plan_recipe(wanted)
+    assert (plan.layout.ep, plan.layout.tp, plan.layout.dp) == (2, 2, 2)
+    assert plan.layout.sequence_parallel
+    assert "expert 2: asked for; 2 experts per rank" in plan.reasons
