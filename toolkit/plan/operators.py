@@ -40,6 +40,10 @@ class Device:
     memory: float
     """Bytes per second of streaming kernels."""
     multiprocessors: int
+    half_k: float
+    """Inner size of a matrix product at which half of its rate is reached."""
+    half_sequence: float
+    """Tokens at which the attention kernel reaches half of its rate."""
     efficiency: Efficiency
 
 
@@ -56,6 +60,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     measured = gpu.measured and gpu.measured.memory_bytes_per_s
     memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
     kernel = efficiency[f"attention.{_attention_kernel(gpu, workload)}"]
+    of = ".cpu" if gpu.generation == "cpu" else ""
     return Device(
         matmul=matmul,
         matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
@@ -64,6 +69,8 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
         attention=plain / share * kernel,
         memory=measured or memory * efficiency["memory"],
         multiprocessors=gpu.multiprocessors,
+        half_k=efficiency[f"matmul.half_k{of}"],
+        half_sequence=efficiency[f"attention.half_sequence{of}"],
         efficiency=efficiency,
     )
 
@@ -151,7 +158,7 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
     """
     rate = device.plain_matmul if plain else device.matmul
     width = device.width if plain else device.matmul_width
-    half_k, units = device.efficiency["matmul.half_k"], device.multiprocessors
+    half_k, units = device.half_k, device.multiprocessors
     best = 0.0
     for (rows, columns, quality), parts in product(_tiles(device.efficiency), SPLITS):
         tiles = ceil(m / rows) * ceil(n / columns) * parts
@@ -225,7 +232,7 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
     on_rank = sequence / part.cp
     small = efficiency["attention.head_64"]
     head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)
-    filled = on_rank / (on_rank + efficiency["attention.half_sequence"])
+    filled = on_rank / (on_rank + device.half_sequence)
     rate = device.attention * max(head, 0.5) * filled
     return flops / rate, 2.5 * flops / (rate * efficiency["attention.backward"])
 
