@@ -1,7 +1,7 @@
 """`dmt estimate`: memory and step time of a fixed layout, by part; starts nothing."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.cli.bars import bars, seconds, size
 from toolkit.cli.options import ClusterOption, Overrides
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
@@ -25,10 +26,6 @@ from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import basis
 from toolkit.recipe.load import load_recipe
 from toolkit.train.assignment import decide
-
-MIB_PER_GIB = 1024
-BAR_WIDTH = 24
-"""Characters of a full bar."""
 
 
 def estimate(
@@ -119,40 +116,22 @@ def _memory_lines(found: Estimate) -> Iterator[Text]:
     total = found.memory.total / GIB
     stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
     if capacity is None:
-        yield Text.assemble(("  memory per process", "dim"), f"  {_size(total)}{stage}")
+        yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
         verdict = ("fits", "green") if found.fits else ("does not fit", "red")
         used = f"  {total:.1f} of {capacity:g} GiB: "
         yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
-    yield from _bars(memory_parts(found.memory), capacity or total, "GiB")
-    for place, size in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
-        if size:
-            yield Text(f"    {place} of each node: {size:.0f} GiB")
+    yield from bars(memory_parts(found.memory), capacity or total, "GiB")
+    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
+        if taken:
+            yield Text(f"    {place} of each node: {taken:.0f} GiB")
 
 
 def _time_lines(found: Estimate) -> Iterator[Text]:
     time = found.time
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
     mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.1%}"
-    yield Text.assemble(("  step", "dim"), f"  {_seconds(time.total_s)}: {speed}{mfu}")
+    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{mfu}")
     if basis(found.setup.cluster) == "nominal":
         yield Text("    of a nominal CPU: `dmt doctor --calibrate` measures this one", "yellow")
-    yield from _bars(time_parts(time), time.total_s, "s")
-
-
-def _bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
-    """One line per part that is not zero; bars are shares of `whole`."""
-    for part, size in parts.items():
-        if size > 0:
-            share = min(1.0, size / whole)
-            bar = "█" * round(share * BAR_WIDTH)
-            shown = _seconds(size) if unit == "s" else _size(size)
-            yield Text.assemble(f"    {part:<22}{shown:>10}  ", (bar, "cyan"))
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * MIB_PER_GIB:.1f} MiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+    yield from bars(time_parts(time), time.total_s, "s")

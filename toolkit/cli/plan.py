@@ -1,24 +1,37 @@
-"""`dmt plan`: how a recipe would be laid out, without starting anything."""
+"""`dmt plan`: how a recipe would be laid out, how fast and why; starts nothing."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.cli import plan_tables
+from toolkit.cli.bars import bars, seconds, size
 from toolkit.cli.check import human
-from toolkit.cli.options import Overrides, RecipePath
-from toolkit.engines.setup import render_engine_config
-from toolkit.hardware.catalogue import Gpu, gpu
+from toolkit.cli.options import Overrides
+from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.hardware.catalogue import Gpu
+from toolkit.hardware.cluster import Cluster
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.models.families import model_spec
+from toolkit.plan.estimate import Estimate, estimate, machine_output, memory_parts, time_parts
+from toolkit.plan.explain import decisions
+from toolkit.plan.layout import total_steps
 from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
-from toolkit.plan.planner import Plan, model_config
+from toolkit.plan.memory import GIB
+from toolkit.plan.planner import Plan, explore, model_config, placed_on, plan_of
+from toolkit.plan.prediction import basis
+from toolkit.plan.published import Setup
+from toolkit.plan.remedies import over, prices
+from toolkit.plan.search import Candidate, Search, shortage
+from toolkit.plan.workload import planned_workload
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
-from toolkit.train.assignment import decide
 
 _DEGREES = {
     "tensor": "tp",
@@ -28,28 +41,84 @@ _DEGREES = {
     "expert": "ep",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
-_MIB_PER_GIB = 1024
+_INDENT = Text("      ")
+"""Before what a terminal has no room for on the first line."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A recipe, planned on a cluster."""
+
+    recipe: Recipe
+    search: Search
+    plan: Plan
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where."""
+        return self.search.cluster
+
+    @property
+    def run(self) -> "plan_tables.Run | None":
+        """How long the whole run takes; None where its steps are not known yet."""
+        steps = total_steps(self.recipe.training)
+        if steps is None or self.plan.step_time_s is None:
+            return None
+        return plan_tables.Run(steps, self.plan.step_time_s, self.cluster)
+
+
 def plan(
-    recipe: RecipePath,
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe YAML; several to compare.")
+    ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    clusters: Annotated[
+        list[str],
+        typer.Option(
+            "--cluster",
+            metavar="CLUSTER",
+            help="In place of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
+            "cluster file. Repeat it to compare clusters.",
+        ),
+    ] = [],  # noqa: B006
+    top: Annotated[
+        int, typer.Option("--top", min=1, metavar="N", help="Strategies to show.")
+    ] = 5,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what every alternative would have cost.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Say how a recipe would be laid out, and why; starts and writes nothing.
+    """Say how a recipe would be laid out, how fast it would be, and why; starts nothing.
 
-    Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --set cluster.nodes=4`
+    Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """
-    decided = decide(load_recipe(recipe, overrides), None)
-    device, entries = gpu(decided.recipe.cluster.gpu), ledger_of(decided.recipe, decided.plan)
+    places: list[Cluster | None] = [find_cluster(text) for text in clusters]
+    loaded = [load_recipe(path, overrides) for path in recipes]
+    planned = [_planned(recipe, place) for recipe in loaded for place in places or [None]]
     if as_json:
-        typer.echo(json.dumps(machine_output(decided.plan, device, entries)))
+        found = [_machine_output(one, top, explain) for one in planned]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
+    elif len(planned) == 1:
+        _print(planned[0], top, explain)
     else:
-        _print(decided.recipe, decided.plan, device)
-        _print_ledger(entries)
+        _print_comparison(planned)
+    if plot is not None:
+        _draw(planned[0], plot)
+
+
+def _planned(recipe: Recipe, cluster: Cluster | None) -> Planned:
+    recipe = adopt_engine_config(recipe)
+    if cluster is not None:
+        recipe = placed_on(recipe, cluster)
+    found = explore(recipe, cluster)
+    return Planned(recipe, found, plan_of(found))
 
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
@@ -59,57 +128,93 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
     return ledger(recipe, plan, model_spec(config), config, told)
 
 
-def machine_output(plan: Plan, device: Gpu, entries: Sequence[Entry]) -> dict[str, Any]:
-    """The plan as `--json` prints it; null is what this release does not predict.
+def _estimate(found: Search, one: Candidate) -> Estimate:
+    """Memory and time of a candidate by part."""
+    job = found.job
+    workload = planned_workload(job.spec, job.training, one.pair)
+    return estimate(Setup(workload, one.layout, found.cluster))
 
-    Plans are made by rules, not by search: one is considered and none rejected.
-    """
-    states, capacity = plan.model_states_gib, device.memory_gib
-    # Activations are not predicted: only too large model states decide alone.
-    too_large = capacity is not None and states > capacity
-    entry = {
-        "engine": plan.engine,
-        "model": plan.model,
-        "layout": asdict(plan.layout),
-        "memory_gib": {
-            "model_states": states,
-            "activations": None,
-            "other": None,
-            "total": None,
-        },
-        "step_time_s": None,
-        "tokens_per_s_per_gpu": None,
-        "mfu": None,
-        "fits": False if too_large else None,
+
+def _strategies(found: Search, top: int) -> list[Candidate]:
+    """What is shown: the best of each set of degrees; where nothing fits, the nearest."""
+    return found.strategies[:top] or [found.best]
+
+
+# For programs
+
+
+def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
+    """What `--json` prints for one recipe on one cluster: DESIGN.md's contract, and more."""
+    found, plan, run = planned.search, planned.plan, planned.run
+    plans = [_entry(found, one) for one in _strategies(found, top)]
+    plans[0] |= {
         "parameters": plan.parameters,
         "reasons": list(plan.reasons),
-        "ledger": [asdict(entry) for entry in entries],
+        "ledger": [asdict(entry) for entry in ledger_of(planned.recipe, plan)],
     }
-    return {"plans": [entry], "considered": 1, "rejected": {}}
+    output: dict[str, Any] = {
+        "recipe": planned.recipe.name,
+        "cluster": planned.cluster.name,
+        "plans": plans,
+        "considered": found.considered,
+        "rejected": dict(found.rejected),
+        "run": None if run is None else run.machine_output(),
+    }
+    if not found.fits:
+        output["remedies"] = list(plan.remedies)
+    if explain:
+        output["decisions"] = [asdict(one) for one in decisions(found)]
+        output["prices"] = list(prices(found))
+    return output
 
 
-def _print(recipe: Recipe, plan: Plan, device: Gpu) -> None:
-    """A small table of what was decided, then why."""
+def _entry(found: Search, one: Candidate) -> dict[str, Any]:
+    """One layout."""
+    by_part = _estimate(found, one)
+    return {
+        "engine": one.pair.engine,
+        "model": one.pair.model,
+        "layout": asdict(one.layout),
+        **machine_output(by_part),
+        "hfu": by_part.time.hfu_causal,
+        "peak_gib": one.memory_gib,
+        "fits": shortage(one, found.cluster) is None,
+    }
+
+
+# For people
+
+
+def _print(planned: Planned, top: int, explain: bool) -> None:
+    """The chosen layout by part, the runners-up, why, and the ledger."""
     console = Console(highlight=False)
+    recipe, plan, found = planned.recipe, planned.plan, planned.search
+    by_part = _estimate(found, found.best)
     title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
-    console.print(title, soft_wrap=True)
-    for label, value in _rows(plan, recipe.cluster, device):
-        console.print(Text.assemble((f"  {label:<16}", "dim"), value), soft_wrap=True)
-    console.print("\n  why", style="dim")
-    for reason in plan.reasons:
-        style = "yellow" if "WARNING" in reason else ""
-        console.print(Text(f"  - {reason}", style), soft_wrap=True)
+    _lines(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
+    if not found.fits:
+        _lines(console, ["", *_shortfall(found, plan)])
+    _lines(console, ["", *_memory_lines(planned, by_part)])
+    _lines(console, ["", *_time_lines(planned, by_part)])
+    if found.fits:
+        _lines(console, ["", *_runner_up_lines(found, top)])
+    _lines(console, ["", *(_explained(found) if explain else _reasons(plan))])
+    _lines(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
 
 
-def _print_ledger(entries: Sequence[Entry]) -> None:
-    """What stays the same as in one fp32 process, and what does not."""
-    console = Console(highlight=False)
-    console.print("\n  ledger, against one fp32 process", style="dim")
-    for kind in KINDS:
-        for entry in (one for one in entries if one.kind == kind):
-            line = Text.assemble((f"  {kind:<13} ", _COLOURS[kind]), (entry.what, "bold"))
-            line.append(f": {entry.why}")
-            console.print(line, soft_wrap=True)
+def _lines(console: Console, lines: Iterable[str | Text]) -> None:
+    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
+    for line in lines:
+        text = Text(line) if isinstance(line, str) else line
+        if not console.is_terminal or text.cell_len < console.width:
+            console.print(text, soft_wrap=True)
+            continue
+        first, *others = text.wrap(console, console.width - len(_INDENT))
+        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)
+
+
+def _row(row: tuple[str, str]) -> Text:
+    return Text.assemble((f"  {row[0]:<17}", "dim"), row[1])
 
 
 def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[str, str]]:
@@ -133,12 +238,6 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
         f"{layout.dp:,} dp = {layout.global_batch:,} sequences",
     )
     yield "recompute", layout.recompute
-    of = "per process" if device.memory_gib is None else f"of {device.memory_gib:g} GiB per GPU"
-    yield "model states", f"{_memory(plan.model_states_gib)} {of}"
-
-
-def _memory(gib: float) -> str:
-    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * _MIB_PER_GIB:.1f} MiB"
 
 
 def _offload(plan: Plan) -> str:
@@ -149,3 +248,110 @@ def _offload(plan: Plan) -> str:
     }
     away = [f"{what} to {place}" for what, place in places.items() if place != "none"]
     return ", ".join(away) or "none"
+
+
+def _shortfall(found: Search, plan: Plan) -> Iterator[Text]:
+    """How far off, and what would fit."""
+    yield Text(f"  does not fit: {over(found)}", "red")
+    if not plan.remedies:
+        yield Text("  no change of a single setting, and no larger cluster, makes it fit")
+    for change in plan.remedies:
+        yield Text(f"  - {change}")
+
+
+def _memory_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
+    found, capacity = planned.search, planned.cluster.gpu.memory_gib
+    total = by_part.memory.total / GIB
+    stage = f", pipeline stage {by_part.memory.stage}" if planned.plan.layout.pp > 1 else ""
+    if capacity is None:
+        yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
+    else:
+        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
+        used = f"  {found.best.memory_gib:.1f} of {capacity:g} GiB: "
+        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
+    yield from bars(memory_parts(by_part.memory), capacity or total, "GiB")
+    if found.best.memory_gib > total * 1.001:
+        yield Text(f"    {found.best.memory_gib:.1f} GiB while the model is built")
+    for place, taken in (("host", found.best.host_gib), ("NVMe", found.best.nvme_gib)):
+        if taken:
+            yield Text(f"    {place} of each node: {taken:,.0f} GiB")
+
+
+def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
+    time, run = by_part.time, planned.run
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    nominal = " (nominal CPU speeds)" if basis(planned.cluster) == "nominal" else ""
+    yield Text.assemble(("  step", "dim"), f"  {seconds(time.total_s)}: {speed}{nominal}")
+    if time.mfu_causal is not None:
+        yield Text(
+            f"    MFU {time.mfu_causal:.1%}, HFU {time.hfu_causal:.1%}, attention as masked "
+            f"({time.mfu_full:.1%}, {time.hfu_full:.1%} in full)"
+        )
+    yield from bars(time_parts(time), time.total_s, "s")
+    if run is not None:
+        yield Text.assemble(("  run", "dim"), f"  {run}")
+
+
+def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
+    shown = _strategies(found, top)
+    rejected = sum(found.rejected.values())
+    yield Text(
+        f"  best of each engine and degrees; {found.considered:,} layouts considered, "
+        f"{rejected:,} rejected",
+        "dim",
+    )
+    for index, line in enumerate(plan_tables.strategies(found, shown)):
+        yield Text(f"  {line}", "bold" if index == 1 else "dim" if index == 0 else "")
+    for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
+        yield Text(f"  rejected {count:,}: {reason}", "dim")
+
+
+def _reasons(plan: Plan) -> Iterator[Text]:
+    yield Text("  why", "dim")
+    for reason in plan.reasons[: len(plan.reasons) - len(plan.remedies)]:
+        yield Text(f"  - {reason}", "yellow" if "WARNING" in reason else "")
+
+
+def _explained(found: Search) -> Iterator[Text]:
+    """Every decision with all its alternatives, and what fixed settings cost."""
+    yield Text("  why, and what each alternative would have cost", "dim")
+    for one in decisions(found):
+        yield Text.assemble("  - ", (one.what, "bold"), f": {one.why}")
+        for alternative in one.alternatives:
+            yield Text(f"      {alternative}")
+    for price in prices(found):
+        yield Text(f"  - {price}")
+
+
+def _ledger_lines(entries: Sequence[Entry]) -> Iterator[Text]:
+    """What stays the same as in one fp32 process, and what does not."""
+    yield Text("  ledger, against one fp32 process", "dim")
+    for kind in KINDS:
+        for entry in (one for one in entries if one.kind == kind):
+            line = Text.assemble((f"  {kind:<13} ", _COLOURS[kind]), (entry.what, "bold"))
+            line.append(f": {entry.why}")
+            yield line
+
+
+def _print_comparison(planned: Sequence[Planned]) -> None:
+    """One line for each recipe and cluster."""
+    console = Console(highlight=False)
+    rows = [(one.recipe.name, one.search, one.plan, one.run) for one in planned]
+    for index, line in enumerate(plan_tables.comparison(rows)):
+        console.print(Text(line, "dim" if index == 0 else ""), soft_wrap=True)
+
+
+def _draw(planned: Planned, file: Path) -> None:
+    """The picture of the chosen layout and its runners-up."""
+    from toolkit.plan import plot
+
+    found = planned.search
+    candidates = []
+    for one in _strategies(found, plot.SHOWN):
+        by_part = _estimate(found, one)
+        memory, time, limit = by_part.memory, by_part.time, found.cluster.gpu.memory_gib
+        label = "/".join(one.pair)
+        candidates.append(plot.Candidate(label, one.layout, memory, time, limit))
+    title = f"{planned.recipe.name} on {planned.cluster.name}"
+    plot.write_plot(file, title, candidates)
+    typer.echo(f"{file} written", err=True)

@@ -237,6 +237,11 @@ def _strategy(layout: Layout) -> Iterator[str]:
             yield _named(name, getattr(layout, name))
 
 
+def described(one: Candidate) -> str:
+    """A whole layout in a few words."""
+    return ", ".join((f"engine {one.pair.engine}", *_strategy(one.layout)))
+
+
 def _named(field: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"{NAMES[field]} {str(value).lower()}"

@@ -59,6 +59,8 @@ class Plan:
     """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
     hfu: float | None = None
     """The same with what recompute repeats."""
+    remedies: tuple[str, ...] = ()
+    """Where nothing fits: the smallest changes with which something does."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `plan.json`."""
@@ -73,6 +75,7 @@ class Plan:
                 **fields,
                 "layout": Layout(**fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
+                "remedies": tuple(fields.get("remedies", ())),
             }
         )
 
@@ -93,18 +96,28 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     cannot be found out, RecipeError when `parallel` is illegal after all: the recipe was
     checked at load, but its own DeepSpeed file may have set the ZeRO stage since.
     """
-    where = recipe.cluster
     if cluster is None:
+        where = recipe.cluster
         cluster = default_cluster(where.nodes, where.gpus_per_node, where.gpu)
-    else:
-        size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
-        where = where.model_copy(update=size)
+    where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
     job = Job(recipe.parallel, where, recipe.training, model_config(recipe.model))
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)
+
+
+def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """The recipe with a cluster's size and accelerator: workers are started from these."""
+    section = recipe.cluster.model_copy(
+        update={
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu": cluster.gpu.like or cluster.gpu.name,
+        }
+    )
+    return recipe.model_copy(update={"cluster": section})
 
 
 def plan_of(found: Search) -> Plan:
@@ -114,6 +127,7 @@ def plan_of(found: Search) -> Plan:
     workload = planned_workload(job.spec, training, best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
+    changes = () if found.fits else tuple(map(str, remedies(found)))
     return Plan(
         engine=best.pair.engine,
         model=best.pair.model,
@@ -122,21 +136,25 @@ def plan_of(found: Search) -> Plan:
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),
         model_states_gib=model_states_gib(workload, best.layout),
-        reasons=(*(one.reason for one in decisions(found)), *_warnings(found, built)),
+        reasons=(
+            *(one.reason for one in decisions(found)),
+            *_warnings(found, built),
+            *(f"would fit: {change}" for change in changes),
+        ),
         memory_gib=best.memory_gib,
         fits=found.fits,
         step_time_s=time.total_s,
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
+        remedies=changes,
     )
 
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
     """What to know before this is run."""
     if not found.fits:
-        changes = [str(one) for one in remedies(found)] or ["no change of one setting does"]
-        return (f"WARNING: nothing fits: {over(found)}. Either {'; or '.join(changes)}",)
+        return (f"WARNING: does not fit: {over(found)}",)
     if built_gib >= found.best.memory_gib:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
         return (f"memory: fullest at {built}",)

@@ -7,9 +7,10 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan import legality, model_rules
+from toolkit.plan.explain import described
 from toolkit.plan.legality import ANY
 from toolkit.plan.model_rules import Job
-from toolkit.plan.search import Candidate, Search, search
+from toolkit.plan.search import TIE, Candidate, Search, search
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
@@ -26,10 +27,13 @@ class Remedy:
     cluster: Cluster
 
     def __str__(self) -> str:
+        assert self.best.step_s is not None, "what fits is timed"
         capacity = self.cluster.gpu.memory_gib
         of = "" if capacity is None else f" of {capacity:g}"
-        needs = f"{self.best.memory_gib:.1f} GiB{of}"
-        return f"{self.change}: {needs}, {self.best.step_s:.3g} s a step"
+        step_s = self.best.step_s
+        step = f"{step_s:,.0f}" if step_s >= 100 else f"{step_s:.3g}"
+        needs = f"{self.best.memory_gib:.1f}{of} GiB and {step} s a step"
+        return f"{self.change}: {needs} with {described(self.best)}"
 
 
 def over(found: Search) -> str:
@@ -61,6 +65,17 @@ def remedies(found: Search) -> list[Remedy]:
     if not single and (one := _with(job, cluster, list(_settings(job)))):
         single = [one]
     return [*single, *_more_gpus(job, cluster)]
+
+
+def prices(found: Search) -> Iterator[str]:
+    """What the settings that the recipe fixes cost: each left open, where that is faster."""
+    job, best = found.job, found.best
+    for key, value in _settings(job):
+        other = _fitting(_opened(job, key), found.cluster)
+        if other is None or other.step_s is None or best.step_s is None:
+            continue
+        if (faster := 1 - other.step_s / best.step_s) > TIE:
+            yield f"{key} is {value}: a step would be {faster:.1%} shorter with {key}: auto"
 
 
 def _settings(job: Job) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.estimate import estimate_plan
-from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
@@ -37,7 +37,7 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
     """
     recipe = adopt_engine_config(recipe)
     if cluster is not None:
-        recipe = _placed_on(recipe, cluster)
+        recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster)
     found = estimate_plan(recipe, plan, cluster)
     return Assignment(
@@ -47,18 +47,6 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
         (run_dir or Path("runs") / recipe.name).absolute(),
         predict(found.memory, found.time, found.setup.cluster),
     )
-
-
-def _placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
-    """The recipe with a cluster's size and accelerator: workers are started from these."""
-    section = recipe.cluster.model_copy(
-        update={
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "gpu": cluster.gpu.like or cluster.gpu.name,
-        }
-    )
-    return recipe.model_copy(update={"cluster": section})
 
 
 def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
