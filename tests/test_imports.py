@@ -40,7 +40,7 @@ LAYERS = (
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.launchers", "toolkit.train"),
-    ("toolkit.rehearse", "toolkit.doctor"),
+    ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter"),
     ("toolkit.cli",),
 )  # fmt: skip
 """DESIGN.md's package order, the lowest first, with the exceptions that the comments name.

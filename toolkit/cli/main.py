@@ -25,6 +25,7 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {
+    "init": Verb("toolkit.cli.init:init", "Write a recipe for a model and a cluster."),
     "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
     "plan": Verb("toolkit.cli.plan:plan", "Say how a recipe would be laid out, and why."),
     "estimate": Verb(

@@ -42,13 +42,18 @@ _Representer.add_representer(tuple, SafeRepresenter.represent_list)
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text of the whole recipe, defaults included, sections in schema order."""
+    return dump(recipe.model_dump(), flow=False)
+
+
+def dump(data: object, *, flow: bool) -> str:
+    """YAML text of plain data: blocks, or (`flow`) everything on one line."""
     yaml: Any = YAML(typ="safe", pure=True)  # untyped: its settings are plain attributes
     yaml.Representer = _Representer
-    yaml.default_flow_style = False
+    yaml.default_flow_style = flow
     yaml.sort_base_mapping_type_on_output = False
     yaml.width = _NO_FOLDING
     stream = io.StringIO()
-    yaml.dump(recipe.model_dump(), stream)
+    yaml.dump(data, stream)
     return stream.getvalue()
 
 

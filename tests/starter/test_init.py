@@ -1,0 +1,214 @@
+"""`dmt init`: every recipe that it writes can be checked, planned and read by a person."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.main import main
+from toolkit.hardware.cluster_file import find_cluster
+from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.memory import GIB
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import ParallelSection, Recipe
+from toolkit.starter.draft import shipped_sizes
+
+SHIPPED = [(size, task) for size, tasks in shipped_sizes().items() for task in tasks]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000,
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-05, "torch_dtype": "bfloat16", "transformers_version": "4.31.0",
+    "use_cache": True, "tie_word_embeddings": False,
+}  # fmt: skip
+"""A model of 1.1 billion parameters that no recipe is shipped for, as its hub page has it."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "TinyLlama"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[str, Recipe]:
+    """What `dmt init` writes, saved, checked and planned as a user would."""
+    assert main(["init", *arguments]) == 0
+    printed = capsys.readouterr()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(printed.out)
+    assert main(["check", str(file)]) == 0
+    assert main(["plan", str(file)]) == 0
+    capsys.readouterr()
+    return printed.out, load_recipe(file)
+
+
+@pytest.mark.parametrize(("size", "task"), SHIPPED)
+def test_every_shipped_size(
+    size: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped recipe's own numbers on another cluster, and no layout."""
+    text, recipe = written(tmp_path, capsys, size, "--task", task, "--cluster", "8x8xh100-80gb")
+    shipped = load_recipe(shipped_sizes()[size][task])
+    assert recipe.parallel == ParallelSection()
+    assert recipe.cluster.world_size == 64
+    assert recipe.optimizer == shipped.optimizer
+    assert recipe.model == shipped.model
+    assert recipe.training.sequence_length == shipped.training.sequence_length
+    assert recipe.training.tokens == shipped.training.tokens
+    assert recipe.training.global_batch_size == max(64, shipped.training.global_batch_size)
+    assert len(text.splitlines()) <= 70
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_comments_are_the_plans_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, recipe = written(tmp_path, capsys, "llama-3.1-8b", "--cluster", "4x8xh100-80gb")
+    plan = plan_recipe(recipe)
+    found = estimate_plan(recipe, plan)
+    step_s = found.time.total_s
+    days = 1_788_140 * step_s / 86400
+    assert "# 8,030,261,248 parameters" in text
+    assert "tokens: 15e12 " in text and "# 1,788,140 steps" in text
+    assert "# sequences; 8.39M tokens a step" in text
+    assert (
+        f"# Planned: {found.memory.total / GIB:.1f} of 80 GiB per GPU; {step_s:.3g} s" in text
+    )
+    assert f"MFU {found.time.mfu_causal:.0%}" in text
+    assert f"# 1,788,140 steps take {days:,.1f} days: {days * 24 * 32:,.1f} GPU hours." in text
+    for key, value in (("tensor", plan.layout.tp), ("recompute", plan.layout.recompute)):
+        assert f"  {key}: auto".ljust(34) + f"# now {value}\n" in text
+
+
+def test_a_folder_gets_usual_numbers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-3's batch and learning rate for its size, 20 tokens per parameter."""
+    text, recipe = written(tmp_path, capsys, str(folder), "--cluster", "8xa100-80gb")
+    assert recipe.name == "tinyllama-pretrain"
+    assert recipe.model.hub == str(folder) and recipe.model.init == "random"
+    assert recipe.model.config is not None
+    assert recipe.model.config["num_hidden_layers"] == 22
+    assert "torch_dtype" not in text and "architectures" not in text
+    training = recipe.training
+    assert (training.sequence_length, training.global_batch_size) == (2048, 128)
+    assert recipe.optimizer.learning_rate == 2.5e-4
+    assert training.steps is not None
+    tokens = training.steps * 128 * 2048
+    assert tokens == pytest.approx(20 * 1_100_048_384, rel=1e-4)
+    assert recipe.data.tokenizer == "bytes"  # the folder has none
+
+
+def test_fine_tuning_a_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    _, recipe = written(
+        tmp_path, capsys, str(folder), "--cluster", "8xa100-80gb", "--task", "finetune"
+    )
+    assert recipe.model.init == "pretrained"
+    assert recipe.optimizer.learning_rate == 2e-5
+    assert recipe.data.tokenizer == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "batch"),
+    [("3x8xv100-32gb", "fp16", 528), ("2xcpu", "fp32", 512), ("8xh100-80gb", "bf16", 512)],
+)
+def test_what_the_cluster_decides(
+    cluster: str, precision: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Precision that the device has, and a batch that its ranks can share."""
+    text, recipe = written(tmp_path, capsys, "gpt2-124m", "--cluster", cluster)
+    assert (recipe.training.precision, recipe.training.global_batch_size) == (precision, batch)
+    assert ("nominal CPU" in text) == (cluster == "2xcpu")
+
+
+def test_a_cluster_file_with_a_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text(
+        "nodes: 2\ngpus_per_node: 8\ngpu: {like: h100-80gb, name: ours, memory_gib: 96}\n"
+        "price_per_gpu_hour: 2\n"
+    )
+    text, recipe = written(tmp_path, capsys, "llama-3.2-1b", "--cluster", str(file))
+    assert recipe.cluster.gpu == "h100-80gb"
+    assert " of 96 GiB per GPU" in text
+    assert f"add `--cluster {file}`" in text
+    steps = recipe.training.steps or 0
+    assert steps or recipe.training.tokens
+    plan = plan_recipe(recipe, find_cluster(str(file)))
+    assert plan.step_time_s is not None
+    assert " at the cluster's price" in text
+
+
+def test_what_cannot_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = written(tmp_path, capsys, "llama-3.1-405b", "--cluster", "1xv100-32gb")
+    assert "# Planned: DOES NOT FIT (see `dmt plan`): " in text
+
+
+def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = written(tmp_path, capsys, "llama-3.1-8b", "--cluster", "1xh100-80gb")
+    zero = next(line for line in text.splitlines() if line.startswith("  zero: "))
+    assert zero.endswith("optimizer on cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["llama-3.1-8", "--cluster", "8xh100-80gb"], "did you mean `llama-3.1-8b`?"),
+        (["no/such-model", "--cluster", "8xh100-80gb"], "not on the hub or in its cache"),
+        (["no/such-model", "--cluster", "8xh100-80gb"], "llama-3.1-70b, llama-3.1-8b"),
+        (
+            ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "finetune"],
+            "no shipped recipe to",
+        ),
+        (
+            ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],
+            "allowed: pretrain, fine",
+        ),
+        (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu: found 'h900'"),
+        (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),
+    ],
+)
+def test_mistakes_are_one_error(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert printed.out == "" and "Traceback" not in printed.err
+
+
+def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path), "--cluster", "8xh100-80gb"]) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_a_hub_id_from_the_local_cache(tmp_path: Path) -> None:
+    """Offline, a model that was downloaded before is known."""
+    repository = tmp_path / "hub" / "models--some--llama"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    command = [sys.executable, "-m", "toolkit.cli.main", "init", "some/llama"]
+    done = subprocess.run(
+        [*command, "--cluster", "8xh100-80gb"],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "  hub: some/llama\n" in done.stdout
+    assert "  tokenizer: some/llama\n" in done.stdout
+    assert "name: llama-pretrain\n" in done.stdout

@@ -1,0 +1,167 @@
+"""A first recipe for a model: a shipped recipe's numbers, or usual ones by its size."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from toolkit.errors import PlanError
+from toolkit.hardware.cluster import Cluster
+from toolkit.models.config_keys import GENERIC
+from toolkit.models.families import model_spec
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.recipe import yaml_nodes
+from toolkit.recipe.layers import read_layers
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import ModelSection, ParallelSection, Recipe
+
+Task = Literal["pretrain", "finetune"]
+TASKS: tuple[Task, ...] = ("pretrain", "finetune")
+
+FOLDER = (Path(__file__).parent.parent / "recipes").resolve()
+"""`recipes/` of the checkout (`toolkit/recipes` is a link to it); in an installed package,
+the same files as package data."""
+
+_KEPT = {"model_type", "initializer_range", "tie_word_embeddings"} | {
+    f"{name}_token_id" for name in ("pad", "bos", "eos")
+}
+_NOISE = set(GENERIC) - _KEPT
+"""Config keys that say nothing about the model's function."""
+_TOKENS_PER_PARAMETER = 20
+"""The best use of a given amount of computation (Hoffmann et al. 2022, arXiv:2203.15556)."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_LONGEST = {"pretrain": 4096, "finetune": 2048}
+_SIZES = (
+    # Brown et al. 2020, arXiv:2005.14165, table 2.1: parameters, tokens of a batch, peak
+    # learning rate.
+    (0.35e9, 0.5e6, 6.0e-4),
+    (0.76e9, 0.5e6, 3.0e-4),
+    (1.3e9, 0.5e6, 2.5e-4),
+    (2.7e9, 1.0e6, 2.0e-4),
+    (6.7e9, 1.0e6, 1.6e-4),
+    (13e9, 2.0e6, 1.2e-4),
+    (175e9, 2.0e6, 1.0e-4),
+    (float("inf"), 3.2e6, 0.6e-4),
+)
+"""Usual numbers of models below a size."""
+
+
+def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
+    """The recipe of `model` for `cluster`, everything about its layout left open.
+
+    `model`: the name of a shipped size, a local folder or a hub id. Raises PlanError when it
+    is none of these, or there is no such recipe of it.
+    """
+    shipped = shipped_sizes()
+    if model in shipped:
+        if task not in shipped[model]:
+            raise PlanError(
+                f"--task: there is no shipped recipe to {task} {model}",
+                fix=f"--task {', '.join(shipped[model])}, or name a hub id or a folder",
+            )
+        recipe = load_recipe(shipped[model][task])
+    else:
+        recipe = _own(model, task)
+    return _placed(recipe, cluster)
+
+
+def shipped_sizes() -> dict[str, dict[str, Path]]:
+    """The shipped recipes by size and task."""
+    found: dict[str, dict[str, Path]] = {}
+    for file in sorted(FOLDER.glob("*/*.yaml")):
+        size, _, task = file.stem.rpartition("-")
+        if task not in ("pretrain", "finetune"):
+            size, task = file.stem, "pretrain"  # the tiny ones
+        found.setdefault(size, {})[task] = file
+    return found
+
+
+def _own(model: str, task: Task) -> Recipe:
+    """Usual numbers for a model of which only the config is known."""
+    folder = Path(model)
+    source = str(folder.absolute()) if folder.is_dir() else model
+    config = _config(model, source)
+    spec = model_spec(config)
+    base = yaml_nodes.to_data(read_layers(FOLDER / "base" / f"{task}.yml", ()).root)
+    length = min(_LONGEST[task], config.get("max_position_embeddings") or _LONGEST[task])
+    data: dict[str, Any] = {
+        **base,
+        "name": f"{folder.name or 'model'}-{task}".lower(),
+        "model": {
+            "hub": source,
+            "init": "random" if task == "pretrain" else "pretrained",
+            "config": {key: value for key, value in config.items() if key not in _NOISE},
+        },
+        "data": {**base["data"], "tokenizer": _tokenizer(folder, source)},
+    }
+    training = {"sequence_length": length}
+    optimizer = {"learning_rate": 2.0e-5}  # torchtune's full fine-tuning of 8B
+    if task == "pretrain":
+        training |= _length_of_run(spec, length)
+        optimizer["learning_rate"] = _usual(spec)[1]
+        schedule = {"warmup_steps": max(1, min(2000, training["steps"] // 100))}
+        data["schedule"] = {**base["schedule"], **schedule}
+    data["training"] = {**base["training"], **training}
+    data["optimizer"] = {**base["optimizer"], **optimizer}
+    return Recipe.model_validate(data)
+
+
+def _config(model: str, source: str) -> Mapping[str, Any]:
+    """The model's Hugging Face config; an unknown name is told apart from a missing cache."""
+    try:
+        return model_config(ModelSection(hub=source))
+    except ShapeUnknown as error:
+        sizes = shipped_sizes()
+        close = get_close_matches(model, sizes, 1)
+        fix = f"did you mean `{close[0]}`?" if close else (
+            "go online, download its config.json into a folder, or start from a shipped size"
+        )  # fmt: skip
+        raise PlanError(
+            f"MODEL: {model!r} is no shipped size ({', '.join(sizes)}), no local folder, and "
+            "not on the hub or in its cache",
+            fix=fix,
+        ) from error
+
+
+def _tokenizer(folder: Path, source: str) -> str:
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return "bytes"
+    return source
+
+
+def _usual(spec: ModelSpec) -> tuple[float, float]:
+    """Tokens of a batch and learning rate of a model of this size."""
+    return next(row[1:] for row in _SIZES if spec.parameters.total < row[0])
+
+
+def _length_of_run(spec: ModelSpec, sequence_length: int) -> dict[str, int]:
+    """Steps and global batch."""
+    batch = max(1, round(_usual(spec)[0] / sequence_length))
+    batch = 1 << (batch.bit_length() - 1)
+    tokens = _TOKENS_PER_PARAMETER * spec.parameters.total
+    return {"steps": -(-tokens // (batch * sequence_length)), "global_batch_size": batch}
+
+
+def _placed(recipe: Recipe, cluster: Cluster) -> Recipe:
+    """The recipe on `cluster`: a batch that its accelerators can share, a precision that they
+    have, and no layout."""
+    precision, batch = recipe.training.precision, recipe.training.global_batch_size
+    if cluster.gpu.generation == "cpu":
+        precision = "fp32"
+    elif cluster.gpu.peak_flops(precision) is None:
+        precision = "fp16"  # Volta
+    shared = -(-batch // cluster.gpus) * cluster.gpus
+    training = {"precision": precision, "global_batch_size": shared}
+    section = {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpu": cluster.gpu.like or cluster.gpu.name,
+    }
+    return recipe.model_copy(
+        update={
+            "training": recipe.training.model_copy(update=training),
+            "cluster": recipe.cluster.model_copy(update=section),
+            "parallel": ParallelSection(),
+        }
+    )

@@ -1,0 +1,201 @@
+"""A recipe as a short YAML with comments: what `auto` comes to on this cluster."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.hardware.cluster import Cluster
+from toolkit.plan.estimate import Estimate, estimate_plan
+from toolkit.plan.layout import Layout, total_steps
+from toolkit.plan.memory import GIB
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.plan.prediction import basis
+from toolkit.recipe.dump import dump
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.starter.draft import Task, draft
+
+COLUMN = 34
+"""Where comments begin, unless the setting is longer."""
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
+_PLAIN = ("optimizer", "schedule", "evaluation", "checkpoint", "logging")
+"""Sections without comments, each on one line."""
+
+
+def starter(model: str, cluster: Cluster, given: str, task: Task) -> str:
+    """The YAML of a recipe for `model` on `cluster`, which the user called `given`.
+
+    It is read back and planned before it is returned: what it says can be checked and
+    planned. Raises PlanError or RecipeError where that is not possible.
+    """
+    drafted = draft(model, cluster, task)
+    with tempfile.TemporaryDirectory(prefix="dmt-init-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text("\n".join(_lines(drafted, cluster, given, None)), encoding="utf-8")
+        recipe = load_recipe(file)
+    plan = plan_recipe(recipe, cluster)
+    found = estimate_plan(recipe, plan, cluster)
+    return "\n".join(_lines(drafted, cluster, given, (plan, found))) + "\n"
+
+
+def _lines(
+    recipe: Recipe, cluster: Cluster, given: str, planned: tuple[Plan, Estimate] | None
+) -> Iterator[str]:
+    """The file line by line; without a plan, its comments are missing."""
+    shown = recipe.model_dump(exclude_unset=True)
+    yield f"# {recipe.name} on {given}, written by `dmt init`. Every number is yours to change."
+    yield "# Next, with this as recipe.yaml:"
+    option = f" --cluster {given}" if _is_file(given) else ""
+    yield f"#   dmt check recipe.yaml; dmt plan recipe.yaml{option} --explain"
+    yield f"name: {recipe.name}"
+    yield from _model(shown["model"], planned)
+    yield ""
+    yield "data:"
+    for key, value in shown["data"].items():
+        yield f"  {key}: {_flow(value)}"
+    yield ""
+    training = {**shown["training"], **_batch(recipe), "micro_batch_size": "auto"}
+    comments = _training_comments(recipe, planned)
+    yield "training:"
+    for key, value in training.items():
+        shown_value = _large(value) if key == "tokens" else _flow(value)
+        yield _line(f"  {key}: {shown_value}", comments.get(key, ""))
+    yield ""
+    for section in _PLAIN:
+        if shown.get(section):
+            yield f"{section}: {_flow(shown[section])}"
+    yield ""
+    yield from _parallel(planned)
+    yield ""
+    if planned is not None:
+        yield from _promise(recipe, cluster, *planned)
+    where = recipe.cluster.model_dump()
+    note = f"measured speeds: add `--cluster {given}` to commands" if _is_file(given) else ""
+    yield _line(f"cluster: {_flow(where)}", note)
+
+
+def _is_file(given: str) -> bool:
+    return given.endswith((".yaml", ".yml"))
+
+
+def _batch(recipe: Recipe) -> dict[str, Any]:
+    """What the cluster decided, also where the source left it to its default."""
+    training = recipe.training
+    return {
+        "global_batch_size": training.global_batch_size,
+        "precision": training.precision,
+    }
+
+
+def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> Iterator[str]:
+    size = f"{planned[0].parameters:,} parameters" if planned else ""
+    yield _line("model:", size)
+    for key, value in shown.items():
+        if key != "config":
+            yield f"  {key}: {_flow(value)}"
+    if shown.get("config"):
+        yield "  config:"
+        for key, value in shown["config"].items():
+            yield f"    {key}: {_flow(value)}"
+
+
+def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
+    training = recipe.training
+    tokens = training.global_batch_size * training.sequence_length
+    comments = {"global_batch_size": f"sequences; {_count(tokens)} tokens a step"}
+    if (steps := total_steps(training)) is not None:
+        comments["steps" if training.steps else "tokens"] = (
+            f"{_count(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
+        )
+    if planned is not None:
+        layout = planned[0].layout
+        often = layout.gradient_accumulation
+        comments["micro_batch_size"] = f"now {layout.micro_batch}, {often} a step and rank"
+    return comments
+
+
+def _parallel(planned: tuple[Plan, Estimate] | None) -> Iterator[str]:
+    """Every degree as `auto`, with what it comes to."""
+    now: dict[str, object] = {}
+    if planned is not None:
+        plan, layout = planned[0], planned[0].layout
+        now = {
+            "engine": plan.engine,
+            "model": plan.model,
+            "tensor": layout.tp,
+            "pipeline": layout.pp,
+            "virtual_pipeline": layout.vpp,
+            "sequence": str(layout.sequence_parallel).lower(),
+            "zero": ", ".join([f"stage {layout.zero_stage}", *_offload(layout)]),
+            "recompute": layout.recompute,
+        }
+    yield _line("parallel:", "what you set in place of `auto` is kept")
+    for key in (
+        "engine", "model", "tensor", "pipeline", "virtual_pipeline", "sequence", "zero",
+        "recompute",
+    ):  # fmt: skip
+        value = "{stage: auto}" if key == "zero" else "auto"
+        yield _line(f"  {key}: {value}", f"now {now[key]}" if key in now else "")
+
+
+def _offload(layout: Layout) -> Iterator[str]:
+    places = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_parameters}
+    return (f"{what} on {place}" for what, place in places.items() if place != "none")
+
+
+def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> Iterator[str]:
+    """Memory, speed and length of the run."""
+    capacity, total = cluster.gpu.memory_gib, found.memory.total / GIB
+    verdict = "" if plan.fits else "DOES NOT FIT (see `dmt plan`): "
+    limit = "" if capacity is None else f" of {capacity:g}"
+    per = "process" if capacity is None else "GPU"
+    time = found.time
+    speed = f"{_seconds(time.total_s)} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
+    yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
+    if basis(cluster) == "nominal":
+        yield "# These are a nominal CPU's times: `dmt doctor --calibrate` measures this one."
+    if (steps := total_steps(recipe.training)) is not None:
+        hours = steps * time.total_s / SECONDS_PER_HOUR
+        gpu_hours = hours * plan.layout.world
+        cost = ""
+        if cluster.price_per_gpu_hour is not None:
+            cost = f", {gpu_hours * cluster.price_per_gpu_hour:,.0f} at the cluster's price"
+        length = f"{hours / HOURS_PER_DAY:,.1f} days" if hours > HOURS_PER_DAY else _time(hours)
+        yield f"# {steps:,} steps take {length}: {gpu_hours:,.1f} {per} hours{cost}."
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+
+
+def _line(setting: str, comment: str) -> str:
+    return f"{setting:<{COLUMN}}# {comment}" if comment else setting
+
+
+def _flow(value: object) -> str:
+    """A value on one line, as YAML."""
+    text = dump({"value": value}, flow=True).strip()
+    return text.removeprefix("{value: ").removesuffix("}")
+
+
+def _large(number: int) -> str:
+    """A number of tokens: `15.0e12`."""
+    text = f"{number / 1e12:.12g}e12"
+    return text if number >= 1e9 and float(text) == number else str(number)
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:g}"
