@@ -30,8 +30,8 @@ from toolkit.plan.workload import Workload
 
 TIE = 0.01
 """Layouts whose predicted times differ by less are equally fast: the model is no better."""
-SPARE = 0.05
-"""Needs that differ by less, as a share of the device's memory, are equal too."""
+ROOMY = 0.75
+"""Share of a device's memory below which needing less of it is worth nothing."""
 UNNEEDED = "recompute without need"
 """Why a layout is rejected of which the same without recompute fits: that one is faster."""
 
@@ -236,11 +236,15 @@ def _ranked(fitting: list[Candidate], capacity_gib: float | None) -> list[Candid
 
 
 def _smallest(equal: list[Candidate], capacity_gib: float) -> Candidate:
-    """Of layouts that are as fast, one that needs least memory; of those, the one with the
-    fewest moving parts; then the first one found: preferred engine, smaller degrees."""
-    least = min(one.memory_gib for one in equal)
-    small = (one for one in equal if one.memory_gib <= least + SPARE * capacity_gib)
-    return min(small, key=lambda one: (moving_parts(one.layout), one.memory_gib))
+    """Of layouts that are as fast, the one that needs least memory, where that is scarce; then
+    the one with the fewest moving parts; then the smaller one, and the first one found:
+    preferred engine, smaller degrees."""
+
+    def price(one: Candidate) -> tuple[float, int, float]:
+        scarce = max(one.memory_gib, ROOMY * capacity_gib)
+        return scarce, moving_parts(one.layout), one.memory_gib
+
+    return min(equal, key=price)
 
 
 def _preferred(equal: list[Candidate]) -> Candidate:
