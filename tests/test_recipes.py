@@ -1,5 +1,6 @@
 """Every sized recipe: valid, the published shape, and sensible numbers."""
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -106,12 +107,17 @@ def test_learning_rate_falls_and_warm_up_is_shorter_than_the_run(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_cluster_is_known_and_the_sharded_states_fit_it(path: Path) -> None:
-    recipe = load(path)
-    memory = gpu(recipe.cluster.gpu).memory_gib
+def test_dmt_plan_says_that_it_fits_its_cluster(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = gpu(load(path).cluster.gpu).memory_gib
     assert memory is not None
-    states = 16 * PARAMETERS[size_of(path)]  # bf16 weights and gradients, fp32 Adam: ZeRO paper
-    assert states / recipe.cluster.world_size < 0.25 * memory * 2**30
+    assert main(["plan", str(path), "--json", "--top", "1"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["fits"]
+    assert 0.1 * memory < plan["memory_gib"]["total"] <= memory
+    assert plan["layout"]["offload_optimizer"] == "none"
+    assert 0.2 < plan["mfu"] < 0.65, "neither wasteful nor too good to be true"
 
 
 @pytest.mark.parametrize("size", sorted(FINE_TUNED))
