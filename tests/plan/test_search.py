@@ -505,6 +505,19 @@ def test_a_full_search_is_quick_and_small(
     assert peak_kib < 1024**2
 
 
+def test_open_expert_degrees() -> None:
+    """Mixtral's eight experts on 1, 2, 4 or 8 ranks; other engines keep them together."""
+    place = ("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain")
+    chosen = search(*on(*place, expert="auto"))
+    assert {one.layout.ep for one in chosen.fitting} == {1, 2, 4, 8}
+    assert all(one.layout.ep == 1 for one in chosen.fitting if one.pair.engine != "megatron")
+    only_one = search(*on(*place))
+    assert {one.layout.ep for one in only_one.fitting} == {1}
+    assert chosen.best.step_s <= only_one.best.step_s * (1 + TIE)  # type: ignore[operator]
+    dense = search(*on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain", expert="auto"))
+    assert {one.layout.ep for one in dense.fitting} == {1}
+
+
 def test_experts() -> None:
     wanted = recipe(
         model__config=MIXTRAL, cluster__gpus_per_node=4, parallel__expert=2, parallel__tensor=2

@@ -100,8 +100,8 @@ def _experts_in_deepspeed(job: Job, pair: Pair) -> Problem:
 def _expert(job: Job) -> Iterator[Problem]:
     """moe_layer.py: each rank holds as many experts; parallel_state.py: with experts whole
     on their rank, expert · pipeline divides the world."""
-    ep, spec = job.parallel.expert, job.spec
-    if ep == 1:
+    ep, spec = _known(job.parallel.expert), job.spec
+    if ep is None or ep == 1:
         return
     if not spec.moe_layers:
         yield _refuse("expert", ep, "1 for a model without experts", 1)
@@ -227,7 +227,7 @@ def _loss_scale(job: Job) -> Iterator[Problem]:
     """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
     their own, and each optimizer a dynamic loss scale: all skip a step that overflows, but
     only the one in which it did lowers its scale."""
-    if job.training.precision == "fp16" and job.parallel.expert > 1:
+    if job.training.precision == "fp16" and (_known(job.parallel.expert) or 1) > 1:
         yield Problem(
             "training.precision",
             f"fp16 with parallel.expert: {job.parallel.expert}",

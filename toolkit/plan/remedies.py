@@ -91,6 +91,7 @@ def _settings(job: Job) -> Iterator[tuple[str, Any]]:
         "parallel.virtual_pipeline": parallel.virtual_pipeline,
         "parallel.tensor": parallel.tensor,
         "parallel.pipeline": parallel.pipeline,
+        "parallel.expert": parallel.expert if job.spec.moe_layers else "auto",
         "parallel.model": parallel.model,
         "parallel.engine": parallel.engine,
     }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, product
-from math import isqrt
+from math import gcd, isqrt
 
 from toolkit.errors import PlanError
 from toolkit.plan import legality
@@ -147,11 +147,13 @@ def _settled(job: Job, pair: Pair, resort: Resort) -> Iterator[ParallelSection]:
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
     for tensor, pipeline, virtual in _degrees(job, pair, resort.largest_tensor):
-        for sequence, sharded in product(_sequence(asked, tensor), in_stage):
+        experts = _experts(job, pair, pipeline)
+        for expert, sequence, sharded in product(experts, _sequence(asked, tensor), in_stage):
             update = kept | {
                 "tensor": tensor,
                 "pipeline": pipeline,
                 "virtual_pipeline": virtual,
+                "expert": expert,
                 "sequence": sequence,
                 "zero": sharded,
             }
@@ -200,6 +202,14 @@ def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
     return [degree for degree in all_of if degree <= most]
 
 
+def _experts(job: Job, pair: Pair, pipeline: int) -> list[int]:
+    """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks."""
+    asked, spec = job.parallel.expert, job.spec
+    ranks = job.cluster.world_size // pipeline
+    every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
+    return _open(asked, every, TABLE[pair].expert)
+
+
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
     if asked.sequence != "auto":
         return (asked.sequence,)
@@ -222,7 +232,7 @@ def _layout(job: Job, parallel: ParallelSection) -> Layout:
         pp=pp,
         vpp=int(parallel.virtual_pipeline),
         cp=cp,
-        ep=parallel.expert,
+        ep=int(parallel.expert),
         sequence_parallel=bool(parallel.sequence),
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]

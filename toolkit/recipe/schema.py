@@ -236,7 +236,7 @@ class ParallelSection(Section):
     """Model chunks per pipeline stage (interleaved schedule)."""
     context: Degree = 1
     """Context-parallel degree: the sequence split over ranks."""
-    expert: Degree = 1
+    expert: Degree | Auto = 1
     """Expert-parallel degree of mixture-of-experts layers."""
     sequence: bool | Auto = "auto"
     """Sequence parallel: norms and dropouts sharded inside the tensor group."""
