@@ -88,13 +88,24 @@ def test_parts_add_up(some: list[Candidate]) -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def wordy() -> list[Candidate]:
+    """The longest names that there are, the chosen one's in bold."""
+    layout = Layout(dp=2, pp=4, vpp=8, recompute="selective", offload_optimizer="nvme",
+                    zero_stage=1, micro_batch=16, gradient_accumulation=64)  # fmt: skip
+    recipe = "llama/llama-3.1-8b-pretrain.yaml"
+    one = candidate("1x8xh100-80gb", "megatron", recipe, layout)
+    return [replace(one, label="deepspeed/megatron"), one]
+
+
 def test_name_says_what_differs() -> None:
     one = llama_8b("megatron", dp=2, pp=4, vpp=2, micro_batch=2, offload_optimizer="cpu")
     expected = "megatron · pp 4 · vpp 2 · dp 2\nzero 0 · micro batch 2 · offload to cpu"
     assert name_of(one) == expected
+    assert name_of(replace(one, label="megatron/megatron")) == expected
 
 
-@pytest.mark.parametrize("what", ["some", "large", "tiny"])
+@pytest.mark.parametrize("what", ["some", "large", "tiny", "wordy"])
 def test_texts_do_not_overlap(what: str, request: pytest.FixtureRequest) -> None:
     """No text lies over another or leaves the picture."""
     with rc_context(STYLE):

@@ -80,7 +80,8 @@ def test_comments_are_the_plans_numbers(
     assert "tokens: 15e12 " in text and "# 1,788,140 steps" in text
     assert "# sequences; 8.39M tokens a step" in text
     assert (
-        f"# Planned: {found.memory.total / GIB:.1f} of 80 GiB per GPU; {step_s:.3g} s" in text
+        f"# Planned: {found.memory.total / GIB:.1f} of 80 GiB per GPU; {step_s:.3g} s a step, "
+        in text
     )
     assert f"MFU {found.time.mfu_causal:.0%}" in text
     assert f"# 1,788,140 steps take {days:,.1f} days: {days * 24 * 32:,.1f} GPU hours." in text

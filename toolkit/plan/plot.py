@@ -40,7 +40,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
     "svg.hashsalt": "dmt",  # the same plan gives the same file
 }
-_INCHES_WIDE = 13.0
+_BARS_INCHES = 10.0
+"""Width of the two panels of bars."""
 _TITLE_PAD = 58
 """Points between the bars and their title: room for three lines of legend."""
 _ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
@@ -51,7 +52,7 @@ class Candidate:
     """One layout in a picture."""
 
     label: str
-    """Engine and model, e.g. `megatron`."""
+    """Engine and model, e.g. `deepspeed/hf`."""
     layout: Layout
     memory: Memory
     time: StepTime | None
@@ -109,13 +110,15 @@ def draw(title: str, candidates: Sequence[Candidate]) -> "Figure":
     bars_inches = 2.1 + 0.5 * len(candidates)
     line_inches = timeline_inches(chosen.layout.pp) if chosen.time else 0.0
     height = bars_inches + line_inches
-    figure = Figure(figsize=(_INCHES_WIDE, height))
+    names_inches = _names_inches(candidates)
+    width = names_inches + _BARS_INCHES
+    figure = Figure(figsize=(width, height))
     figure.suptitle(
         title, x=0.01, y=1 - 0.1 / height, ha="left", va="top", weight="bold", size=12
     )
     bottom = line_inches / height
     above = figure.add_gridspec(
-        1, 2, left=0.23, right=0.985, wspace=0.05,
+        1, 2, left=names_inches / width, right=0.985, wspace=0.05,
         top=1 - 1.45 / height, bottom=bottom + 0.65 / height,
     )  # fmt: skip
     memory = figure.add_subplot(above[0, 0])
@@ -131,6 +134,13 @@ def draw(title: str, candidates: Sequence[Candidate]) -> "Figure":
     return figure
 
 
+def _names_inches(candidates: Sequence[Candidate]) -> float:
+    """Room for the candidates' names left of the bars."""
+    lines = [line for one in candidates for line in name_of(one).splitlines()]
+    bold = name_of(candidates[0]).splitlines()
+    return 0.25 + max(0.068 * max(map(len, lines)), 0.08 * max(map(len, bold)))
+
+
 def name_of(candidate: Candidate) -> str:
     """Two lines: where ranks go, and what is saved."""
     layout = candidate.layout
@@ -143,7 +153,9 @@ def name_of(candidate: Candidate) -> str:
         saved.append(f"{layout.recompute} recompute")
     if layout.offload_optimizer != "none":
         saved.append(f"offload to {layout.offload_optimizer}")
-    first = " · ".join([candidate.label, *split, f"dp {layout.dp:,}"])
+    engine, _, model = candidate.label.partition("/")
+    label = engine if engine == model else candidate.label
+    first = " · ".join([label, *split, f"dp {layout.dp:,}"])
     return f"{first}\n{' · '.join(saved)}"
 
 
@@ -205,7 +217,7 @@ def _draw_memory(axes: "Axes", candidates: Sequence[Candidate]) -> None:
             weight=weight, bbox=_ON_WHITE,
         )  # fmt: skip
     some_over = capacity is not None and max(totals) > capacity
-    axes.set_xlim(0, widest * (1.45 if some_over else 1.15))
+    axes.set_xlim(0, _with_room(axes, widest, 1.5 if some_over else 0.6))
 
 
 def _draw_steps(axes: "Axes", candidates: Sequence[Candidate]) -> None:
@@ -223,7 +235,13 @@ def _draw_steps(axes: "Axes", candidates: Sequence[Candidate]) -> None:
         if time is not None:
             mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
             axes.text(time.total_s, row, f" {time.total_s:.3g} s{mfu}", va="center")
-    axes.set_xlim(0, max(time.total_s for time in known) * 1.3)
+    axes.set_xlim(0, _with_room(axes, max(time.total_s for time in known), 1.3))
+
+
+def _with_room(axes: "Axes", longest: float, inches: float) -> float:
+    """Where an axis ends that leaves so much room for text behind the longest bar."""
+    wide = axes.get_window_extent().width / axes.figure.get_dpi()
+    return longest / (1 - inches / wide)
 
 
 def _draw_stacks(axes: "Axes", stacks: Sequence[Sequence[Part]]) -> None:

@@ -19,7 +19,6 @@ _WINDOW_PASSES = 20
 """Passes of a rank that a part of a cut timeline shows beyond filling the pipeline."""
 _DIGIT_INCHES = 0.075
 """Width of a digit of a micro batch's number."""
-_AXES_INCHES = 11.5
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def draw_timeline(
     lengths = [stop - start for start, stop in windows]
     grid = where.subgridspec(1, len(windows), width_ratios=lengths, wspace=0.05)
     panels = [figure.add_subplot(grid[0, index]) for index in range(len(windows))]
-    inches_per_s = _AXES_INCHES / sum(lengths)
+    inches_per_s = 0.9 * figure.get_figwidth() / sum(lengths)
     for panel, (start, stop) in zip(panels, windows, strict=True):
         _draw_panel(panel, table, tail, (start, stop), inches_per_s)
     _label(panels, layout, time, table, windows)

@@ -151,7 +151,8 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     limit = "" if capacity is None else f" of {capacity:g}"
     per = "process" if capacity is None else "GPU"
     time = found.time
-    speed = f"{_seconds(time.total_s)} s a step, {time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    tokens = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    speed = f"{_seconds(time.total_s)} s a step, {tokens}"
     mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
     if basis(cluster) == "nominal":
