@@ -69,6 +69,17 @@ def test_what_recompute_and_zero_cost_alone() -> None:
     assert round(with_changes(chosen, zero_stage=0).memory_gib) == int(need[1])
 
 
+def test_what_a_change_brings_with_it_is_not_told() -> None:
+    """Without pipeline stages there are no virtual ones, without tensor ranks no sequence
+    parallel."""
+    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain", expert=8))
+    by_name = decided(chosen)
+    (no_pipeline,) = (one for one in by_name["pipeline"].alternatives if one.split()[1] == "1")
+    assert "with" in no_pipeline and "virtual" not in no_pipeline
+    (no_tensor,) = (one for one in by_name["tensor"].alternatives if one.split()[1] == "1")
+    assert "with" in no_tensor and "sequence" not in no_tensor
+
+
 def test_another_engine() -> None:
     chosen = found(*SEVENTY)
     alternatives = decisions(chosen)[0].alternatives

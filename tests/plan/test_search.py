@@ -17,7 +17,7 @@ from tests.plan.test_planner import LLAMA_8B, RECIPES, TINY, recipe
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.plan.layout import Layout, stage_layers
-from toolkit.plan.legality import TABLE
+from toolkit.plan.legality import TABLE, Pair
 from toolkit.plan.memory import model_states_gib, peak_memory
 from toolkit.plan.model_rules import Job
 from toolkit.plan.planner import explore, plan_recipe
@@ -29,9 +29,11 @@ from toolkit.plan.search import (
     Search,
     evaluate,
     moving_parts,
+    ranked,
     search,
     shortage,
 )
+from toolkit.plan.space import frames
 from toolkit.plan.time import step_time
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.load import load_recipe
@@ -166,10 +168,24 @@ def test_shortcuts_lose_nothing(gpus: str) -> None:
     assert chosen.rejected[UNNEEDED] > 10
 
 
-def test_the_count_adds_up() -> None:
-    for name in CASES:
-        chosen = search(*case(name))
-        assert chosen.considered == len(chosen.fitting) + sum(chosen.rejected.values())
+def test_every_legal_layout_is_counted_once() -> None:
+    """As kept, too large, or recomputed without need: the last two checked one by one."""
+    job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain")
+    chosen = search(job, cluster)
+    count, unneeded = 0, 0
+    for frame in frames(job, chosen.resort):
+        for size in frame.micro_batches:
+            fits = [
+                shortage(evaluate(frame.pair, frame.workload, layout, cluster), cluster) is None
+                for layout in (frame.split(size, way) for way in frame.recomputes)
+            ]
+            count += len(fits)
+            unneeded += max(0, sum(fits) - 1)
+    assert chosen.considered == count
+    assert chosen.rejected == {
+        UNNEEDED: unneeded,
+        "more than 80 GiB per GPU": count - unneeded - len(chosen.fitting),
+    }
 
 
 # The choice
@@ -187,6 +203,45 @@ def test_of_equally_fast_layouts_a_small_and_simple_one_is_chosen(name: str) -> 
     simpler = [one for one in equal if moving_parts(one.layout) < moving_parts(best.layout)]
     assert all(one.memory_gib > least for one in simpler)
     assert times[1:] == sorted(times[1:]), "runners-up by time"
+
+
+def made_up(step_s: float, memory_gib: float, **layout: Any) -> Candidate:
+    return Candidate(
+        Pair("megatron", "megatron"), Layout(**layout), memory_gib, 1.0, 0.0, 0.0, step_s
+    )
+
+
+def test_less_memory_counts_where_it_is_scarce_and_then_fewer_parts() -> None:
+    """Of 100 GiB: above 75, less is better; below, simpler is."""
+    tight, tighter = made_up(1.0, 90, tp=2), made_up(1.005, 80, tp=2, pp=2)
+    assert ranked([tight, tighter], 100)[0] is tighter
+    slow = made_up(1.02, 10)
+    assert ranked([slow, tight, tighter], 100) == [tighter, tight, slow]
+    roomy, simple = made_up(1.005, 30, tp=2, pp=2), made_up(1.0, 70, tp=2)
+    assert ranked([roomy, simple], 100)[0] is simple
+    small = made_up(1.008, 40, tp=4)
+    assert ranked([small, simple], 100)[0] is small, "as simple, and needs less"
+
+
+def test_nominal_speeds_do_not_choose_the_engine() -> None:
+    """On one CPU process, DDP is predicted to be faster by less than a percent."""
+    chosen = tiny(1)
+    ddp = min(one.step_s or 0 for one in chosen.fitting if one.pair.engine == "ddp")
+    assert chosen.best.pair == Pair("deepspeed", "hf")
+    assert 0.99 * (chosen.best.step_s or 0) < ddp < (chosen.best.step_s or 0)
+
+
+def test_a_model_has_to_fit_while_it_is_built() -> None:
+    """70.6 B parameters of 2 bytes are 131 GiB on every GPU before ZeRO shards them."""
+    fixed = {"engine": "deepspeed", "model": "megatron", "tensor": 1, "zero": {"stage": 3}}
+    whole = search(*on("16x8xh100-80gb", "llama/llama-3.1-70b-pretrain", **fixed))
+    assert not whole.fits
+    assert whole.nearest.memory_gib == pytest.approx(2 * 70_553_706_496 / 2**30, rel=1e-3)
+    assert whole.nearest.states_gib < 10
+    split = search(
+        *on("16x8xh100-80gb", "llama/llama-3.1-70b-pretrain", **{**fixed, "tensor": 4})
+    )
+    assert split.fits
 
 
 def test_the_same_every_time() -> None:

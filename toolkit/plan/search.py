@@ -153,7 +153,7 @@ def _search(job: Job, cluster: Cluster, resort: Resort) -> Search | None:
         job,
         cluster,
         resort,
-        tuple(_ranked(fitting, cluster.gpu.memory_gib)),
+        tuple(ranked(fitting, cluster.gpu.memory_gib)),
         tuple(too_large),
         len(fitting) + rejected.total(),
         rejected,
@@ -224,7 +224,7 @@ def _candidate(
     return Candidate(pair, layout, needed, states, host, disk, step_s)
 
 
-def _ranked(fitting: list[Candidate], capacity_gib: float | None) -> list[Candidate]:
+def ranked(fitting: list[Candidate], capacity_gib: float | None) -> list[Candidate]:
     """Fastest first; the chosen one in front."""
     if not fitting:
         return []
