@@ -350,7 +350,7 @@ def _draw(planned: Planned, file: Path) -> None:
     for one in _strategies(found, plot.SHOWN):
         by_part = _estimate(found, one)
         memory, time, limit = by_part.memory, by_part.time, found.cluster.gpu.memory_gib
-        label = "/".join(one.pair)
+        label = "/".join(dict.fromkeys(one.pair))
         candidates.append(plot.Candidate(label, one.layout, memory, time, limit))
     title = f"{planned.recipe.name} on {planned.cluster.name}"
     plot.write_plot(file, title, candidates)
