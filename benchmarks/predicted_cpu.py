@@ -3,8 +3,10 @@
     python benchmarks/predicted_cpu.py [--steps 15] [--rounds 3] [--out RESULT.json]
 
 Before every run, `dmt doctor --calibrate` measures the machine with the run's number of
-processes: what else the machine does meanwhile changes from minute to minute. The prediction
-is the plan's own (the run's `prediction` event); quoted is the median over the rounds.
+processes: what else the machine does meanwhile changes from minute to minute. Each process
+has one thread: two that wait for each other on a busy machine take many times as long. The
+prediction is the plan's own (the run's `prediction` event); quoted is the median over the
+rounds.
 """
 
 import argparse
@@ -49,7 +51,7 @@ def dmt(*arguments: str) -> None:
     """Run a command of the toolkit, its output only where it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "toolkit.cli.main", *arguments],
-        capture_output=True, text=True, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         sys.exit(

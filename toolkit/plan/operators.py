@@ -44,6 +44,8 @@ class Device:
     """Inner size of a matrix product at which half of its rate is reached."""
     half_sequence: float
     """Tokens at which the attention kernel reaches half of its rate."""
+    gap_s: float
+    """Between two kernels, whatever the host does."""
     efficiency: Efficiency
 
 
@@ -71,6 +73,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
         multiprocessors=gpu.multiprocessors,
         half_k=efficiency[f"matmul.half_k{of}"],
         half_sequence=efficiency[f"attention.half_sequence{of}"],
+        gap_s=efficiency[f"kernel.gap_s{of}"],
         efficiency=efficiency,
     )
 
@@ -380,10 +383,9 @@ def _timed(
     matmul: float, attention: float, elementwise: float, kernels: float, device: Device
 ) -> Pass:
     """A pass whose kernels the host starts one by one."""
-    efficiency = device.efficiency
     busy = matmul + attention + elementwise
-    started = kernels * efficiency["kernel.launch_s"]
-    launch = max(kernels * efficiency["kernel.gap_s"], started - busy)
+    started = kernels * device.efficiency["kernel.launch_s"]
+    launch = max(kernels * device.gap_s, started - busy)
     return Pass(matmul, attention, elementwise, launch)
 
 
