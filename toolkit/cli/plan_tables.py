@@ -76,7 +76,9 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
         layout, time = one.layout, one.step_s or 0.0
         degrees = [layout.dp, layout.tp, layout.pp, layout.vpp]
         degrees += [layout.ep] if experts else []
-        slower = "" if one is found.best else f"{time / best - 1:+.1%}"
+        slower = (
+            "" if one is found.best else f"{round(time / best - 1, 3) + 0.0:+.1%}"
+        )  # no -0.0%
         rows.append(
             [
                 "/".join(one.pair),
