@@ -1,5 +1,6 @@
 """`dmt convert`: there and back bit by bit, and read and written by the real megatron-core."""
 
+import copyreg
 import io
 import json
 import os
@@ -195,7 +196,7 @@ def test_members_of_enums_by_getattr(llama: Path, tmp_path: Path) -> None:
     index = megatron / "release" / ".metadata"
     metadata, written = pickle.loads(index.read_bytes()), io.BytesIO()
     pickler = pickle.Pickler(written)
-    pickler.dispatch_table = {
+    pickler.dispatch_table = copyreg.dispatch_table | {
         _MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))
     }
     pickler.dump(metadata)
