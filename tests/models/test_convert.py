@@ -1,5 +1,6 @@
 """`dmt convert`: there and back bit by bit, and read and written by the real megatron-core."""
 
+import copyreg
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.models.test_families import CONFIGS, config_of
 from tests.models.test_megatron_parity import check, run_cases, save_random_model
@@ -186,6 +188,33 @@ def test_crafted_index_runs_no_code(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names (posix|os)\.system"):
         to_hf_folder(megatron, tmp_path / "back")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "back").exists()
+
+
+def test_members_of_enums_by_getattr(llama: Path, tmp_path: Path) -> None:
+    """So Python 3.11.0 to 3.11.3 write them."""
+    megatron = to_megatron_folder(llama, tmp_path / "megatron")
+    index = megatron / "release" / ".metadata"
+    metadata, written = pickle.loads(index.read_bytes()), io.BytesIO()
+    pickler = pickle.Pickler(written)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        _MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))
+    }
+    pickler.dump(metadata)
+    assert b"getattr" in written.getvalue()
+    index.write_bytes(written.getvalue())
+    to_hf_folder(megatron, tmp_path / "back")
+
+
+def test_getattr_of_an_index_class_is_refused(llama: Path, tmp_path: Path) -> None:
+    megatron = to_megatron_folder(llama, tmp_path / "megatron")
+
+    class Sly:
+        def __reduce__(self) -> Any:
+            return getattr, (Metadata, "__init__")
+
+    (megatron / "release" / ".metadata").write_bytes(pickle.dumps(Sly()))
+    with pytest.raises(CheckpointError, match="getattr, which no index needs but for an Enum"):
+        to_hf_folder(megatron, tmp_path / "back")
 
 
 def test_crafted_data_runs_no_code(llama: Path, tmp_path: Path) -> None:

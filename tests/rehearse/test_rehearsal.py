@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def _ranks(pid: int) -> list[psutil.Process]:
 def _wait_for_ranks(pid: int, count: int) -> list[psutil.Process]:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if len(ranks := _ranks(pid)) >= count:
-            return ranks
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):  # one that ends while listed
+            if len(ranks := _ranks(pid)) >= count:
+                return ranks
         time.sleep(0.1)
     raise AssertionError("no rank was started")

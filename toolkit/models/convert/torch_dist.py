@@ -15,6 +15,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -228,11 +229,20 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the classes of an index and torch's dtypes, nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _member(enumeration: Any, name: str) -> Enum:
+    """What `getattr` may get: Python 3.11.0 to 3.11.3 pickle the member of an Enum so."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
+        raise pickle.UnpicklingError("it names getattr, which no index needs but for an Enum")
+    return enumeration[name]
 
 
 @dataclass(frozen=True)
