@@ -49,4 +49,6 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 def test_there_are_commands() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
-    assert verbs == {"check", "plan", "render", "rehearse", "launch", "data"}
+    assert verbs == {
+        "init", "check", "plan", "estimate", "render", "rehearse", "launch", "data",
+    }  # fmt: skip
