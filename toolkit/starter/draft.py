@@ -14,7 +14,7 @@ from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
-from toolkit.recipe.schema import ModelSection, ParallelSection, Recipe
+from toolkit.recipe.schema import ModelSection, Recipe
 
 Task = Literal["pretrain", "finetune"]
 TASKS: tuple[Task, ...] = ("pretrain", "finetune")
@@ -48,7 +48,7 @@ _SIZES = (
 
 
 def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
-    """The recipe of `model` for `cluster`, everything about its layout left open.
+    """The recipe of `model` for `cluster`; its layout is for the planner.
 
     `model`: the name of a shipped size, a local folder or a hub id. Raises PlanError when it
     is none of these, or there is no such recipe of it.
@@ -145,7 +145,7 @@ def _length_of_run(spec: ModelSpec, sequence_length: int) -> dict[str, int]:
 
 def _placed(recipe: Recipe, cluster: Cluster) -> Recipe:
     """The recipe on `cluster`: a batch that its accelerators can share, a precision that they
-    have, and no layout."""
+    have."""
     precision, batch = recipe.training.precision, recipe.training.global_batch_size
     if cluster.gpu.generation == "cpu":
         precision = "fp32"
@@ -162,6 +162,5 @@ def _placed(recipe: Recipe, cluster: Cluster) -> Recipe:
         update={
             "training": recipe.training.model_copy(update=training),
             "cluster": recipe.cluster.model_copy(update=section),
-            "parallel": ParallelSection(),
         }
     )
