@@ -54,6 +54,14 @@ def test_warm_up_of_one_f_one_b() -> None:
         assert first_backward == 4 - rank  # so many micro batches wait on this rank at most
 
 
+def test_warm_up_of_the_interleaved_schedule() -> None:
+    """megatron-core: (vpp - 1) · pp chunks, and two for every rank that follows."""
+    found = timetable([EQUAL] * 4, 8, vpp=2)
+    for rank, slots in enumerate(found.slots):
+        first_backward = next(i for i, slot in enumerate(slots) if slot.direction != "forward")
+        assert first_backward == 2 * (4 - rank - 1) + 4 + 1
+
+
 @given(pp=st.integers(1, 5), groups=st.integers(1, 4), vpp=st.integers(1, 3), data=st.data())
 def test_passes_are_complete_and_follow_each_other(
     pp: int, groups: int, vpp: int, data: st.DataObject
