@@ -47,7 +47,9 @@ TABLE: Mapping[str, Constant] = {
     "matmul.cpu": Constant(1.0, "assumed: `cpu.flops` is what is reached"),
     # Inner size at which half of that rate is reached.
     "matmul.half_k": Constant(160, "calibrated: all sources", 128, 0.5),
-    "matmul.half_k.cpu": Constant(8, "benchmarks/predicted_cpu.py: 0.8 of the rate at 32"),
+    "matmul.half_k.cpu": Constant(
+        8, "measured: one core of the development machine; 0.8 of the rate at 32"
+    ),
     "matmul.fp8": Constant(0.85, "assumed: share of the 16-bit share; power limits both"),
     # Quality of a tile relative to the largest one.
     "tile.256": Constant(1.0, "by definition: 256 × 128"),
@@ -65,7 +67,7 @@ TABLE: Mapping[str, Constant] = {
     "attention.blackwell": Constant(0.33, "assumed: as Hopper"),
     "attention.blackwell.te": Constant(0.55, "assumed: less than Hopper's share"),
     "attention.cdna3": Constant(0.30, "assumed: FlashAttention-2 on MI300X"),
-    "attention.cpu": Constant(0.35, "benchmarks/predicted_cpu.py: PyTorch's fused kernel"),
+    "attention.cpu": Constant(0.35, "measured: PyTorch on one core of the development machine"),
     "attention.ampere.1": Constant(0.353, _FLASH_1, 0.36, 0.2),
     "attention.hopper.1": Constant(0.184, _FLASH_1, 0.20, 0.2),
     # Rate with heads of 64 relative to 128.
@@ -73,7 +75,9 @@ TABLE: Mapping[str, Constant] = {
     # FlashAttention-2 paper, figures 4 to 6: half of the rate at about 500 tokens; the
     # backward pass at 0.8 to 0.9 of the forward rate.
     "attention.half_sequence": Constant(500, "FlashAttention-2 paper, figure 5"),
-    "attention.half_sequence.cpu": Constant(16, "benchmarks/predicted_cpu.py"),
+    "attention.half_sequence.cpu": Constant(
+        16, "measured: one core of the development machine"
+    ),
     "attention.backward": Constant(0.85, "FlashAttention-2 paper, figures 5 and 6"),
     # Share of a link's peak that large collectives reach (NCCL's bus bandwidth).
     "link.nvlink": Constant(0.78, "NCCL tests: 235 of 300 GB/s on A100, 360 of 450 on H100"),
