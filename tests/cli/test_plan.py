@@ -247,3 +247,27 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan recipes/gpt2/gpt2-124m", "check recipes/*/*.yaml"):
         assert main([command.split()[0], "--help"]) == 0
         assert f"Example: dmt {command}" in capsys.readouterr().out
+
+
+def test_another_cluster_is_checked_as_the_recipes_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fp16 = ["--set", "training.precision=fp16", "--set", "cluster.gpu=h100-80gb"]
+    assert main(["plan", TINY, "--cluster", "2xcpu", *fp16]) == 2
+    assert "found fp16 on cpu" in capsys.readouterr().err
+    tensor = ["--set", "parallel.engine=megatron", "--set", "parallel.tensor=4"]
+    assert main(["plan", TINY, "--cluster", "4xcpu", *tensor]) == 0
+    assert "tensor          4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["plan.txt", "no/such/folder/plan.svg"])
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", TINY, "--json", "--plot", file]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_picture_of_several_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY, TINY, "--plot", "both.svg"]) == 2
+    assert "one recipe on one cluster" in capsys.readouterr().err

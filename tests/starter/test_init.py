@@ -213,3 +213,20 @@ def test_a_hub_id_from_the_local_cache(tmp_path: Path) -> None:
     assert "  hub: some/llama\n" in done.stdout
     assert "  tokenizer: some/llama\n" in done.stdout
     assert "name: llama-pretrain\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["My Model (v2)", "ünï", "..."])
+def test_any_folder_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / name
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    _, recipe = written(tmp_path, capsys, str(made), "--cluster", "2xcpu")
+    assert recipe.name.endswith("-pretrain")
+
+
+def test_a_model_that_no_recipe_can_have(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1}))
+    assert main(["init", str(folder), "--cluster", "2xcpu"]) == 2
+    assert "training.sequence_length" in capsys.readouterr().err

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
 from toolkit.errors import RecipeError
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.train import assignment
 from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
 
@@ -166,3 +168,13 @@ def test_services_are_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_run_planned_before_there_were_predictions(tmp_path: Path) -> None:
+    tiny = load_recipe(ROOT / "recipes" / "tiny" / "llama-bytes.yaml")
+    run = assignment.write(assignment.decide(tiny, tmp_path / "run"), ["dmt"])
+    plan = json.loads(run.plan.read_text())
+    del plan["predicted"], plan["memory_gib"], plan["mfu"]
+    run.plan.write_text(json.dumps(plan))
+    read = assignment.read_assignment(run.path, world=2)
+    assert read.prediction is None and read.plan.layout.dp == 2

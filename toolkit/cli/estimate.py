@@ -67,8 +67,10 @@ def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
         raise PlanError("--set: changes a recipe, and --cases has none", fix="leave it out")
     try:
         listed = json.loads(cases.read_text(encoding="utf-8"))
+        if not isinstance(listed, list) or not all(isinstance(case, dict) for case in listed):
+            raise ValueError("it holds something else")
         results = [estimate_case(case) for case in listed]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"--cases: {cases} is not a list of cases: {type(error).__name__}: {error}",
             fix="see docs/estimate.md for the fields of a case",
@@ -85,7 +87,8 @@ def _estimate_recipe(
     path: Path, overrides: list[str], cluster: str | None, as_json: bool
 ) -> None:
     where = None if cluster is None else find_cluster(cluster)
-    assignment = decide(load_recipe(path, overrides), None, where)
+    there = [] if where is None else where.overrides
+    assignment = decide(load_recipe(path, [*overrides, *there]), None, where)
     recipe, plan = assignment.recipe, assignment.plan
     found = estimate_plan(recipe, plan, where)
     if as_json:

@@ -46,8 +46,9 @@ def launch(
 
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
-    loaded = load_recipe(recipe, overrides)
     where = None if cluster is None else find_cluster(cluster)
+    there = [] if where is None else where.overrides
+    loaded = load_recipe(recipe, [*overrides, *there])
     assignment = assignments.decide(loaded, run_dir, where)
     loaded = assignment.recipe
     chosen = LAUNCHERS[loaded.launch.launcher]()

@@ -15,6 +15,7 @@ from toolkit.cli.bars import bars, seconds, size
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -24,7 +25,7 @@ from toolkit.plan.explain import decisions
 from toolkit.plan.layout import total_steps
 from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
 from toolkit.plan.memory import GIB
-from toolkit.plan.planner import Plan, explore, model_config, placed_on, plan_of
+from toolkit.plan.planner import Plan, explore, model_config, plan_of
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
@@ -100,8 +101,12 @@ def plan(
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
-    loaded = [load_recipe(path, overrides) for path in recipes]
-    planned = [_planned(recipe, place) for recipe in loaded for place in places or [None]]
+    several = len(recipes) * max(1, len(places)) > 1
+    if plot is not None:
+        _check_plot(plot, several)
+    planned = [
+        _planned(path, overrides, place) for path in recipes for place in places or [None]
+    ]
     if as_json:
         found = [_machine_output(one, top, explain) for one in planned]
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
@@ -113,12 +118,28 @@ def plan(
         _draw(planned[0], plot)
 
 
-def _planned(recipe: Recipe, cluster: Cluster | None) -> Planned:
-    recipe = adopt_engine_config(recipe)
-    if cluster is not None:
-        recipe = placed_on(recipe, cluster)
-    found = explore(recipe, cluster)
+def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
+    """A recipe on a cluster, its own or another, for which it is checked as a whole."""
+    there = [] if cluster is None else cluster.overrides
+    recipe = adopt_engine_config(load_recipe(path, [*overrides, *there]))
+    try:
+        found = explore(recipe, cluster)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error.message}", fix=error.fix) from error
     return Planned(recipe, found, plan_of(found))
+
+
+def _check_plot(file: Path, several: bool) -> None:
+    """Refuse at once what could not be drawn in the end."""
+    if several:
+        raise PlanError(
+            "--plot: draws one recipe on one cluster", fix="plan them one after the other"
+        )
+    if file.suffix.lower() not in (".svg", ".png") or not file.absolute().parent.is_dir():
+        raise PlanError(
+            f"--plot: cannot draw {str(file)!r}",
+            fix="name a .svg or .png file in a folder that exists",
+        )
 
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:

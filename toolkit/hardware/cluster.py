@@ -64,6 +64,13 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     @property
+    def overrides(self) -> list[str]:
+        """What `--set` would say to put a recipe here."""
+        name = self.gpu.like or self.gpu.name
+        size = [f"cluster.nodes={self.nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
+        return [*size, f"cluster.gpu={name}"]
+
+    @property
     def island(self) -> int:
         """Accelerators that reach each other over `node_link`."""
         return self.link_domain or self.gpus_per_node
@@ -169,8 +176,9 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises PlanError naming what is wrong with the text.
     """
-    match = re.fullmatch(r"(?:(\d{1,5})x)?(\d{1,5})x([a-z].*)", text.strip().lower())
-    if match is None or "0" in (match[1], match[2]) or not int(match[2]):
+    counted = r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})x([a-z].*)"
+    match = re.fullmatch(counted, text.lower(), re.ASCII)
+    if match is None:
         raise PlanError(
             f"--cluster: found {text[:80]!r}; allowed: NODESxGPUSxNAME, or a YAML file",
             fix="for example `--cluster 4x8xh100-80gb`",

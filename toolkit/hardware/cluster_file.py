@@ -78,7 +78,7 @@ def find_cluster(text: str) -> Cluster:
 
     Raises PlanError or RecipeError with every mistake.
     """
-    if text.endswith((".yaml", ".yml")):
+    if text.lower().endswith((".yaml", ".yml")) or Path(text).is_file():
         return load_cluster(Path(text))
     return parse_cluster(text)
 

@@ -1,9 +1,12 @@
 """A first recipe for a model: a shipped recipe's numbers, or usual ones by its size."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
@@ -87,7 +90,7 @@ def _own(model: str, task: Task) -> Recipe:
     length = min(_LONGEST[task], config.get("max_position_embeddings") or _LONGEST[task])
     data: dict[str, Any] = {
         **base,
-        "name": f"{folder.name or 'model'}-{task}".lower(),
+        "name": _name(folder, task),
         "model": {
             "hub": source,
             "init": "random" if task == "pretrain" else "pretrained",
@@ -104,7 +107,22 @@ def _own(model: str, task: Task) -> Recipe:
         data["schedule"] = {**base["schedule"], **schedule}
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
-    return Recipe.model_validate(data)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise PlanError(
+            f"{source}: no recipe can be made of it: {where}: {first['msg']}",
+            fix="choose another model",
+        ) from error
+
+
+def _name(folder: Path, task: Task) -> str:
+    """The recipe's name, in letters that a folder of runs may have."""
+    name = folder.resolve().name if folder.is_dir() else folder.name
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80]
+    return f"{kept or 'model'}-{task}".lower()
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:

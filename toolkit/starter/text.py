@@ -29,6 +29,7 @@ def starter(model: str, cluster: Cluster, given: str, task: Task) -> str:
     It is read back and planned before it is returned: what it says can be checked and
     planned. Raises PlanError or RecipeError where that is not possible.
     """
+    given = " ".join(given.split())  # it is quoted in comments
     drafted = draft(model, cluster, task)
     with tempfile.TemporaryDirectory(prefix="dmt-init-") as folder:
         file = Path(folder) / "recipe.yaml"

@@ -26,8 +26,9 @@ class Assignment:
     engine_config: dict[str, Any]
     """The backend's rendered configuration; empty for ddp."""
     run_dir: Path
-    prediction: Prediction
-    """What the plan promises; the run's end says what came of it."""
+    prediction: Prediction | None
+    """What the plan promises; the run's end says what came of it. None in run directories
+    of releases that made no prediction."""
 
 
 def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
@@ -54,10 +55,14 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
     return RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
-        {**assignment.plan.to_dict(), "predicted": asdict(assignment.prediction)},
+        {**assignment.plan.to_dict(), "predicted": _stored(assignment.prediction)},
         command,
         assignment.engine_config,
     )
+
+
+def _stored(prediction: Prediction | None) -> dict[str, Any] | None:
+    return None if prediction is None else asdict(prediction)
 
 
 def read_assignment(path: Path, world: int) -> Assignment:
@@ -68,7 +73,8 @@ def read_assignment(path: Path, world: int) -> Assignment:
     run = RunDirectory(path.absolute())
     try:
         fields = json.loads(run.plan.read_text(encoding="utf-8"))
-        prediction = Prediction(**fields.pop("predicted"))
+        stored = fields.pop("predicted", None)
+        prediction = None if stored is None else Prediction(**stored)
         plan = Plan.from_dict(fields)
         config = {}
         if plan.engine != "ddp":

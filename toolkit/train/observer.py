@@ -81,7 +81,7 @@ class Observed:
     validation: Callable[[], Sequence[MicroBatch]] | None
     """This rank's validation batches; None without validation data."""
     data_fingerprint: str
-    prediction: Prediction
+    prediction: Prediction | None
     """What the plan promises."""
 
 
@@ -186,7 +186,8 @@ class Observer:
 
     def compare(self, progress: Progress) -> None:
         """Write the plan's prediction beside what was measured. Collective."""
-        if not self._seconds:
+        prediction = self.run.prediction
+        if prediction is None or not self._seconds:
             return  # resumed at the end: there was nothing left to train
         device, counted = self.run.ranks.device, self._seconds[1:] or self._seconds
         measured = Measured(
@@ -196,7 +197,7 @@ class Observer:
             process_gib=peak_process_gib(device),
         )
         if self.reporter is not None:
-            fields = event_fields(self.run.prediction, measured)
+            fields = event_fields(prediction, measured)
             self.reporter.events.write("prediction", step=progress.step, **fields)
 
 
