@@ -4,7 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
-MIB_PER_GIB = 1024
+from toolkit.plan.estimate import Estimate, memory_parts
+from toolkit.plan.memory import GIB
+from toolkit.units import seconds, size
+
 BAR_WIDTH = 24
 """Characters of a full bar."""
 
@@ -19,14 +22,22 @@ def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
             yield Text.assemble(f"    {part:<22}{shown:>10}  ", (bar, "cyan"))
 
 
-def size(gib: float) -> str:
-    """`75.80 GiB`, `1.2 MiB`."""
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * MIB_PER_GIB:.1f} MiB"
-
-
-def seconds(value: float) -> str:
-    """`4.14 s`, `120.5 ms`."""
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+def memory_lines(found: Estimate, needed_gib: float, *, fits: bool) -> Iterator[Text]:
+    """Memory by part. `needed_gib` is the fullest moment, which may be before training."""
+    capacity, total = found.setup.cluster.gpu.memory_gib, found.memory.total / GIB
+    stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
+    if capacity is None:
+        yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
+    else:
+        verdict = ("fits", "green") if fits else ("does not fit", "red")
+        used = f"  {needed_gib:.1f} of {capacity:g} GiB: "
+        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
+    yield from bars(memory_parts(found.memory), capacity or total, "GiB")
+    if needed_gib > total * 1.001:
+        yield Text(f"    {needed_gib:.1f} GiB while the model is built")
+    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
+        if taken:
+            yield Text(f"    {place} of each node: {taken:,.0f} GiB")
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.cli.bars import bars, seconds, size
-from toolkit.cli.options import ClusterOption, Overrides
+from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli.options import ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.estimate import (
@@ -18,14 +18,13 @@ from toolkit.plan.estimate import (
     estimate_case,
     estimate_plan,
     machine_output,
-    memory_parts,
     time_parts,
 )
 from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import basis
-from toolkit.recipe.load import load_recipe
 from toolkit.train.assignment import decide
+from toolkit.units import seconds
 
 
 def estimate(
@@ -87,8 +86,7 @@ def _estimate_recipe(
     path: Path, overrides: list[str], cluster: str | None, as_json: bool
 ) -> None:
     where = None if cluster is None else find_cluster(cluster)
-    there = [] if where is None else where.overrides
-    assignment = decide(load_recipe(path, [*overrides, *there]), None, where)
+    assignment = decide(load_on(path, overrides, where), None, where)
     recipe, plan = assignment.recipe, assignment.plan
     found = estimate_plan(recipe, plan, where)
     if as_json:
@@ -107,27 +105,11 @@ def _print(name: str, plan: Plan, found: Estimate) -> None:
     console.print(f"  {split} · zero {layout.zero_stage} · recompute {layout.recompute}")
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
     console.print(f"  {batch} = {layout.global_batch:,} sequences\n")
-    for line in _memory_lines(found):
+    for line in memory_lines(found, found.memory.total / GIB, fits=found.fits):
         console.print(line, soft_wrap=True)
     console.print()
     for line in _time_lines(found):
         console.print(line, soft_wrap=True)
-
-
-def _memory_lines(found: Estimate) -> Iterator[Text]:
-    capacity = found.setup.cluster.gpu.memory_gib
-    total = found.memory.total / GIB
-    stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
-    if capacity is None:
-        yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
-    else:
-        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
-        used = f"  {total:.1f} of {capacity:g} GiB: "
-        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
-    yield from bars(memory_parts(found.memory), capacity or total, "GiB")
-    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
-        if taken:
-            yield Text(f"    {place} of each node: {taken:.0f} GiB")
 
 
 def _time_lines(found: Estimate) -> Iterator[Text]:

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir
+from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.outcome import events_offset
 from toolkit.plan.ledger import summary
-from toolkit.recipe.load import load_recipe
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.comparison import told
@@ -47,8 +46,7 @@ def launch(
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
     where = None if cluster is None else find_cluster(cluster)
-    there = [] if where is None else where.overrides
-    loaded = load_recipe(recipe, [*overrides, *there])
+    loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
     loaded = assignment.recipe
     chosen = LAUNCHERS[loaded.launch.launcher]()

@@ -11,28 +11,27 @@ from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli import plan_tables
-from toolkit.cli.bars import bars, seconds, size
+from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.check import human
-from toolkit.cli.options import Overrides
+from toolkit.cli.options import Overrides, load_on
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.models.families import model_spec
-from toolkit.plan.estimate import Estimate, estimate, machine_output, memory_parts, time_parts
+from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
 from toolkit.plan.layout import total_steps
 from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
-from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan, explore, model_config, plan_of
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
 from toolkit.plan.search import Candidate, Search, shortage
 from toolkit.plan.workload import planned_workload
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.units import seconds
 
 _DEGREES = {
     "tensor": "tp",
@@ -120,8 +119,7 @@ def plan(
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
     """A recipe on a cluster, its own or another, for which it is checked as a whole."""
-    there = [] if cluster is None else cluster.overrides
-    recipe = adopt_engine_config(load_recipe(path, [*overrides, *there]))
+    recipe = adopt_engine_config(load_on(path, overrides, cluster))
     try:
         found = explore(recipe, cluster)
     except PlanError as error:
@@ -215,7 +213,8 @@ def _print(planned: Planned, top: int, explain: bool) -> None:
     _lines(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
     if not found.fits:
         _lines(console, ["", *_shortfall(found, plan)])
-    _lines(console, ["", *_memory_lines(planned, by_part)])
+    memory = memory_lines(by_part, found.best.memory_gib, fits=found.fits)
+    _lines(console, ["", *memory])
     _lines(console, ["", *_time_lines(planned, by_part)])
     if found.fits:
         _lines(console, ["", *_runner_up_lines(found, top)])
@@ -278,24 +277,6 @@ def _shortfall(found: Search, plan: Plan) -> Iterator[Text]:
         yield Text("  no change of a single setting, and no larger cluster, makes it fit")
     for change in plan.remedies:
         yield Text(f"  - {change}")
-
-
-def _memory_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
-    found, capacity = planned.search, planned.cluster.gpu.memory_gib
-    total = by_part.memory.total / GIB
-    stage = f", pipeline stage {by_part.memory.stage}" if planned.plan.layout.pp > 1 else ""
-    if capacity is None:
-        yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
-    else:
-        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
-        used = f"  {found.best.memory_gib:.1f} of {capacity:g} GiB: "
-        yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
-    yield from bars(memory_parts(by_part.memory), capacity or total, "GiB")
-    if found.best.memory_gib > total * 1.001:
-        yield Text(f"    {found.best.memory_gib:.1f} GiB while the model is built")
-    for place, taken in (("host", found.best.host_gib), ("NVMe", found.best.nvme_gib)):
-        if taken:
-            yield Text(f"    {place} of each node: {taken:,.0f} GiB")
 
 
 def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:

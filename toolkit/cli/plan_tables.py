@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.cli.bars import columns, seconds
+from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import Plan
 from toolkit.plan.search import Candidate, Search
+from toolkit.units import seconds
 
 _SECONDS_PER_DAY = 86400
 _SECONDS_PER_HOUR = 3600

@@ -64,11 +64,10 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     @property
-    def overrides(self) -> list[str]:
-        """What `--set` would say to put a recipe here."""
+    def section(self) -> dict[str, int | str]:
+        """What a recipe's `cluster` section says of it."""
         name = self.gpu.like or self.gpu.name
-        size = [f"cluster.nodes={self.nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
-        return [*size, f"cluster.gpu={name}"]
+        return {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "gpu": name}
 
     @property
     def island(self) -> int:

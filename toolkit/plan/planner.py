@@ -110,13 +110,7 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
 
 def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
     """The recipe with a cluster's size and accelerator: workers are started from these."""
-    section = recipe.cluster.model_copy(
-        update={
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "gpu": cluster.gpu.like or cluster.gpu.name,
-        }
-    )
+    section = recipe.cluster.model_copy(update=cluster.section)
     return recipe.model_copy(update={"cluster": section})
 
 

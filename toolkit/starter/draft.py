@@ -13,7 +13,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.models.config_keys import GENERIC
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.plan.planner import ShapeUnknown, model_config, placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
@@ -171,14 +171,5 @@ def _placed(recipe: Recipe, cluster: Cluster) -> Recipe:
         precision = "fp16"  # Volta
     shared = -(-batch // cluster.gpus) * cluster.gpus
     training = {"precision": precision, "global_batch_size": shared}
-    section = {
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "gpu": cluster.gpu.like or cluster.gpu.name,
-    }
-    return recipe.model_copy(
-        update={
-            "training": recipe.training.model_copy(update=training),
-            "cluster": recipe.cluster.model_copy(update=section),
-        }
-    )
+    adapted = recipe.training.model_copy(update=training)
+    return placed_on(recipe, cluster).model_copy(update={"training": adapted})

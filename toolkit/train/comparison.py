@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolkit.plan.prediction import Prediction
-
-MIB_PER_GIB = 1024
+from toolkit.units import seconds, size
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,20 @@ def told(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ratios = event["measured_over_predicted"]
     yield "step time", _step(predicted, measured, ratios["step_time"])
     if measured["memory_gib"] is not None:
-        text = f"{_size(measured['memory_gib'])} measured, "
-        text += f"{_size(predicted['memory_gib'])} predicted{_off(ratios['memory'])}"
+        text = f"{size(measured['memory_gib'])} measured, "
+        text += f"{size(predicted['memory_gib'])} predicted{_off(ratios['memory'])}"
         yield "peak memory", text
     elif measured["process_gib"] is not None:
-        text = f"{_size(measured['process_gib'])} measured with all libraries, "
-        text += f"{_size(predicted['memory_gib'])} predicted for the training alone"
+        text = f"{size(measured['process_gib'])} measured with all libraries, "
+        text += f"{size(predicted['memory_gib'])} predicted for the training alone"
         yield "peak memory", text
 
 
 def _step(
     predicted: Mapping[str, Any], measured: Mapping[str, Any], ratio: float | None
 ) -> str:
-    found, promised = _seconds(measured["step_time_s"]), predicted["step_time_s"]
-    text = f"{found} measured, {_seconds(promised)} predicted"
+    found, promised = seconds(measured["step_time_s"]), predicted["step_time_s"]
+    text = f"{found} measured, {seconds(promised)} predicted"
     if predicted["basis"] == "nominal":
         return f"{text} for a nominal CPU, not for this one (see `dmt doctor --calibrate`)"
     source = {"calibrated": "measured speeds", "data sheet": "data sheets"}
@@ -84,11 +83,3 @@ def _step(
 
 def _off(ratio: float | None) -> str:
     return "" if ratio is None else f" ({ratio - 1:+.0%})"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * MIB_PER_GIB:.1f} MiB"
