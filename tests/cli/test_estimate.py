@@ -147,3 +147,15 @@ def test_mistakes_are_explained(
     error = capsys.readouterr().err
     assert complaint in error and "fix: " in error
     assert not Path("x").exists()
+
+
+def test_what_cannot_be_built_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `dmt plan` says of it: megatron-core builds all of a rank before DeepSpeed shards."""
+    sets = ["engine=deepspeed", "model=megatron", "tensor=1", "zero.stage=3"]
+    words = [word for one in sets for word in ("--set", f"parallel.{one}")]
+    llama = str(RECIPES / "llama/llama-3.1-70b-pretrain.yaml")
+    for command in ("estimate", "plan"):
+        assert main([command, llama, *words, "--set", "cluster.nodes=16"]) == 0
+        shown = capsys.readouterr().out
+        assert "131.4 of 80 GiB: does not fit" in shown
+        assert "131.4 GiB while the model is built" in shown

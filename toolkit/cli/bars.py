@@ -22,19 +22,19 @@ def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
             yield Text.assemble(f"    {part:<22}{shown:>10}  ", (bar, "cyan"))
 
 
-def memory_lines(found: Estimate, needed_gib: float, *, fits: bool) -> Iterator[Text]:
-    """Memory by part. `needed_gib` is the fullest moment, which may be before training."""
+def memory_lines(found: Estimate) -> Iterator[Text]:
+    """Memory by part, and whether it fits."""
     capacity, total = found.setup.cluster.gpu.memory_gib, found.memory.total / GIB
     stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
-        verdict = ("fits", "green") if fits else ("does not fit", "red")
-        used = f"  {needed_gib:.1f} of {capacity:g} GiB: "
+        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
+        used = f"  {found.needed_gib:.1f} of {capacity:g} GiB: "
         yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
     yield from bars(memory_parts(found.memory), capacity or total, "GiB")
-    if needed_gib > total * 1.001:
-        yield Text(f"    {needed_gib:.1f} GiB while the model is built")
+    if found.needed_gib > total * 1.001:
+        yield Text(f"    {found.needed_gib:.1f} GiB while the model is built")
     for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
         if taken:
             yield Text(f"    {place} of each node: {taken:,.0f} GiB")

@@ -20,7 +20,6 @@ from toolkit.plan.estimate import (
     machine_output,
     time_parts,
 )
-from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import basis
 from toolkit.train.assignment import decide
@@ -105,7 +104,7 @@ def _print(name: str, plan: Plan, found: Estimate) -> None:
     console.print(f"  {split} · zero {layout.zero_stage} · recompute {layout.recompute}")
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
     console.print(f"  {batch} = {layout.global_batch:,} sequences\n")
-    for line in memory_lines(found, found.memory.total / GIB, fits=found.fits):
+    for line in memory_lines(found):
         console.print(line, soft_wrap=True)
     console.print()
     for line in _time_lines(found):

@@ -213,8 +213,7 @@ def _print(planned: Planned, top: int, explain: bool) -> None:
     _lines(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
     if not found.fits:
         _lines(console, ["", *_shortfall(found, plan)])
-    memory = memory_lines(by_part, found.best.memory_gib, fits=found.fits)
-    _lines(console, ["", *memory])
+    _lines(console, ["", *memory_lines(by_part)])
     _lines(console, ["", *_time_lines(planned, by_part)])
     if found.fits:
         _lines(console, ["", *_runner_up_lines(found, top)])

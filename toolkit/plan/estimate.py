@@ -4,7 +4,7 @@ For recipes, and for lists of published cases in the form that `dmt estimate --c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import PlanError
@@ -13,17 +13,11 @@ from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.models.families import model_spec
 from toolkit.plan.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.legality import Pair
-from toolkit.plan.memory import (
-    GIB,
-    Memory,
-    host_bytes,
-    nvme_bytes,
-    peak_memory,
-    stage_memory,
-)
+from toolkit.plan.memory import GIB, Memory, stage_memory
 from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Case, Setup
+from toolkit.plan.search import demand, device_memory, shortage
 from toolkit.plan.time import StepTime, step_time
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import Recipe
@@ -37,8 +31,10 @@ class Estimate:
     memory: Memory
     """Of the fullest rank."""
     time: StepTime
+    needed_gib: float
+    """On the fullest device at its fullest: in training, or while the model is built."""
     fits: bool
-    """On the device; host memory and disks are in the two next fields."""
+    """On the device, the host and its disks."""
     host_gib: float
     """Host memory of one node that offload takes."""
     nvme_gib: float
@@ -48,16 +44,15 @@ class Estimate:
 def estimate(setup: Setup) -> Estimate:
     """Predict one setup."""
     workload, layout, cluster = setup.workload, setup.layout, setup.cluster
-    memory = peak_memory(workload, layout)
-    if cluster.gpu.memory_gib is None:  # a CPU
-        memory = replace(memory, context=0.0)
+    needed = demand(workload, layout, cluster)
     return Estimate(
         setup=setup,
-        memory=memory,
+        memory=device_memory(workload, layout, cluster),
         time=step_time(workload, layout, cluster),
-        fits=memory.fits(cluster.gpu.memory_gib),
-        host_gib=host_bytes(workload, layout, cluster.gpus_per_node) / GIB,
-        nvme_gib=nvme_bytes(workload, layout, cluster.gpus_per_node) / GIB,
+        needed_gib=needed.memory_gib,
+        fits=shortage(needed, cluster) is None,
+        host_gib=needed.host_gib,
+        nvme_gib=needed.nvme_gib,
     )
 
 

@@ -121,6 +121,12 @@ def evaluate(pair: Pair, workload: Workload, layout: Layout, cluster: Cluster) -
     return _candidate(pair, workload, layout, cluster, seconds)
 
 
+def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
+    """What one layout needs, untimed."""
+    pair = Pair(workload.engine, workload.model)
+    return _candidate(pair, workload, layout, cluster, None)
+
+
 def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memory:
     """Memory of the fullest device; a CPU has no CUDA context."""
     memory = peak_memory(workload, layout)
