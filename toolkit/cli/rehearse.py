@@ -4,8 +4,6 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_FAILED, RunFailed
+from toolkit.handlers import handling
 from toolkit.launchers.base import tell
 from toolkit.plan.ledger import summary
 from toolkit.recipe.load import load_recipe
@@ -93,7 +92,9 @@ def _run(
     outcomes: list[Outcome] = []
     reference = Record()
     scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    with _terminated_like_interrupted(), scratch as folder, bar:
+    # SIGTERM cleans up as Ctrl-C does.
+    terminated = handling([signal.SIGTERM], signal.default_int_handler)
+    with terminated, scratch as folder, bar:
         task = bar.add_task(names[0], total=len(names))
         for done, item in enumerate(run(rehearsal, chosen, options, Path(folder)), 1):
             if isinstance(item, Outcome):
@@ -102,13 +103,3 @@ def _run(
                 reference = item
             bar.update(task, completed=done, description=[*names, "done"][done])
     return reference, outcomes
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """While entered, SIGTERM cleans up as Ctrl-C does."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import BackendUnavailable
+from toolkit.handlers import handling
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -357,11 +358,8 @@ def _sigterm_as_exit() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
+    with handling([signal.SIGTERM], leave):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _failed(op: str, how: str, log: Path) -> BackendUnavailable:

@@ -6,7 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+
+from toolkit.handlers import handling
 
 GRACE_S = 30.0
 """Seconds between asking a process to end and killing it."""
@@ -53,7 +54,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.stop_requested = False
         self._interrupts = 0
-        self._previous: dict[signal.Signals, Any] = {}
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        self._handlers = handling(signals, self._remember)
 
     @property
     def kill_requested(self) -> bool:
@@ -61,8 +63,7 @@ class StopSignals:
         return self._interrupts >= _INTERRUPTS_TO_KILL
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._previous[number] = signal.signal(number, self._remember)
+        self._handlers.__enter__()
         return self
 
     def __exit__(
@@ -71,8 +72,7 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(error_type, error, traceback)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -1,4 +1,4 @@
-"""Memory of one rank, by part: what fits is decided here.
+"""Memory of one rank, by part.
 
 Every pipeline stage is a sum of model states (weights, gradients, optimizer), activations
 that wait for their backward pass, the logits and the loss, buffers of communication, and the
@@ -81,10 +81,6 @@ class Memory:
     def total(self) -> float:
         """All that the device needs."""
         return self.reserved + self.context
-
-    def fits(self, capacity_gib: float | None) -> bool:
-        """Whether a device of this memory (None: no limit) holds it."""
-        return capacity_gib is None or self.total <= capacity_gib * GIB
 
 
 class _Step(NamedTuple):

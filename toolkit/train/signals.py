@@ -2,7 +2,9 @@
 
 import signal
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from toolkit.handlers import handling
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._interrupts = 0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handlers = handling(STOP_SIGNALS, self._remember)
         self._group = _gloo_group()
         self._pending: tuple[torch.Tensor, Work] | None = None
 
@@ -39,8 +41,7 @@ class StopRequest:
         return self._signal.name if self._signal else None
 
     def __enter__(self) -> "StopRequest":
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._remember)
+        self._handlers.__enter__()
         return self
 
     def __exit__(
@@ -49,8 +50,7 @@ class StopRequest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(error_type, error, traceback)
         # After an error the other ranks may never join the reduction: do not wait then.
         if error_type is None and self._pending is not None:
             self._pending[1].wait()
