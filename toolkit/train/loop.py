@@ -10,6 +10,7 @@ import torch
 from toolkit.data.batches import GlobalBatches
 from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
+from toolkit.failpoints import failpoint
 from toolkit.plan.layout import Layout
 from toolkit.recipe.schema import OptimizerSection, ScheduleSection
 from toolkit.train.schedule import learning_rate
@@ -81,6 +82,7 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         )
         # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
         torch.manual_seed(_step_seed(job.seed, progress.step, job.dp_rank))
+        failpoint("step")
         result = job.engine.train_step(micro_batches, rate)
         progress.step += 1
         progress.consumed_samples += layout.global_batch
