@@ -1,102 +1,175 @@
-"""A folder is a checkpoint only when it is complete."""
+"""A folder is a checkpoint when it is complete and undamaged, at no other time."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from toolkit.checkpoint.store import CheckpointStore, Manifest, check_fits
-from toolkit.engines.distributed import join, leave
+from tests.checkpoint.conftest import MANIFEST, make_state
+from toolkit.checkpoint import store as store_module
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.resume import find_newest, load
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.shards import QUANTITIES
+from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
-from toolkit.plan.layout import Layout
 
-MANIFEST = Manifest(
-    step=1,
-    consumed_samples=8,
-    data_fingerprint="abc",
-    engine="ddp",
-    model="hf",
-    layout=Layout(dp=2),
-)
+COMPANIONS = {"hf/config.json": b"{}"}
 
 
-@pytest.fixture(autouse=True)
-def single_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "unset")
-        monkeypatch.delenv(name)
-    join()
-    yield
-    leave()
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+def saver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Saver]:
+    saver = Saver(CheckpointStore(tmp_path, keep=2), asynchronous=request.param)
+    yield saver
+    saver.close()
 
 
-def write(folder: Path) -> None:
-    (folder / "state").write_text("weights")
+def save(saver: Saver, step: int) -> Saved:
+    saver.save(replace(MANIFEST, step=step), make_state(step), COMPANIONS)
+    saved = saver.finished(wait=True)
+    assert saved is not None
+    return saved
 
 
-def test_saved_checkpoint_is_found_with_its_manifest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=3)
-    assert store.newest() is None
-    folder = store.save(MANIFEST, write)
-    assert store.newest() == folder == tmp_path / "step-00000001"
-    assert Manifest.read(folder) == MANIFEST
-    assert (folder / "state").read_text() == "weights"
+def test_what_is_saved_is_found_and_loaded(saver: Saver, tmp_path: Path) -> None:
+    assert find_newest(saver.store, expected=False) is None
+    assert save(saver, 5).problem is None
+    found = find_newest(saver.store, expected=True)
+    assert found is not None
+    assert found.folder == tmp_path / "step-00000005"
+    assert replace(found.manifest, files={}) == replace(MANIFEST, step=5)
+    assert (tmp_path / "latest").read_text() == "step-00000005\n"
+    assert (found.folder / "hf" / "config.json").read_bytes() == b"{}"
+    other = make_state(99)
+    load(other, SavedState(found.folder))
+    for mine, theirs in zip(other, make_state(5), strict=True):
+        for quantity in QUANTITIES:
+            assert torch.equal(mine.get(quantity), theirs.get(quantity))
 
 
-def test_newest_are_kept(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+def test_an_asynchronous_save_is_not_touched_by_the_next_step(tmp_path: Path) -> None:
+    saver = Saver(CheckpointStore(tmp_path, keep=1), asynchronous=True)
+    state = make_state(1)
+    saver.save(MANIFEST, state, {})
+    for shard in state:
+        shard.get("weight").fill_(7.0)
+    assert saver.finished(wait=True)
+    saver.close()
+    other = make_state(2)
+    load(other, SavedState(tmp_path / "step-00000001"))
+    assert torch.equal(other[0].get("weight"), make_state(1)[0].get("weight"))
+
+
+def test_newest_are_kept(saver: Saver) -> None:
     for step in (5, 10, 100):
-        store.save(replace(MANIFEST, step=step), write)
-    assert [path.name for path in store.complete()] == ["step-00000010", "step-00000100"]
+        save(saver, step)
+    names = [path.name for path in saver.store.finished()]
+    assert names == ["step-00000010", "step-00000100"]
 
 
-def test_failure_while_writing_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_pruning_leaves_alone_what_is_newer(saver: Saver) -> None:
+    """transformers#25129: a run that went back must not lose what it has just written."""
+    for step in (50, 60):
+        save(saver, step)
+    save(saver, 20)
+    assert [path.name for path in saver.store.finished()] == [
+        "step-00000020", "step-00000050", "step-00000060",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PAINS 16: a partial checkpoint is taken for a whole one."""
-    store = CheckpointStore(tmp_path, keep=1)
-    old = store.save(MANIFEST, write)
+    save(saver, 1)
 
-    def fail(folder: Path) -> None:
-        write(folder)
-        raise OSError("disk full")
+    def full(name: str) -> None:
+        if name == "checkpoint.manifest":
+            raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="disk full"):
-        store.save(replace(MANIFEST, step=2), fail)
-    assert store.newest() == old
-    # The next save of the same step starts from an empty folder.
-    assert store.save(replace(MANIFEST, step=2), write).name == "step-00000002"
-
-
-def test_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
-    (tmp_path / "step-00000009").mkdir()
-    (tmp_path / "step-00000009.tmp").mkdir()
-    (tmp_path / "step-00000009.tmp" / "manifest.json").write_text("{}")
-    assert store.newest() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "failpoint", full)
+        saved = save(saver, 2)
+    assert saved.problem is not None and "No space left" in saved.problem
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+    assert save(saver, 2).problem is None
 
 
-def test_micro_batch_may_change() -> None:
-    layout = replace(MANIFEST.layout, micro_batch=4, gradient_accumulation=2, recompute="full")
-    check_fits(MANIFEST, Path("c"), "ddp", "hf", layout)
+def test_a_state_that_is_not_finite_is_not_saved(saver: Saver) -> None:
+    state = make_state()
+    state[1].get("exp_avg")[3] = torch.nan
+    saver.save(MANIFEST, state, {})
+    saved = saver.finished(wait=True)
+    assert saved is not None and saved.problem is not None
+    assert "not finite" in saved.problem
+    assert saver.store.finished() == []
+
+
+def test_what_was_interrupted_is_no_checkpoint_and_goes(saver: Saver, tmp_path: Path) -> None:
+    save(saver, 3)
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009.tmp")
+    found = find_newest(saver.store, expected=True)
+    assert found is not None and found.manifest.step == 3
+    save(saver, 4)
+    assert not (tmp_path / "step-00000009.tmp").exists()
+
+
+def test_damaged_ones_are_skipped_with_the_reason(saver: Saver, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(saver, step)
+    state = tmp_path / "step-00000002" / "state-00000.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-3] ^= 1
+    state.write_bytes(content)
+    found = find_newest(saver.store, expected=True)
+    assert found is not None and found.manifest.step == 1
+    (told,) = found.skipped
+    assert told.startswith("step-00000002: state-00000.safetensors was changed")
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"continue from, but step-00000002: state-0"):
+        find_newest(saver.store, expected=False)
+
+
+def test_none_where_one_was_expected_is_an_error(saver: Saver, tmp_path: Path) -> None:
+    """DeepSpeed: a missing `latest` restarts from 0 and exits 0."""
+    with pytest.raises(CheckpointError, match="no finished checkpoint is there"):
+        find_newest(saver.store, expected=True)
+    save(saver, 1)
+    shutil.rmtree(tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match="no finished checkpoint is there"):
+        find_newest(saver.store, expected=False)
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout", "named"),
+    "change",
     [
-        ("deepspeed", Layout(dp=2), "engine was ddp with model hf, is deepspeed"),
-        ("ddp", Layout(dp=4), "dp was 2, is 4"),
-        ("ddp", Layout(dp=2, zero_stage=3), "zero_stage was 0, is 3"),
-        ("ddp", Layout(dp=2, offload_optimizer="cpu"), "offload_optimizer was none, is cpu"),
+        lambda text: text[:0],
+        lambda text: text[:0] + "[]",
+        lambda text: text[:0] + '{"format": 1}',
+        lambda text: text.replace('"step": 1', '"step": 3'),
+        lambda text: text.replace('"consumed_samples": 8', '"consumed_samples": 9'),
+        lambda text: text.replace('"tp": 1', '"tp": 2'),
+        lambda text: text[: len(text) // 2],
     ],
 )
-def test_other_layout_is_refused(engine: str, layout: Layout, named: str) -> None:
-    with pytest.raises(CheckpointError, match=named):
-        check_fits(MANIFEST, Path("c"), engine, "hf", layout)
+def test_a_damaged_manifest_is_named(saver: Saver, tmp_path: Path, change) -> None:
+    save(saver, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        Manifest.read(path.parent)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"layout": 3}'])
-def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
-    folder = CheckpointStore(tmp_path, keep=1).save(MANIFEST, write)
-    (folder / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        Manifest.read(folder)
+def test_a_later_format_is_refused_with_what_to_do(saver: Saver, tmp_path: Path) -> None:
+    save(saver, 1)
+    path = tmp_path / "step-00000001" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
+    with pytest.raises(CheckpointError, match="has format 7, this release reads 1"):
+        Manifest.read(path.parent)

@@ -10,17 +10,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from toolkit.engines.base import IGNORE_INDEX, Engine, MicroBatch
+from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.resume import load
+from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.checkpoint.saver import Saver
+from toolkit.checkpoint.store import CheckpointStore, folder_name
+from toolkit.engines.base import IGNORE_INDEX, Counters, Engine, MicroBatch
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
 from toolkit.models import huggingface as hf
+from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
@@ -157,12 +164,16 @@ def micro_batches(
     return [MicroBatch(*pair) for pair in pairs]
 
 
-def new_engine(case: Case, ranks: Ranks, seed: int) -> tuple[Engine, Layout]:
-    """The engine of a case, built as the worker builds it."""
+def new_engine(
+    case: Case, ranks: Ranks, seed: int, saved: SavedState | None = None
+) -> tuple[Engine, Layout]:
+    """The engine of a case, built as the worker builds it: to start, or to continue."""
     wanted = recipe(case, ranks.world)
     plan = plan_recipe(wanted)
     config = hf.build_config(wanted.model)
-    weights = hf.weight_source(wanted.model, config, seed)
+    weights: WeightSource = hf.weight_source(wanted.model, config, seed)
+    if saved is not None:
+        weights = SavedWeights(saved, hf.parameter_shapes(config))
     rendered = render_engine_config(wanted, plan)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup), plan.layout
@@ -176,11 +187,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
         if case.resume_in is not None and step == case.steps // 2:
             folder = Path(case.resume_in) / case.name
             folder.mkdir(parents=True, exist_ok=True)
-            engine.save_state(folder)
-            dist.barrier()
-            engine.close()
-            engine, layout = new_engine(case, ranks, SEED + 1)
-            engine.load_state(folder)
+            engine, layout = save_and_load(case, ranks, engine, folder)
         batches = micro_batches(inputs, labels, ranks, layout)
         torch.manual_seed(step)  # as the training loop does, for dropout
         results.append(engine.train_step(batches, 1e-3))
@@ -188,8 +195,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
     exported = None
     if case.export_to is not None:
-        engine.export_hf(Path(case.export_to))
-        exported = exported_loss(Path(case.export_to), inputs, labels)
+        exported = exported_loss(case, ranks, engine, inputs, labels)
     engine.close()
     return {
         "exported": exported,
@@ -200,9 +206,68 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Path) -> Path:
+    """A checkpoint of the engine's state in `folder`; its path, on every rank."""
+    wanted = recipe(case, ranks.world)
+    plan = plan_recipe(wanted)
+    counters = engine.counters()
+    manifest = Manifest(
+        step=step, consumed_samples=step * GLOBAL_BATCH, data_fingerprint="", versions={},
+        optimizer_steps=counters.optimizer_steps, loss_scale=counters.loss_scale,
+        engine=plan.engine, model=plan.model, layout=plan.layout, recent_losses=(),
+        recipe=wanted.model_dump(mode="json"),
+    )  # fmt: skip
+    companions = {}
+    if ranks.rank == 0:
+        with TemporaryDirectory() as made:
+            config = hf.build_config(wanted.model)
+            dtype = DTYPES.get(case.precision, torch.float32)
+            hf.save_companions(config, dtype, Path(made))
+            files = Path(made).iterdir()
+            companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
+    saver = Saver(CheckpointStore(folder, keep=1), asynchronous=True)
+    saver.save(manifest, engine.state(), companions)
+    saved = saver.finished(wait=True)
+    saver.close()
+    assert saved is not None and saved.problem is None, saved
+    return folder / folder_name(step)
+
+
+def read_state(case: Case, ranks: Ranks, folder: Path, seed: int) -> tuple[Engine, Layout]:
+    """A new engine that continues from a checkpoint."""
+    saved = SavedState(folder)
+    engine, layout = new_engine(case, ranks, seed, saved)
+    load(engine.state(), saved)
+    manifest = Manifest.read(folder)
+    engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
+    return engine, layout
+
+
+def save_and_load(
+    case: Case, ranks: Ranks, engine: Engine, folder: Path
+) -> tuple[Engine, Layout]:
+    """Save, throw the engine away, continue in a new one."""
+    checkpoint = write_state(case, ranks, engine, 1, folder)
+    engine.close()
+    return read_state(case, ranks, checkpoint, SEED + 1)
+
+
+def exported_loss(
+    case: Case, ranks: Ranks, engine: Engine, inputs: torch.Tensor, labels: torch.Tensor
+) -> float | None:
+    """The loss of the exported model on rank 0, by transformers alone."""
+    assert case.export_to is not None
+    folder = Path(case.export_to)
+    checkpoint = write_state(case, ranks, engine, 1, folder.with_name(f"{folder.name}-saved"))
+    if ranks.rank != 0:
+        return None
+    export(checkpoint, folder)
+    return loss_of(folder, inputs, labels)
+
+
 @torch.no_grad()
-def exported_loss(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
-    """The loss of an exported model, by transformers alone."""
+def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """The loss of a Hugging Face folder, by transformers alone."""
     logits = AutoModelForCausalLM.from_pretrained(folder)(inputs).logits
     return cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX

@@ -68,9 +68,9 @@ def test_distribution_is_that_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_reloads_and_reads_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_a_saved_model_reads_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     model = filled(section(family))
-    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    model.save_pretrained(tmp_path)
     ours = dict(model.named_parameters())
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     pretrained = filled(ModelSection(hub=str(tmp_path), init="pretrained"), seed=99)
@@ -121,7 +121,7 @@ def test_padding_row_is_zero() -> None:
 
 def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     model = filled(section("llama"))
-    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    model.save_pretrained(tmp_path)
     section_ = ModelSection(hub=str(tmp_path), init="pretrained")
     config = hf.build_config(section_)
     config.num_hidden_layers = 3
@@ -161,7 +161,7 @@ def test_pickled_checkpoint_is_not_read(tmp_path: Path) -> None:
 
 def test_recipe_that_disagrees_with_the_checkpoint_is_refused(tmp_path: Path) -> None:
     model = filled(section("llama"))
-    hf.save_folder(model.config, model.state_dict(), tmp_path)
+    model.save_pretrained(tmp_path)
     stated = {"model_type": "llama", "num_hidden_layers": 5}
     with pytest.raises(PlanError, match=r"num_hidden_layers: the recipe says 5.*says 2"):
         hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
@@ -190,15 +190,6 @@ def test_recipe_that_leaves_out_a_part_of_the_checkpoint_is_refused(tmp_path: Pa
             stated["rope_theta"] = 10000.0
         with pytest.raises(PlanError, match=named):
             hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
-
-
-def test_export_never_leaves_out_a_parameter(tmp_path: Path) -> None:
-    """PAINS 4: ZeRO-3 saves incomplete weights."""
-    model = filled(section("llama"))
-    state = model.state_dict()
-    del state["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(RuntimeError, match=r"lacks 1 parameters.*up_proj"):
-        hf.save_folder(model.config, state, tmp_path)
 
 
 def test_dropout_is_off_unless_the_recipe_sets_it() -> None:

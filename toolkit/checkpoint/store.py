@@ -1,117 +1,96 @@
-"""Checkpoints of a run: a folder is one only when it is complete.
+"""The checkpoints under one folder: which there are, and how one appears and disappears.
 
-Every rank writes into `step-N.tmp`; when all are done, rank 0 adds the manifest and
-renames the folder to `step-N`. A kill at any moment leaves either the whole checkpoint
-or a `.tmp` folder that nobody reads.
+`step-N.tmp` is a checkpoint that is being written; nobody reads it. When all of it is on disk
+rank 0 renames it to `step-N`. A kill at any moment leaves the whole checkpoint or a `.tmp`
+folder. `latest` names the newest one for people and scripts; nothing here relies on it but to
+tell that a checkpoint was once there.
 """
 
-import json
+import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
+from toolkit.checkpoint.manifest import MANIFEST, Manifest
+from toolkit.failpoints import failpoint
 
-from toolkit.errors import CheckpointError
-from toolkit.plan.layout import Layout
-
-MANIFEST = "manifest.json"
+LATEST = "latest"
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds."""
-
-    step: int
-    """Optimizer steps done."""
-    consumed_samples: int
-    """The data cursor: sequences consumed since step 0."""
-    data_fingerprint: str
-    """Identifies the packed data that the cursor counts in."""
-    engine: str
-    model: str
-    """Model implementation: hf or megatron."""
-    layout: Layout
-
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Read a checkpoint's manifest. Raises CheckpointError when it is damaged."""
-        try:
-            data: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            return cls(**{**data, "layout": Layout(**data["layout"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"{folder / MANIFEST} is damaged: {error}",
-                fix=f"move {folder} away to continue from the checkpoint before it",
-            ) from error
+def folder_name(step: int) -> str:
+    """`step-00000100`."""
+    return f"step-{step:08d}"
 
 
 class CheckpointStore:
-    """The checkpoints under one folder. Every method is collective unless it says otherwise."""
+    """The checkpoints of a run; `keep` of the newest stay. Not collective: rank 0's work."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
 
-    def save(self, manifest: Manifest, write_state: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; `write_state(folder)` writes each rank's share.
-
-        Older checkpoints are removed only after the new one is complete.
-        """
-        final = self.folder / f"step-{manifest.step:08d}"
-        partial = final.with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        write_state(partial)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            text = json.dumps(asdict(manifest), indent=2) + "\n"
-            (partial / MANIFEST).write_text(text, encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            for old in self.complete()[: -self.keep]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return final
-
-    def complete(self) -> list[Path]:
-        """Complete checkpoints, oldest first. Not collective."""
+    def finished(self) -> list[Path]:
+        """Folders that were finished, oldest first; whether they are whole, hashes tell."""
         return sorted(path.parent for path in self.folder.glob(f"step-????????/{MANIFEST}"))
 
-    def newest(self) -> Path | None:
-        """The newest complete checkpoint as rank 0 sees it, the same on every rank."""
-        found: list[str | None] = [None]
-        if dist.get_rank() == 0 and (checkpoints := self.complete()):
-            found = [str(checkpoints[-1])]
-        dist.broadcast_object_list(found)
-        return Path(found[0]) if found[0] else None
+    def expects_one(self) -> bool:
+        """Was a checkpoint ever finished here?"""
+        return (self.folder / LATEST).exists() or any(self.folder.glob("step-????????"))
+
+    def partial(self, step: int) -> Path:
+        """The folder that the checkpoint of `step` is written into."""
+        return self.folder / f"{folder_name(step)}.tmp"
+
+    def begin(self, step: int) -> None:
+        """Make room for a new checkpoint: what was interrupted before goes."""
+        for leftover in self.folder.glob("step-????????*.tmp"):
+            shutil.rmtree(leftover)
+        self.partial(step).mkdir(parents=True)
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Turn a completely written folder into a checkpoint; then remove the oldest."""
+        partial = self.partial(manifest.step)
+        final = self.folder / folder_name(manifest.step)
+        failpoint("checkpoint.hashed")
+        manifest.write(partial)
+        sync_folder(partial)
+        failpoint("checkpoint.manifest")
+        if final.exists():
+            # One that could not be read: the run came here a second time.
+            final.rename(self.folder / f"{final.name}.replaced.tmp")
+        partial.rename(final)
+        failpoint("checkpoint.renamed")
+        sync_folder(self.folder)
+        self._point_to(final)
+        failpoint("checkpoint.latest")
+        self._prune(final)
+        return final
+
+    def _point_to(self, final: Path) -> None:
+        hint = self.folder / f".{LATEST}.tmp"
+        hint.write_text(final.name + "\n", encoding="utf-8")
+        hint.replace(self.folder / LATEST)
+
+    def _prune(self, newest: Path) -> None:
+        """Remove all but the newest `keep`; what is newer than `newest` is left alone."""
+        until_now = [path for path in self.finished() if path.name <= newest.name]
+        for old in until_now[: -self.keep]:
+            # Gone at once for every reader, however long the removal takes.
+            leaving = old.with_name(f"{old.name}.old.tmp")
+            old.rename(leaving)
+            failpoint("checkpoint.prune")
+            shutil.rmtree(leaving)
+        for leftover in self.folder.glob("step-????????.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def check_fits(
-    manifest: Manifest, folder: Path, engine: str, model: str, layout: Layout
-) -> None:
-    """Refuse a checkpoint that this engine and layout cannot read.
-
-    Raises CheckpointError naming what differs. The micro batch may differ: it changes
-    how a global batch is computed, not what is stored.
-    """
-    then, now = asdict(manifest.layout), asdict(layout)
-    free = {"micro_batch", "gradient_accumulation", "recompute"}
-    differing = [
-        f"{key} was {then[key]}, is {now[key]}"
-        for key in then
-        if key not in free and then[key] != now[key]
-    ]
-    if (manifest.engine, manifest.model) != (engine, model):
-        written = f"{manifest.engine} with model {manifest.model}"
-        differing.insert(0, f"engine was {written}, is {engine} with model {model}")
-    if differing:
-        raise CheckpointError(
-            f"{folder} was written under another layout: {'; '.join(differing)}",
-            fix="resume with the same layout, or start a new run from the exported weights "
-            "(model.init: pretrained)",
-        )
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries to disk for good."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -10,13 +10,14 @@ tokens of the *global* batch, so neither the number of ranks nor the split into 
 batches changes loss or gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from toolkit.checkpoint.shards import StateShard
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss (PyTorch's and transformers' convention)."""
@@ -57,6 +58,16 @@ class EvalResult:
     """Unmasked tokens that it was taken over."""
 
 
+@dataclass(frozen=True)
+class Counters:
+    """The numbers beside the optimizer's tensors."""
+
+    optimizer_steps: int
+    """Updates made, skipped ones left out: what AdamW's bias correction counts."""
+    loss_scale: dict[str, Any] | None = None
+    """Under fp16: the `scale`, and under `detail` what its own scaler counts."""
+
+
 class Engine(Protocol):
     """A model that trains. Every method is collective: all ranks call it together."""
 
@@ -74,19 +85,20 @@ class Engine(Protocol):
         """Loss over this and all other ranks' batches, without gradients."""
         ...
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's share of weights, optimizer and scaler under `folder`."""
-        ...
+    def state(self) -> "Iterator[StateShard]":
+        """This rank's elements of the training state: fp32 weights and Adam's moments.
 
-    def load_state(self, folder: Path) -> None:
-        """Read back what `save_state` wrote under the same layout.
-
-        Raises CheckpointError when the folder does not hold this engine's state.
+        What is put into them counts from the next step on. The weights that the model
+        computes with do not follow: an engine that continues is built with them.
         """
         ...
 
-    def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face model folder (config and safetensors) from rank 0."""
+    def counters(self) -> Counters:
+        """What else of the optimizer a checkpoint must hold; equal on every rank."""
+        ...
+
+    def set_counters(self, counters: Counters) -> None:
+        """Continue counting where `counters` stand."""
         ...
 
     def close(self) -> None:

@@ -3,21 +3,20 @@
 Parameters, gradients and moments are fp32; bf16 and fp16 compute runs under autocast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.engines.base import EvalResult, MicroBatch, StepResult
+from toolkit.checkpoint.shards import StateShard, parameter_blocks
+from toolkit.engines import adam
+from toolkit.engines.base import Counters, EvalResult, MicroBatch, StepResult
 from toolkit.engines.distributed import global_tokens, gradient_norm, to_device
 from toolkit.engines.setup import EngineSetup
-from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,34 +101,30 @@ class DdpEngine:
         dist.all_reduce(loss)
         return EvalResult((loss / tokens).item(), int(tokens.item()))
 
-    def save_state(self, folder: Path) -> None:
-        """See `Engine.save_state`. Every rank holds the same state; rank 0 writes it."""
-        if self.setup.ranks.rank == 0:
-            save_model(self.model, str(folder / "model.safetensors"))
-            state = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-            }
-            torch.save(state, folder / "optimizer.pt")
-
-    def load_state(self, folder: Path) -> None:
-        """See `Engine.load_state`."""
-        try:
-            load_model(self.model, folder / "model.safetensors")
-            state = torch.load(
-                folder / "optimizer.pt", map_location=self.device, weights_only=True
+    def state(self) -> Iterator[StateShard]:
+        """See `Engine.state`. Every rank holds all of it; they share out the writing."""
+        for index, (name, parameter) in enumerate(self.model.named_parameters()):
+            yield StateShard(
+                parameter_blocks(name, parameter.shape),
+                adam.moments(self.optimizer, parameter),
+                saved_here=index % self.world == self.setup.ranks.rank,
             )
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{folder} is not a ddp checkpoint: {error}") from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
 
-    def export_hf(self, folder: Path) -> None:
-        """See `Engine.export_hf`."""
-        if self.setup.ranks.rank == 0:
-            state = {name: value.cpu() for name, value in self.model.state_dict().items()}
-            hf.save_folder(self.setup.model_config, state, folder)
-        dist.barrier()
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        scale = None
+        if self.scaler.is_enabled():
+            scale = {"scale": self.scaler.get_scale(), "detail": self.scaler.state_dict()}
+        return Counters(adam.steps_of([self.optimizer]), scale)
+
+    def set_counters(self, counters: Counters) -> None:
+        """See `Engine.set_counters`."""
+        adam.set_steps([self.optimizer], counters.optimizer_steps)
+        if counters.loss_scale is not None and self.scaler.is_enabled():
+            own = self.scaler.state_dict()
+            saved = counters.loss_scale["detail"]
+            kept = saved if saved.keys() == own.keys() else own
+            self.scaler.load_state_dict({**kept, "scale": counters.loss_scale["scale"]})
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -1,27 +1,27 @@
 """Engine `deepspeed`: ZeRO 0-3 and offload, for a model of either implementation."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from toolkit.engines.base import EvalResult, MicroBatch, StepResult
-from toolkit.engines.deepspeed_models import build_model, gathered, import_deepspeed
+from toolkit.checkpoint.shards import StateShard
+from toolkit.engines import adam
+from toolkit.engines.base import Counters, EvalResult, MicroBatch, StepResult
+from toolkit.engines.deepspeed_models import build_model, import_deepspeed
+from toolkit.engines.deepspeed_state import (
+    loss_scale,
+    partitions,
+    set_loss_scale,
+    stage_3_shards,
+    undo_first_step,
+    whole_parameters,
+)
 from toolkit.engines.distributed import global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
-from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-
-TAG = "state"
-"""DeepSpeed's name for the one checkpoint inside the folder that we give it."""
-
-SWAPPED_STATES = (None, "exp_avg", "exp_avg_sq")
-"""DeepSpeed's keys of a shard's states: fp32 weights, first and second moment."""
 
 
 class DeepSpeedEngine:
@@ -31,6 +31,7 @@ class DeepSpeedEngine:
         self.setup = setup
         self.device = setup.ranks.device
         self.copies = setup.layout.dp
+        self.copy = setup.layout.data_rank(setup.ranks.rank)
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
         deepspeed.init_distributed(
@@ -47,7 +48,7 @@ class DeepSpeedEngine:
             mpu=self.model.mpu,
         )
         if self.stage == 0 and setup.precision != "fp32":
-            _undo_first_step(self.optimizer)
+            undo_first_step(self.optimizer)
         self.model.restore_buffers(self.engine.module)
         self.engine.train()
 
@@ -102,98 +103,41 @@ class DeepSpeedEngine:
         dist.all_reduce(loss, group=self.model.data_group)
         return EvalResult((loss / tokens).item(), int(tokens.item()))
 
-    def save_state(self, folder: Path) -> None:
-        """See `Engine.save_state`; writes DeepSpeed's own files."""
-        if self._swaps:
-            save_file(self._read_swapped(), self._swapped_file(folder))
-        else:
-            self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    def state(self) -> Iterator[StateShard]:
+        """See `Engine.state`."""
+        placed = self.model.placed()
+        if self.stage == 0:
+            return whole_parameters(self.optimizer, placed, self.copies, self.copy)
+        if self.stage < 3:
+            return partitions(self.optimizer, placed)
+        if self.optimizer.swap_optimizer and not self.optimizer.optimizer.state:
+            self._allocate_swapped_moments()
+        return stage_3_shards(self.optimizer, placed, self.copy)
 
-    def load_state(self, folder: Path) -> None:
-        """See `Engine.load_state`."""
-        if self._swaps:
-            file = self._swapped_file(folder)
-            try:
-                shards = load_file(file)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
-            self._write_swapped(shards)
-            return
-        path, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
-        if path is None:
-            raise CheckpointError(f"{folder} holds no DeepSpeed checkpoint")
-
-    # DeepSpeed's own checkpoints do not bring back what was swapped to NVMe: a resumed run
-    # silently goes on with other weights. So these states go through its debugging API.
-
-    @property
-    def _swaps(self) -> bool:
-        layout = self.setup.layout
-        return "nvme" in (layout.offload_optimizer, layout.offload_parameters)
-
-    def _swapped_file(self, folder: Path) -> Path:
-        return folder / f"rank-{self.setup.ranks.rank}.safetensors"
-
-    def _read_swapped(self) -> dict[str, Tensor]:
-        """This rank's shard of every parameter and moment, and the optimizer's step."""
-        shards: dict[str, Tensor] = {}
-        for name, parameter in self.engine.module.named_parameters():
-            for key in SWAPPED_STATES:
-                shard = self.optimizer.get_local_fp32_param(parameter, key)
-                shards[f"{name}/{key}"] = shard.detach().to("cpu", copy=True)
-        steps = [state["step"] for state in self._group_states()]
-        return shards | {"step": torch.tensor(steps, dtype=torch.int64)}
-
-    def _group_states(self) -> list[dict[str, Any]]:
-        """AdamW's state of each group of shards."""
-        groups = self.optimizer.fp32_partitioned_groups_flat
-        return [self.optimizer.optimizer.state[weights] for weights in groups]
-
-    def _write_swapped(self, shards: dict[str, Tensor]) -> None:
-        """Put the shards back: first the states, then the compute weights made from them."""
-        # The moments exist only after a first step; what it does is overwritten.
+    def _allocate_swapped_moments(self) -> None:
+        """Make a step that changes no weight: moments on NVMe exist only after a first one."""
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
         self.train_step([batch] * self.setup.layout.gradient_accumulation, 0.0)
-        for name, parameter in self.engine.module.named_parameters():
-            for key in SWAPPED_STATES:
-                self.optimizer.set_local_hp_param(shards[f"{name}/{key}"], parameter, key)
-            full = self.optimizer.get_full_hp_param(parameter)
-            with gathered([parameter], modifier_rank=0):
-                parameter.data.copy_(full)
-        for state, step in zip(self._group_states(), shards["step"].tolist(), strict=True):
-            state["step"] = step
 
-    def export_hf(self, folder: Path) -> None:
-        """See `Engine.export_hf`."""
-        state = self.model.full_state(self.engine.module)
-        if self.setup.ranks.rank == 0:
-            hf.save_folder(self.setup.model_config, state, folder)
-        dist.barrier()
+    @property
+    def _adam(self) -> Any:
+        """The AdamW inside DeepSpeed's wrapper; fp32 stage 0 has no wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        scale = loss_scale(self.optimizer) if self.setup.precision == "fp16" else None
+        return Counters(adam.steps_of([self._adam]), scale)
+
+    def set_counters(self, counters: Counters) -> None:
+        """See `Engine.set_counters`."""
+        adam.set_steps([self._adam], counters.optimizer_steps)
+        if counters.loss_scale is not None and self.setup.precision == "fp16":
+            set_loss_scale(self.optimizer, counters.loss_scale)
 
     def close(self) -> None:
         """See `Engine.close`."""
         self.engine.destroy()
         self.model.close()
         del self.engine, self.optimizer, self.model
-
-
-@torch.no_grad()
-def _undo_first_step(optimizer: Any) -> None:
-    """Take back the AdamW step that DeepSpeed's 16-bit stage 0 does while it is built.
-
-    Its constructor steps once on zero gradients to allocate the states, which decays the
-    weights and leaves the bias correction one step ahead of every other stage.
-    """
-    optimizer.optimizer.state.clear()
-    for group in optimizer.optimizer.param_groups:
-        group.pop("step", None)  # where a fused AdamW counts
-    if hasattr(optimizer, "fp32_groups_flat"):  # a fused AdamW has flat groups
-        for master, weight in zip(
-            optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True
-        ):
-            master.copy_(weight)
-        return
-    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-        for master, weight in zip(masters, weights, strict=True):
-            master.copy_(weight)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
+from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.engines.megatron_config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
-from toolkit.models.weights import CheckpointTensors, WeightSource
+from toolkit.models.weights import WeightSource
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,8 +69,8 @@ class TrainedModel(Protocol):
         """Give buffers that DeepSpeed cast to 16 bits their fp32 values again."""
         ...
 
-    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """All parameters under their Hugging Face names on rank 0, empty elsewhere."""
+    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
+        """Every parameter with the checkpoint rectangles that it is made of."""
         ...
 
     def close(self) -> None:
@@ -111,10 +112,12 @@ class TransformersModel:
         """See `TrainedModel.restore_buffers`."""
         hf.restore_buffers(module, self.config)
 
-    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """See `TrainedModel.full_state`; under ZeRO-3 one parameter is gathered at a time."""
-        keep = dist.get_rank() == 0
-        return dict(_gathered(module, keep=keep))
+    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
+        """See `TrainedModel.placed`."""
+        for name, parameter in self.module.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            blocks = parameter_blocks(name, shape)
+            yield parameter, PlacedParameter(name, blocks, saved_here=True)
 
     def close(self) -> None:
         """See `TrainedModel.close`."""
@@ -193,14 +196,13 @@ class MegatronShard:
     def restore_buffers(self, module: nn.Module) -> None:
         """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""
 
-    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """See `TrainedModel.full_state`."""
+    def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
+        """See `TrainedModel.placed`."""
         from toolkit.models.megatron import weights
 
-        parameters = hf.meta_model(self.config).named_parameters()
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        values = {(0, name): value for name, value in _gathered(module, keep=True)}
-        return weights.collect(self.chunks, self.model, CheckpointTensors(shapes), values)
+        for shard in weights.shards(self.chunks, self.model):
+            place = PlacedParameter(shard.name, shard.blocks, weights.saved_here(shard))
+            yield shard.parameter, place
 
     def close(self) -> None:
         """See `TrainedModel.close`."""
@@ -229,14 +231,6 @@ def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextMa
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     block: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded, **kwargs)
     return block
-
-
-def _gathered(module: nn.Module, *, keep: bool) -> Iterator[tuple[str, Tensor]]:
-    """Names and full CPU copies of all parameters on the ranks that keep them."""
-    for name, parameter in module.named_parameters():
-        with gathered([parameter]):
-            if keep:
-                yield name, parameter.detach().to("cpu", copy=True)
 
 
 def _build_transformers(setup: EngineSetup) -> PreTrainedModel:

@@ -2,22 +2,18 @@
 
 It learns one logit per token, so its loss falls towards the unigram entropy of the
 data. It has no transformer, takes microseconds a step, and keeps the whole contract of
-`Engine`: several ranks, token-mean loss, saving, loading and export.
+`Engine`: several ranks, token-mean loss, saving and loading.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult
-from toolkit.errors import CheckpointError
-
-STATE = "fake.safetensors"
+from toolkit.checkpoint.shards import StateShard, whole_block
+from toolkit.engines.base import IGNORE_INDEX, Counters, EvalResult, MicroBatch, StepResult
 
 
 class FakeEngine:
@@ -25,6 +21,8 @@ class FakeEngine:
 
     def __init__(self, vocab_size: int) -> None:
         self.logits = torch.zeros(vocab_size)
+        self.unused = torch.zeros(2, vocab_size)
+        self.steps = 0
         self.learning_rates: list[float] = []
         """The rate of every step so far in this process."""
 
@@ -38,6 +36,7 @@ class FakeEngine:
         (gradient,) = torch.autograd.grad(loss, logits)
         loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
         self.logits -= learning_rate * gradient
+        self.steps += 1
         return StepResult(loss.item(), gradient.norm().item(), int(tokens.item()))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -45,21 +44,24 @@ class FakeEngine:
         loss, tokens = _mean_loss(self.logits, micro_batches)
         return EvalResult(_sum_over_ranks(loss).item(), int(tokens.item()))
 
-    def save_state(self, folder: Path) -> None:
-        """See `Engine.save_state`."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            save_file({"logits": self.logits}, folder / STATE)
+    def state(self) -> Iterator[StateShard]:
+        """See `Engine.state`; its moments are zeros, plain gradient descent has none."""
+        values = {
+            "weight": self.logits,
+            "exp_avg": self.unused[0],
+            "exp_avg_sq": self.unused[1],
+        }
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        blocks = [whole_block("logits", self.logits.shape)]
+        yield StateShard(blocks, values, saved_here=first)
 
-    def load_state(self, folder: Path) -> None:
-        """See `Engine.load_state`."""
-        if not (folder / STATE).is_file():
-            raise CheckpointError(f"{folder} holds no state of the fake engine")
-        self.logits = load_file(folder / STATE)["logits"]
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        return Counters(self.steps)
 
-    def export_hf(self, folder: Path) -> None:
-        """Write the logits; there is no Hugging Face model to export."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.save_state(folder)
+    def set_counters(self, counters: Counters) -> None:
+        """See `Engine.set_counters`."""
+        self.steps = counters.optimizer_steps
 
     def close(self) -> None:
         """See `Engine.close`."""

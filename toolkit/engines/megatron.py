@@ -7,7 +7,6 @@ tokens of the global batch once they are reduced.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +24,13 @@ from megatron.core.optimizer import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult
+from toolkit.checkpoint.shards import StateShard
+from toolkit.engines import adam, megatron_state
+from toolkit.engines.base import IGNORE_INDEX, Counters, EvalResult, MicroBatch, StepResult
 from toolkit.engines.distributed import to_device
 from toolkit.engines.setup import EngineSetup
-from toolkit.errors import CheckpointError
-from toolkit.models import huggingface as hf
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (
     build_chunks,
@@ -42,10 +39,6 @@ from toolkit.models.megatron.model import (
     position_ids,
     seed_dropout,
 )
-from toolkit.models.weights import CheckpointTensors
-
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of one parameter."""
 
 
 class MegatronEngine:
@@ -157,95 +150,25 @@ class MegatronEngine:
         loss, tokens = total.tolist()
         return loss / max(tokens, 1.0), int(tokens)
 
-    def save_state(self, folder: Path) -> None:
-        """See `Engine.save_state`: this rank's weights, fp32 masters and moments."""
-        save_file({key: _on_host(value) for key, value in self._state()}, self._file(folder))
+    def state(self) -> Iterator[StateShard]:
+        """See `Engine.state`."""
+        return megatron_state.state(self.chunks, self.model, self.optimizer)
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that a checkpoint holds, but for the loss scaler's counts."""
-        for index, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                yield f"model.{index}.{name}", parameter
-        for key, optimizer, group, parameter in self._optimized():
-            yield f"{key}.weight", parameter
-            for moment in MOMENTS:
-                if moment in optimizer.state[parameter]:
-                    yield f"{key}.{moment}", optimizer.state[parameter][moment]
-            if "step" in group:  # so Transformer Engine's AdamW counts
-                yield f"{key}.group_step", torch.tensor(group["step"])
-        if (scaler := self._scaler()) is not None:
-            yield "scaler.scale", scaler.scale
-            counts = [scaler._growth_tracker, scaler._hysteresis_tracker]
-            yield "scaler.counts", torch.tensor(counts)
+    def counters(self) -> Counters:
+        """See `Engine.counters`."""
+        adams = megatron_state.adams(self.optimizer)
+        return Counters(adam.steps_of(adams), megatron_state.loss_scale(self.optimizer))
 
-    @torch.no_grad()
-    def load_state(self, folder: Path) -> None:
-        """See `Engine.load_state`; one tensor at a time."""
-        file = self._file(folder)
-        try:
-            with safe_open(file, "pt") as state:
-                self._load(state)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} is no checkpoint of this layout: {error}") from error
-
-    def _load(self, state: Any) -> None:
-        saved = set(state.keys())
-        for index, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                parameter.copy_(state.get_tensor(f"model.{index}.{name}"))
-        for key, optimizer, group, parameter in self._optimized():
-            parameter.copy_(state.get_tensor(f"{key}.weight"))
-            for moment in MOMENTS:
-                if f"{key}.{moment}" not in saved:
-                    continue
-                # A step count on the GPU would be waited for in every step.
-                device = "cpu" if moment == "step" else parameter.device
-                value = state.get_tensor(f"{key}.{moment}").to(device)
-                optimizer.state[parameter][moment] = value
-            if f"{key}.group_step" in saved:
-                group["step"] = int(state.get_tensor(f"{key}.group_step"))
-        if (scaler := self._scaler()) is not None:
-            scaler._scale = state.get_tensor("scaler.scale").to(self.device)
-            counts = state.get_tensor("scaler.counts").tolist()
-            scaler._growth_tracker, scaler._hysteresis_tracker = counts
-
-    def _file(self, folder: Path) -> Path:
-        return folder / f"rank-{self.setup.ranks.rank}.safetensors"
-
-    def _optimized(
-        self,
-    ) -> Iterator[tuple[str, torch.optim.Optimizer, dict[str, Any], nn.Parameter]]:
-        """What this rank's AdamW updates: a key, the optimizer, the parameter's group in it,
-        and the (sharded) parameter."""
-        for number, part in enumerate(self.optimizer.chained_optimizers):
-            if part.optimizer is None:
-                continue
-            pairs = ((g, p) for g in part.optimizer.param_groups for p in g["params"])
-            for index, (group, parameter) in enumerate(pairs):
-                yield f"optimizer.{number}.{index}", part.optimizer, group, parameter
-
-    def _scaler(self) -> Any:
-        """megatron-core's dynamic loss scaler under fp16; None otherwise."""
-        return getattr(self.optimizer.chained_optimizers[0], "grad_scaler", None)
-
-    def export_hf(self, folder: Path) -> None:
-        """See `Engine.export_hf`."""
-        config = self.setup.model_config
-        shapes = {name: tuple(p.shape) for name, p in hf.meta_model(config).named_parameters()}
-        state = weights.collect(self.chunks, self.model, CheckpointTensors(shapes))
-        if self.setup.ranks.rank == 0:
-            hf.save_folder(config, state, folder)
-        dist.barrier()
+    def set_counters(self, counters: Counters) -> None:
+        """See `Engine.set_counters`."""
+        adam.set_steps(megatron_state.adams(self.optimizer), counters.optimizer_steps)
+        if counters.loss_scale is not None and self.setup.precision == "fp16":
+            megatron_state.set_loss_scale(self.optimizer, counters.loss_scale, self.device)
 
     def close(self) -> None:
         """See `Engine.close`."""
         del self.replicas, self.optimizer, self.chunks
         leave_groups()
-
-
-def _on_host(value: Tensor) -> Tensor:
-    """A copy in the host's memory."""
-    return value.detach().to("cpu", copy=True)
 
 
 def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Any]:

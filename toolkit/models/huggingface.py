@@ -139,7 +139,7 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
     if model.init == "random":
         return RandomWeights(meta, seed)
     assert model.hub is not None, "checked at load"
-    shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
+    shapes = parameter_shapes(config)
     folder = snapshot_folder(model.hub, model.revision)
     weights = SafetensorsWeights(folder, shapes, meta.base_model_prefix)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -201,16 +201,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def save_folder(config: PretrainedConfig, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write config and sharded safetensors that `from_pretrained` loads.
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the model; tied ones appear once."""
+    return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
 
-    `state` maps parameter and buffer names to full CPU tensors; tied weights may appear
-    once. Raises RuntimeError when a parameter is missing, rather than write a partial
-    model.
-    """
+
+def save_companions(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write what a Hugging Face folder says of a model besides its weights."""
     model = meta_model(config)
-    missing = [name for name, _ in model.named_parameters() if name not in state]
-    if missing:
-        raise RuntimeError(f"export lacks {len(missing)} parameters, first {missing[0]}")
-    model.config.dtype = next(iter(state.values())).dtype
-    model.save_pretrained(folder, state_dict=dict(state))
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)

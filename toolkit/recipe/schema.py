@@ -270,7 +270,10 @@ class CheckpointSection(Section):
     keep: Positive = 3
     """How many of the newest checkpoints stay on disk."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto`: continue from the newest complete checkpoint of the run directory."""
+    """`auto`: continue from the newest undamaged checkpoint of the run directory."""
+    asynchronous: bool = True
+    """Training goes on while a checkpoint is written, from a copy in host memory; false:
+    training waits, and no copy is made."""
     export: bool = True
     """Write a Hugging Face folder to `export/` at the end."""
 

@@ -8,6 +8,7 @@ from toolkit.train import jsonl
 
 EventKind = Literal[
     "start",
+    "load",
     "save",
     "resume",
     "restart",

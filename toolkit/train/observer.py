@@ -3,19 +3,18 @@
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from toolkit.checkpoint.store import CheckpointStore, Manifest
 from toolkit.engines.base import Engine, EvalResult, MicroBatch
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import Prediction
 from toolkit.recipe.schema import Recipe
+from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
@@ -80,29 +79,21 @@ class Observed:
     ranks: Ranks
     validation: Callable[[], Sequence[MicroBatch]] | None
     """This rank's validation batches; None without validation data."""
-    data_fingerprint: str
+    checkpoints: RunCheckpoints
     prediction: Prediction | None
     """What the plan promises."""
 
 
 class Observer:
-    """The hooks of the loop.
+    """The hooks of the loop. `reporter` is None on every rank but 0."""
 
-    `reporter` is None on every rank but 0. `saved_at` is the step of the checkpoint that
-    the run continues from: it is not written again when there is nothing left to train.
-    """
-
-    def __init__(
-        self, run: Observed, store: CheckpointStore, reporter: Reporter | None, saved_at: int
-    ) -> None:
+    def __init__(self, run: Observed, reporter: Reporter | None) -> None:
         self.run = run
-        self.store = store
         self.reporter = reporter
         self._window = _Window()
         self._seconds: list[float] = []
         """Of every step since this start."""
         self._validated_at = -1
-        self._saved_at = saved_at
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log when due (always after the first step)."""
@@ -156,33 +147,19 @@ class Observer:
             self.reporter.validated(progress.step, result)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
-        """Write a checkpoint when due or when stopping."""
+        """Begin to save when due; when stopping, be done with it."""
+        self.run.checkpoints.tell()
         every = self.run.recipe.checkpoint.every_steps
         if stopping or (every and progress.step % every == 0):
-            self.save_now(progress)
+            self.run.checkpoints.save(self.run.engine, progress)
         if stopping:
+            self.run.checkpoints.finish()
             self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
-        """Write a checkpoint, unless that was done at this step already."""
-        if self._saved_at == progress.step:
-            return
-        self._saved_at = progress.step
-        started = time.perf_counter()
-        manifest = Manifest(
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
-            data_fingerprint=self.run.data_fingerprint,
-            engine=self.run.plan.engine,
-            model=self.run.plan.model,
-            layout=self.run.plan.layout,
-        )
-        folder = self.store.save(manifest, self.run.engine.save_state)
-        if self.reporter is not None:
-            seconds = round(time.perf_counter() - started, 3)
-            self.reporter.events.write(
-                "save", step=progress.step, folder=folder.name, seconds=seconds
-            )
+        """Save, unless that was done at this step already, and be done with it."""
+        self.run.checkpoints.save(self.run.engine, progress)
+        self.run.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
         """Write the plan's prediction beside what was measured. Collective."""

@@ -6,6 +6,7 @@ the run directory and hands recipe and plan to the others, who need no shared di
 """
 
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.store import CheckpointStore, Manifest, check_fits
+from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
+from toolkit.checkpoint.resume import Found
+from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
@@ -29,14 +33,15 @@ from toolkit.engines.setup import EngineSetup, build_engine, prepare_ops
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    CheckpointError,
     DmtError,
     Stopped,
 )
 from toolkit.models import huggingface as hf
+from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
 from toolkit.redact import redact
 from toolkit.train.assignment import Assignment, assign, read_assignment
+from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
@@ -136,9 +141,12 @@ class _Worker:
             config.bos_token_id = data.tokenizer.bos_token_id
         steps = total_steps(recipe.training, len(data.train))
         assert steps is not None, "known once the data is"
-        store = CheckpointStore(self.directory.checkpoints, recipe.checkpoint.keep)
-        engine = self._build_engine(config)
-        self.progress = progress = self._resume(store, engine, data.fingerprint)
+        checkpoints = self._checkpoints(config, data)
+        found = self.together.run(checkpoints.find)
+        engine = self._build_engine(config, found)
+        if found is not None:
+            self.progress = self.together.run(lambda: checkpoints.load(engine, found))
+        progress = self.progress
 
         self._stop = stop = self._at_end.enter_context(StopRequest())
         reporter = self._start_reporter(progress, steps)
@@ -148,10 +156,10 @@ class _Worker:
             engine,
             self.ranks,
             self._validation(data),
-            data.fingerprint,
+            checkpoints,
             self.assignment.prediction,
         )
-        observer = Observer(observed, store, reporter, progress.step)
+        observer = Observer(observed, reporter)
         with reporter.progress if reporter is not None else nullcontext():
             train(self._job(engine, data, steps), progress, observer, stop)
             # A signal from here on changes nothing: what is left is short. Saved first,
@@ -159,9 +167,10 @@ class _Worker:
             observer.save_now(progress)
             observer.evaluate_now(progress)
             observer.compare(progress)
-        if recipe.checkpoint.export:
-            self._export(engine, data)
+        checkpoints.close()
         engine.close()
+        if recipe.checkpoint.export:
+            self.together.run(lambda: self._export(checkpoints))
 
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
@@ -229,43 +238,33 @@ class _Worker:
             )
         )
 
-    def _build_engine(self, config: PretrainedConfig) -> Engine:
+    def _build_engine(self, config: PretrainedConfig, found: Found | None) -> Engine:
+        """The engine with its first weights: the saved ones where the run continues."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, _say))
-        weights = self.together.run(
-            lambda: hf.weight_source(recipe.model, config, recipe.training.seed)
-        )
+        weights = self.together.run(lambda: self._weights(config, found))
         setup = self.together.run(
             lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
         )
         return build_engine(plan.engine, setup)
 
-    def _resume(self, store: CheckpointStore, engine: Engine, fingerprint: str) -> Progress:
-        """Continue from the newest complete checkpoint of the run directory, if any."""
-        folder = store.newest()
-        if folder is None:
-            return Progress()
-        manifest = self.together.run(lambda: self._readable(folder, fingerprint))
-        self.together.run(lambda: engine.load_state(folder))
-        return Progress(manifest.step, manifest.consumed_samples)
+    def _weights(self, config: PretrainedConfig, found: Found | None) -> WeightSource:
+        if found is not None:
+            return SavedWeights(SavedState(found.folder), hf.parameter_shapes(config))
+        recipe = self.assignment.recipe
+        return hf.weight_source(recipe.model, config, recipe.training.seed)
 
-    def _readable(self, folder: Path, fingerprint: str) -> Manifest:
-        """The manifest of a checkpoint that this run may and can continue from."""
-        recipe, plan = self.assignment.recipe, self.assignment.plan
-        if recipe.checkpoint.resume == "never":
-            raise CheckpointError(
-                f"{folder.parent} holds checkpoints and checkpoint.resume is never",
-                fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
-            )
-        manifest = Manifest.read(folder)
-        check_fits(manifest, folder, plan.engine, plan.model, plan.layout)
-        if manifest.data_fingerprint != fingerprint:
-            raise CheckpointError(
-                f"{folder} was trained on other data: its cursor means nothing in this one",
-                fix="restore the data files, or start in another directory (--run-dir)",
-            )
-        return manifest
+    def _checkpoints(self, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
+        companions = {}
+        if self.ranks.rank == 0:
+            dtype = DTYPES.get(self.assignment.recipe.training.precision, torch.float32)
+            with TemporaryDirectory() as folder:
+                hf.save_companions(config, dtype, Path(folder))
+                data.tokenizer.save_pretrained(folder)
+                files = sorted(Path(folder).iterdir())
+                companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
+        return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint, companions)
 
     def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
         validation = data.validation
@@ -281,11 +280,11 @@ class _Worker:
             layout.micro_batch,
         )
 
-    def _export(self, engine: Engine, data: TrainingData) -> None:
-        """Write the Hugging Face folder: model from the engine, tokenizer from the data."""
-        engine.export_hf(self.directory.export)
+    def _export(self, checkpoints: RunCheckpoints) -> None:
+        """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
-            data.tokenizer.save_pretrained(self.directory.export)
+            shutil.rmtree(self.directory.export, ignore_errors=True)
+            export(checkpoints.store.finished()[-1], self.directory.export)
 
 
 def _say(message: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch import Tensor
 from toolkit.errors import DataError
 from toolkit.models.convert.sliced_file import SlicedFile
 from toolkit.models.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 LARGEST_FILE_BYTES = 5_000_000_000
 
@@ -95,8 +98,8 @@ def _files(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     return files
 
 
-def write_file(path: Path, entries: Iterable[Entry]) -> None:
-    """Write one safetensors file."""
+def write_file(path: Path, entries: Iterable[Entry], digest: "_Hash | None" = None) -> None:
+    """Write one safetensors file to disk for good; `digest` sees all its bytes."""
     # The order of the safetensors library, in which every tensor is aligned to its elements.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -110,7 +113,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> None:
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with SlicedFile(path, "wb") as file:
+    with SlicedFile(path, digest) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for entry in ordered:

@@ -54,7 +54,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
-        self._file = SlicedFile(folder / DATA_FILE, "wb")
+        self._file = SlicedFile(folder / DATA_FILE)
         self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
@@ -106,7 +106,7 @@ class Writer:
     def finish(self, common: Mapping[str, Any]) -> None:
         """Write the index; `common` is the plain state that is the same on all ranks."""
         os.fsync(self._file.fileno())
-        with SlicedFile(self.folder / COMMON_FILE, "wb") as file:
+        with SlicedFile(self.folder / COMMON_FILE) as file:
             _save(dict(common), file)
         (self.folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
         metadata = Metadata(self._tensors, storage_data=self._storage)

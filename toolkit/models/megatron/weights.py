@@ -1,4 +1,4 @@
-"""Filling a rank's Megatron tensors from Hugging Face names, and collecting them again."""
+"""Which parts of which Hugging Face tensors a rank's Megatron tensors are, and filling them."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import Block, TensorMap, blocks
 from toolkit.models.megatron.model import GPTChunk
-from toolkit.models.weights import CheckpointTensors, WeightSource
+from toolkit.models.weights import WeightSource
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -129,57 +129,20 @@ def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
         dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
 
 
-@torch.no_grad()
-def collect(
-    chunks: Sequence[GPTChunk],
-    model: MegatronModel,
-    tensors: CheckpointTensors,
-    values: Mapping[tuple[int, str], Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The whole model under its Hugging Face names on rank 0, empty elsewhere; collective.
-
-    `values` gives the values by (chunk, name) where the parameters themselves do not hold
-    them (ZeRO-3). `tensors` says which parameters of the transformers model the checkpoint
-    tensors are parts of.
-    """
-    mine = [shard for shard in shards(chunks, model) if _owned(shard)]
-    plans: list[list[tuple[Block, ...]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(plans, [shard.blocks for shard in mine])
-    if dist.get_rank() != 0:
-        for shard in mine:
-            dist.send(_value(shard, values), 0)
-        return {}
-    state: dict[str, Tensor] = {}
-    dtype = next(chunks[0].parameters()).dtype
-    for rank, stacks in enumerate(plans):
-        for index, stack in enumerate(stacks):
-            if rank == 0:
-                value = _value(mine[index], values)
-            else:
-                value = torch.empty(_shape(stack), dtype=dtype)
-                dist.recv(value, rank)
-            tensors.write(state, stack, value)
-    return state
-
-
-def _owned(shard: Shard) -> bool:
-    """Is this rank the one that hands the shard over?"""
-    copies = (
-        parallel_state.get_expert_data_parallel_rank()
-        if shard.expert
-        else parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    )
+def saved_here(shard: Shard) -> bool:
+    """Does this rank save the shard, among the tensor and pipeline ranks that hold it?"""
     first = not shard.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
-    return copies == 0 and first and not shard.shared
+    return first and not shard.shared
 
 
-def _value(shard: Shard, values: Mapping[tuple[int, str], Tensor] | None) -> Tensor:
-    """The shard on the CPU, padding cut off."""
-    value = shard.parameter if values is None else values[shard.chunk, shard.name]
-    return value.detach()[: _shape(shard.blocks)[0]].cpu().contiguous()
-
-
-def _shape(stack: Sequence[Block]) -> tuple[int, ...]:
-    rows = sum(block.rows[1] - block.rows[0] for block in stack)
-    columns = stack[0].columns
-    return (rows,) if columns is None else (rows, columns[1] - columns[0])
+def copies(shard: Shard) -> tuple[int, int]:
+    """How many data-parallel ranks hold the shard, and this one's number among them."""
+    if shard.expert:
+        return (
+            parallel_state.get_expert_data_parallel_world_size(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
+    return (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )

@@ -1,0 +1,137 @@
+"""Rectangles of tensors: cut from runs of elements, stored, and read in any other cut."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.checkpoint.shards import (
+    QUANTITIES,
+    StateShard,
+    block_numel,
+    cut,
+    key_of,
+    parameter_blocks,
+    parse_key,
+    split_by_block,
+)
+from toolkit.errors import CheckpointError
+from toolkit.models.families.tensors import Block
+
+ROWS, COLUMNS = 9, 5
+WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+
+def value_of(block: Block) -> torch.Tensor:
+    """The rectangle of WHOLE, in the block's orientation."""
+    assert block.columns is not None
+    oriented = WHOLE.T if block.transposed else WHOLE
+    return oriented[slice(*block.rows), slice(*block.columns)]
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> list[Block]:
+    """Some rectangles of WHOLE, as a Megatron tensor stacks them."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        transposed = draw(st.booleans())
+        rows, columns = (COLUMNS, ROWS) if transposed else (ROWS, COLUMNS)
+        low, left = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
+        high, right = draw(st.integers(low + 1, rows)), draw(st.integers(left + 1, columns))
+        found.append(Block("w", (low, high), (left, right), transposed))
+    return found
+
+
+@given(stacks(), st.integers(0, 150), st.integers(0, 150))
+def test_a_cut_is_the_run_of_elements_in_order(stack, start, length):
+    flat = torch.cat([value_of(block).reshape(-1) for block in stack])
+    pieces = cut(stack, start, start + length)
+    parts = [value_of(block).reshape(-1) for block in pieces]
+    expected = flat[start : start + length]  # what lies behind the end is padding
+    assert torch.equal(torch.cat(parts) if parts else flat[:0], expected)
+    assert sum(map(block_numel, pieces)) == len(expected)
+    assert len(pieces) <= 3 * len(stack)
+
+
+@given(stacks())
+def test_what_is_stored_has_the_orientation_of_the_checkpoint(stack):
+    flat = torch.cat([value_of(block).reshape(-1) for block in stack])
+    for block, values in split_by_block(stack, flat):
+        assert torch.equal(values, value_of(block))
+        assert parse_key(key_of("exp_avg", block)) == ("exp_avg", block)
+
+
+def test_foreign_keys_are_not_taken_for_state():
+    for key in ("model.norm.weight", "weight/a", "step/a[0:1]", "weight/a[0:1,2]"):
+        assert parse_key(key) is None
+
+
+def store_in_pieces(folder: Path, chance: random.Random) -> None:
+    """WHOLE and a vector, cut at random over three files."""
+    files: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for quantity in QUANTITIES:
+        offset = QUANTITIES.index(quantity) * 1000
+        for blocks, flat in (
+            (parameter_blocks("w", (ROWS, COLUMNS)), WHOLE.reshape(-1)),
+            (parameter_blocks("v", (ROWS,)), WHOLE[:, 0]),
+        ):
+            places = sorted({0, len(flat), *chance.sample(range(len(flat)), 3)})
+            for start, stop in pairwise(places):
+                part = cut(blocks, start, stop)
+                for block, values in split_by_block(part, flat[start:stop] + offset):
+                    key = key_of(quantity, block)
+                    files[chance.randrange(3)][key] = values.contiguous()
+    for number, content in enumerate(files):
+        save_file(content, folder / f"state-{number:05d}.safetensors")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_cut_is_read_from_any_other(tmp_path: Path, seed: int):
+    chance = random.Random(seed)
+    store_in_pieces(tmp_path, chance)
+    saved = SavedState(tmp_path)
+    assert saved.shapes == {"v": (ROWS,), "w": (ROWS, COLUMNS)}
+    for _ in range(40):
+        rows = sorted(chance.sample(range(ROWS + 1), 2))
+        columns = sorted(chance.sample(range(COLUMNS + 1), 2))
+        block = Block("w", (rows[0], rows[1]), (columns[0], columns[1]), False)
+        assert torch.equal(saved.read("exp_avg", block), value_of(block) + 1000)
+        turned = Block("w", block.columns, block.rows, True)  # type: ignore[arg-type]
+        assert torch.equal(saved.read("weight", turned), value_of(turned))
+        vector = Block("v", block.rows, None, False)
+        assert torch.equal(saved.read("exp_avg_sq", vector), WHOLE[slice(*rows), 0] + 2000)
+    weights = SavedWeights(saved, {"w": (ROWS, COLUMNS)})
+    assert torch.equal(weights.read("w", 7, 33), WHOLE.reshape(-1)[7:33])
+
+
+def test_a_shard_is_loaded_whatever_wrote_it(tmp_path: Path):
+    store_in_pieces(tmp_path, random.Random(1))
+    values = {quantity: torch.full((20,), -1.0) for quantity in QUANTITIES}
+    blocks = cut(parameter_blocks("w", (ROWS, COLUMNS)), 30, 60)
+    SavedState(tmp_path).load(StateShard(blocks, values, saved_here=True))
+    assert torch.equal(values["exp_avg"][:15], WHOLE.reshape(-1)[30:] + 1000)
+    assert torch.equal(values["exp_avg"][15:], torch.full((5,), -1.0)), "padding stays"
+
+
+def test_what_is_missing_is_named(tmp_path: Path):
+    store_in_pieces(tmp_path, random.Random(2))
+    saved = SavedState(tmp_path)
+    with pytest.raises(CheckpointError, match="does not hold weight of x, rows 0 to 3"):
+        saved.read("weight", Block("x", (0, 3), (0, 2), False))
+    with pytest.raises(CheckpointError, match="rows 5 to 12"):
+        saved.read("weight", Block("w", (5, 12), (0, 2), False))
+
+
+def test_a_file_that_is_no_state_is_named(tmp_path: Path):
+    save_file({"foreign": torch.zeros(2)}, tmp_path / "state-00000.safetensors")
+    with pytest.raises(CheckpointError, match="holds foreign"):
+        SavedState(tmp_path).read("weight", Block("x", (0, 3), None, False))
+    (tmp_path / "state-00000.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"state-00000\.safetensors cannot be read"):
+        SavedState(tmp_path).read("weight", Block("x", (0, 3), None, False))

@@ -1,0 +1,130 @@
+"""The manifest of a checkpoint: what it holds, and how to tell that it is whole.
+
+`manifest.json` is written last and names every file with its size and SHA-256; its own hash is
+its last entry. A folder without a manifest that agrees with itself is no checkpoint.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import CheckpointError
+from toolkit.plan.layout import Layout
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Raised when a checkpoint can no longer be read by older releases."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint, as it was meant to be written."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    """Optimizer steps done, skipped ones included."""
+    consumed_samples: int
+    """The data cursor: sequences consumed since step 0."""
+    optimizer_steps: int
+    """Updates that AdamW has made, which its bias correction counts."""
+    loss_scale: dict[str, Any] | None
+    """The loss scaler's state under fp16."""
+    recent_losses: tuple[float, ...]
+    """Of the last steps, by which a spike is recognised."""
+    data_fingerprint: str
+    """Identifies the packed data that the cursor counts in."""
+    engine: str
+    model: str
+    """Model implementation: hf or megatron."""
+    layout: Layout
+    recipe: dict[str, Any]
+    """The run's recipe, every default written out."""
+    versions: dict[str, Any]
+    """Of the packages that wrote it."""
+    wandb_id: str | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """Every file by its path in the folder."""
+    format: int = FORMAT
+
+    def with_files(self, files: dict[str, FileRecord]) -> "Manifest":
+        """The finished manifest."""
+        return replace(self, files=dict(sorted(files.items())))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        """Write it to disk for good."""
+        content = asdict(self)
+        content["sha256"] = _digest(content)
+        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read a checkpoint's manifest. Raises CheckpointError when it is damaged."""
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {content.get('format')}, this release reads {FORMAT}",
+                    fix="go on with the release that wrote it, or start again from its export",
+                )
+            stated = content.pop("sha256")
+            if stated != _digest(content):
+                raise ValueError("its text does not have the hash that it states")
+            content["files"] = {n: FileRecord(**f) for n, f in content["files"].items()}
+            content["recent_losses"] = tuple(content["recent_losses"])
+            return cls(**{**content, "layout": Layout(**content["layout"])})
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST}: it was never finished"
+            ) from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and hash of a file as it is on disk. Raises OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def problem_with(folder: Path, name: str, expected: FileRecord) -> str | None:
+    """What is wrong with a file of a checkpoint, in words; None when nothing is."""
+    path = folder / name
+    try:
+        if path.stat().st_size != expected.size:
+            return (
+                f"{name} has {path.stat().st_size} bytes, it was written with {expected.size}"
+            )
+        if record_of(path) != expected:
+            return f"{name} was changed: its SHA-256 is not the one in {MANIFEST}"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None

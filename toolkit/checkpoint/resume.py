@@ -1,0 +1,79 @@
+"""Finding the checkpoint to continue from: the newest one whose files are what was written."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from toolkit.checkpoint.manifest import Manifest, problem_with
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import StateShard
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that can be continued."""
+
+    folder: Path
+    manifest: Manifest
+    skipped: tuple[str, ...]
+    """Newer ones that are damaged: which, and why."""
+
+
+def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
+    """The newest checkpoint that verifies, the same on every rank; collective.
+
+    None when there is none and none is `expected`. Raises CheckpointError when one is expected,
+    or there are some and all are damaged: a run must not begin again without a word.
+    """
+    folders: list[Path] = _from_rank_0(lambda: store.finished()[::-1])
+    expected = _from_rank_0(lambda: expected or store.expects_one())
+    skipped: list[str] = []
+    for folder in folders:
+        manifest, problems = _look_at(folder)
+        if manifest is not None and not problems:
+            return Found(folder, manifest, tuple(skipped))
+        skipped.append(f"{folder.name}: {problems[0]}")
+    if not expected:
+        return None
+    found = "; ".join(skipped) or "no finished checkpoint is there"
+    raise CheckpointError(
+        f"{store.folder} should hold a checkpoint to continue from, but {found}",
+        fix="restore the files, or start anew in another directory (--run-dir OTHER)",
+    )
+
+
+def _look_at(folder: Path) -> tuple[Manifest | None, list[str]]:
+    """A checkpoint's manifest and what is wrong with it; every rank hashes its share."""
+    manifest, problem = _from_rank_0(lambda: _read(folder))
+    if manifest is None:
+        return None, [problem]
+    files = list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
+    mine = [told for name, record in files if (told := problem_with(folder, name, record))]
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, mine)
+    return manifest, [told for one in everyones for told in one]
+
+
+def _read(folder: Path) -> tuple[Manifest | None, str]:
+    try:
+        return Manifest.read(folder), ""
+    except CheckpointError as error:
+        return None, error.message
+
+
+def _from_rank_0(ask: Callable[[], Any]) -> Any:
+    """Rank 0's answer, on every rank."""
+    box: list[Any] = [ask() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def load(state: Iterable[StateShard], saved: SavedState) -> None:
+    """Give this rank's shards the saved values, whatever layout wrote them."""
+    for shard in state:
+        saved.load(shard)

@@ -1,0 +1,155 @@
+"""Reading a checkpoint's tensors: any rectangle of them, from whichever files hold it."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from toolkit.checkpoint.shards import (
+    QUANTITIES,
+    StateShard,
+    block_numel,
+    cut,
+    parameter_blocks,
+    parse_key,
+)
+from toolkit.errors import CheckpointError
+from toolkit.models.families.tensors import Block
+
+_DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
+
+
+class SavedState:
+    """The tensors of one checkpoint folder. Files are opened when they are first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._handles: dict[Path, Any] = {}
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str], list[tuple[Block, Path, str]]]:
+        """Quantity and tensor → its stored rectangles, each with its file and name there."""
+        index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
+        for path in sorted(self.folder.glob("state-*.safetensors")):
+            for key in self._open(path).keys():  # noqa: SIM118 - no mapping
+                if (parsed := parse_key(key)) is None:
+                    raise CheckpointError(f"{path} holds {key}, which is no part of a state")
+                quantity, block = parsed
+                index.setdefault((quantity, block.tensor), []).append((block, path, key))
+        return index
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor with its shape: (rows,) or (rows, columns)."""
+        found: dict[str, tuple[int, ...]] = {}
+        for (quantity, tensor), parts in self._index.items():
+            if quantity == "weight":
+                rows = max(block.rows[1] for block, _, _ in parts)
+                ends = [block.columns[1] for block, _, _ in parts if block.columns is not None]
+                found[tensor] = (rows, max(ends)) if ends else (rows,)
+        return dict(sorted(found.items()))
+
+    def read(self, quantity: str, block: Block) -> Tensor:
+        """A rectangle in the block's orientation: fp32, [rows, columns] or [rows].
+
+        Raises CheckpointError when the checkpoint does not hold all of it.
+        """
+        if block.transposed:
+            assert block.columns is not None, "a vector is not transposed"
+            return self.read(quantity, Block(block.tensor, block.columns, block.rows, False)).T
+        found = 0
+        values: Tensor | None = None
+        for stored, path, key in self._index.get((quantity, block.tensor), ()):
+            common = _intersection(stored, block)
+            if common is None:
+                continue
+            part = self._read_part(path, key, stored, common)
+            if block_numel(common) == block_numel(block):
+                return part
+            if values is None:
+                values = torch.empty(_shape(block))
+            values[_inside(common, block)] = part
+            found += block_numel(common)
+        if values is None or found != block_numel(block):
+            raise CheckpointError(
+                f"{self.folder} does not hold {quantity} of {block.tensor}, rows "
+                f"{block.rows[0]} to {block.rows[1]}",
+                fix="resume with the model that it was saved from; `dmt checkpoint fits RECIPE "
+                f"{self.folder}` compares",
+            )
+        return values
+
+    def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
+        try:
+            whole = self._open(path).get_slice(key)
+            values: Tensor = whole[_inside(part, stored)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
+        return values
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._handles:
+            try:
+                self._handles[path] = safe_open(path, "pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error}", fix=_DAMAGED
+                ) from error
+        return self._handles[path]
+
+    def load(self, shard: StateShard) -> None:
+        """Give a rank's shard its values, all quantities."""
+        for quantity in QUANTITIES:
+            parts = [self.read(quantity, block).reshape(-1) for block in shard.blocks]
+            if parts:
+                shard.put(quantity, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class SavedWeights:
+    """The weights of a checkpoint as a `WeightSource`: what a resumed model is built with.
+
+    `shapes` are the parameters of the transformers model.
+    """
+
+    def __init__(self, state: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.state = state
+        self.shapes = shapes
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `WeightSource.read`: fp32."""
+        blocks = cut(parameter_blocks(name, self.shapes[name]), start, stop)
+        parts = [self.read_block(block).reshape(-1) for block in blocks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_block(self, block: Block) -> Tensor:
+        """See `WeightSource.read_block`: fp32."""
+        return self.state.read("weight", block)
+
+
+def _intersection(a: Block, b: Block) -> Block | None:
+    """What two rectangles of the same tensor have in common."""
+    rows = max(a.rows[0], b.rows[0]), min(a.rows[1], b.rows[1])
+    if rows[0] >= rows[1]:
+        return None
+    if a.columns is None or b.columns is None:
+        return Block(a.tensor, rows, None, transposed=False)
+    columns = max(a.columns[0], b.columns[0]), min(a.columns[1], b.columns[1])
+    return Block(a.tensor, rows, columns, False) if columns[0] < columns[1] else None
+
+
+def _inside(part: Block, whole: Block) -> tuple[slice, ...]:
+    """Where `part` lies in an array that holds `whole`."""
+    rows = slice(part.rows[0] - whole.rows[0], part.rows[1] - whole.rows[0])
+    if part.columns is None or whole.columns is None:
+        return (rows,)
+    left = whole.columns[0]
+    return rows, slice(part.columns[0] - left, part.columns[1] - left)
+
+
+def _shape(block: Block) -> tuple[int, ...]:
+    rows = block.rows[1] - block.rows[0]
+    return (rows,) if block.columns is None else (rows, block.columns[1] - block.columns[0])

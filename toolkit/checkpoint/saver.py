@@ -1,0 +1,180 @@
+"""Saving on all ranks: every rank writes its own file, all of them are one checkpoint or none.
+
+Training stands still only while a rank copies its state to host memory. Writing, hashing and
+committing go on in a thread, whose agreement with the other ranks has a process group of its
+own. One save is in flight at most; the next one waits for it.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.shards import QUANTITIES, StateShard, key_of, split_by_block
+from toolkit.checkpoint.store import CheckpointStore, sync_folder
+from toolkit.errors import CheckpointError
+from toolkit.failpoints import failpoint
+from toolkit.models.convert.safetensors_stream import Entry, write_file
+
+WRITING_TIMEOUT = timedelta(days=1)
+"""How long a rank that has written its file waits for the slowest."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended, the same on every rank."""
+
+    manifest: Manifest
+    """With the files of all ranks; without them when it failed."""
+    seconds: float
+    """From its beginning until it was on disk."""
+    problem: str | None
+    """Why there is no checkpoint; None when there is one."""
+
+
+class Saver:
+    """Writes checkpoints into a store. Creating one is collective, and so is every method."""
+
+    def __init__(self, store: CheckpointStore, *, asynchronous: bool) -> None:
+        self.store = store
+        self.asynchronous = asynchronous
+        self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[Saved] | None = None
+
+    def save(
+        self,
+        manifest: Manifest,
+        state: Iterable[StateShard],
+        companions: Mapping[str, bytes],
+    ) -> None:
+        """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
+
+        Returns when the state may change again. `finished` tells how it ended.
+        """
+        assert self._in_flight is None, "take the last one's outcome first"
+        began = time.monotonic()
+        failpoint("checkpoint.begin")
+        entries = list(_entries(state, copied=self.asynchronous))
+        failpoint("checkpoint.copied")
+        self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)
+        if not self.asynchronous:
+            self._in_flight.exception()  # waits
+
+    @property
+    def busy(self) -> bool:
+        """Is there a save whose outcome was not taken yet?"""
+        return self._in_flight is not None
+
+    def finished(self, *, wait: bool = False) -> Saved | None:
+        """The outcome of the save in flight, once; None while it goes on or without one.
+
+        Unless it waits, ranks learn of it at different times.
+        """
+        if self._in_flight is None or not (wait or self._in_flight.done()):
+            return None
+        saved = self._in_flight.result()
+        self._in_flight = None
+        return saved
+
+    def close(self) -> None:
+        """End the thread; the last outcome was taken."""
+        self._thread.shutdown()
+
+    def _write(
+        self,
+        manifest: Manifest,
+        entries: list[Entry],
+        companions: Mapping[str, bytes],
+        began: float,
+    ) -> Saved:
+        """Write, gather, commit; in the thread."""
+        leader = dist.get_rank() == 0
+        problem = self._agree(lambda: self.store.begin(manifest.step) if leader else None)[0]
+        files: dict[str, FileRecord] = {}
+        if problem is None:
+            folder = self.store.partial(manifest.step)
+            problem, found = self._agree(lambda: _write_files(folder, entries, companions))
+            for part in found:
+                files |= part or {}  # nothing of a rank that failed
+        entries.clear()
+        manifest = manifest.with_files(files)
+        if problem is None:
+            problem = self._agree(lambda: self.store.commit(manifest) if leader else None)[0]
+        if problem is not None and leader:
+            self.store.abandon(manifest.step)
+        return Saved(manifest, time.monotonic() - began, problem)
+
+    def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
+        """Run `action` on every rank; the first rank's problem, and what all returned."""
+        problem, result = None, None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the answer
+            problem = f"rank {dist.get_rank()}: {error}"
+        outcomes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (problem, result), group=self._group)
+        first = next((told for told, _ in outcomes if told is not None), None)
+        return first, [made for _, made in outcomes]
+
+
+def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
+    """What this rank writes. Copies outlive the next training step; views need no memory."""
+    for shard in state:
+        if not shard.saved_here:
+            continue
+        for quantity in QUANTITIES:
+            flat = shard.get(quantity)
+            assert flat.dtype == torch.float32, "master weights and moments are fp32"
+            if copied:
+                flat = flat.to("cpu", copy=True)
+            for block, values in split_by_block(shard.blocks, flat):
+                key = key_of(quantity, block)
+                shape = tuple(values.shape)
+                yield Entry(key, torch.float32, shape, partial(_finite, values))
+
+
+def _finite(values: Tensor) -> list[Tensor]:
+    """`values` on the host. Raises CheckpointError for a state that cannot be trained on."""
+    if not torch.isfinite(values).all():
+        raise CheckpointError("weights or moments are not finite, this is not saved")
+    return [values.cpu()]
+
+
+def _write_files(
+    folder: Path, entries: list[Entry], companions: Mapping[str, bytes]
+) -> dict[str, FileRecord]:
+    """Write this rank's files to disk for good; their records."""
+    name = f"state-{dist.get_rank():05d}.safetensors"
+    digest = hashlib.sha256()
+    failpoint("checkpoint.write")
+    write_file(folder / name, entries, digest)
+    failpoint("checkpoint.written")
+    records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
+    if dist.get_rank() == 0:
+        records |= {
+            path: _write_small(folder / path, text) for path, text in companions.items()
+        }
+        for inner in {(folder / path).parent for path in companions}:
+            sync_folder(inner)
+    return records
+
+
+def _write_small(path: Path, content: bytes) -> FileRecord:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())

@@ -1,0 +1,140 @@
+"""What a rank holds of the training state, in words that no engine owns.
+
+The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
+weight and Adam's two moments. A rank holds some elements of them. An engine says which: a
+`StateShard` is a run of elements with the rectangles (`Block`) of the checkpoint tensors that
+they are. Saving writes the rectangles under names that say what they are; loading asks for the
+rectangles that the new layout needs. So every checkpoint serves every layout and engine.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from toolkit.models.families.tensors import Block
+from toolkit.models.weights import checkpoint_names
+
+QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
+"""The fp32 weight, and Adam's first and second moment."""
+
+_KEY = re.compile(r"(weight|exp_avg|exp_avg_sq)/(.+)\[(\d+):(\d+)(?:,(\d+):(\d+))?\]")
+
+
+class StateShard:
+    """Elements of the training state that this rank holds."""
+
+    def __init__(
+        self, blocks: Sequence[Block], values: Mapping[str, Tensor], *, saved_here: bool
+    ) -> None:
+        self.blocks = tuple(blocks)
+        """The elements, flattened one block after the other in the block's orientation."""
+        self.saved_here = saved_here
+        """Is this rank, among those that hold the same elements, the one that writes them?"""
+        self._values = values
+
+    def get(self, quantity: str) -> Tensor:
+        """The fp32 values of `quantity`, flat; elements beyond the blocks are padding."""
+        return self._values[quantity].detach().view(-1)
+
+    def put(self, quantity: str, values: Tensor) -> None:
+        """Replace the values of `quantity`; `values` [elements of the blocks] is flat."""
+        self.get(quantity)[: values.numel()].copy_(values)
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """The checkpoint rectangles of which a parameter of the model is made."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    saved_here: bool
+    """False on all but one of the model-parallel ranks that hold the same parameter."""
+
+
+def parameter_blocks(name: str, shape: Sequence[int]) -> tuple[Block, ...]:
+    """The blocks that, flattened one after the other, are a transformers parameter."""
+    return tuple(whole_block(p.name, p.shape) for p in checkpoint_names(name, shape))
+
+
+def whole_block(tensor: str, shape: Sequence[int]) -> Block:
+    """All of a checkpoint tensor, a vector or a matrix."""
+    assert 1 <= len(shape) <= 2, f"{tensor} is neither"
+    columns = (0, shape[1]) if len(shape) > 1 else None
+    return Block(tensor, (0, shape[0]), columns, transposed=False)
+
+
+def block_numel(block: Block) -> int:
+    """Elements of a block."""
+    return (block.rows[1] - block.rows[0]) * _width(block)
+
+
+def _width(block: Block) -> int:
+    return 1 if block.columns is None else block.columns[1] - block.columns[0]
+
+
+def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
+    """The blocks of elements [start, stop) of flattened `blocks`; what lies behind is padding.
+
+    A run of elements of a matrix is at most three rectangles: the end of a row, whole rows,
+    the beginning of a row.
+    """
+    found: list[Block] = []
+    offset = 0
+    for block in blocks:
+        numel = block_numel(block)
+        low, high = max(start - offset, 0), min(stop - offset, numel)
+        if low < high:
+            found += _rectangles(block, low, high)
+        offset += numel
+    return found
+
+
+def _rectangles(block: Block, low: int, high: int) -> Iterator[Block]:
+    width = _width(block)
+    while low < high:
+        row, column = divmod(low, width)
+        whole_rows = (high - low) // width if column == 0 else 0
+        rows, end = (whole_rows, width) if whole_rows else (1, min(width, column + high - low))
+        first = block.rows[0] + row
+        columns = None
+        if block.columns is not None:
+            columns = (block.columns[0] + column, block.columns[0] + end)
+        yield Block(block.tensor, (first, first + rows), columns, block.transposed)
+        low += rows * (end - column)
+
+
+def split_by_block(blocks: Sequence[Block], flat: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    """Each block with its rectangle of `flat`, both turned the way the checkpoint stores it."""
+    offset = 0
+    for block in blocks:
+        stop = offset + block_numel(block)
+        values = flat[offset:stop]
+        offset = stop
+        if block.columns is None:
+            yield block, values
+        elif block.transposed:
+            turned = Block(block.tensor, block.columns, block.rows, transposed=False)
+            yield turned, values.view(-1, _width(block)).T
+        else:
+            yield block, values.view(-1, _width(block))
+
+
+def key_of(quantity: str, block: Block) -> str:
+    """The name of a stored rectangle: `exp_avg/model.norm.weight[0:64]`."""
+    assert not block.transposed, "stored as the checkpoint has it"
+    columns = "" if block.columns is None else f",{block.columns[0]}:{block.columns[1]}"
+    return f"{quantity}/{block.tensor}[{block.rows[0]}:{block.rows[1]}{columns}]"
+
+
+def parse_key(key: str) -> tuple[str, Block] | None:
+    """Quantity and rectangle of a stored name; None for a foreign one."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    quantity, tensor, *numbers = match.groups()
+    low, high, left, right = (None if n is None else int(n) for n in numbers)
+    assert low is not None and high is not None, "the pattern has both"
+    columns = None if left is None or right is None else (left, right)
+    return quantity, Block(tensor, (low, high), columns, transposed=False)

@@ -1,0 +1,58 @@
+"""AdamW's state, whichever implementation an engine uses: torch's, DeepSpeed's, a fused one."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import CheckpointError
+
+
+def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
+    """The fp32 weight and its two moments, by quantity; zeros before the first step."""
+    state = optimizer.state[weight]
+    if "exp_avg" not in state:
+        if not _counts_in_groups(optimizer):
+            # torch counts in a tensor, DeepSpeed's implementations in a number.
+            own = isinstance(optimizer, torch.optim.AdamW)
+            state["step"] = torch.tensor(0.0) if own else 0
+        state["exp_avg"] = torch.zeros_like(weight)
+        state["exp_avg_sq"] = torch.zeros_like(weight)
+    return {"weight": weight, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def _counts_in_groups(optimizer: Any) -> bool:
+    """Transformer Engine's and apex' AdamW count steps once for a whole group."""
+    kind = type(optimizer)
+    return kind.__name__ == "FusedAdam" and not kind.__module__.startswith("deepspeed.")
+
+
+def _counting(optimizer: Any) -> list[dict[str, Any]]:
+    """Where an optimizer counts its steps."""
+    if _counts_in_groups(optimizer):
+        return list(optimizer.param_groups)
+    return list(optimizer.state.values())
+
+
+def steps_of(optimizers: Iterable[Any]) -> int:
+    """Updates made. Raises CheckpointError when not all parameters have had equally many."""
+    counts = {
+        int(holder.get("step", 0))
+        for optimizer in optimizers
+        for holder in _counting(optimizer)
+    }
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"AdamW has updated some parameters {min(counts)} and others {max(counts)} times; "
+            "a checkpoint has one number for all"
+        )
+    return counts.pop() if counts else 0
+
+
+def set_steps(optimizers: Iterable[Any], steps: int) -> None:
+    """Let the bias correction continue at `steps`; no two parameters share a tensor for it."""
+    for optimizer in optimizers:
+        for holder in _counting(optimizer):
+            old = holder.get("step")
+            holder["step"] = torch.full_like(old, steps) if isinstance(old, Tensor) else steps

@@ -1,0 +1,154 @@
+"""Where DeepSpeed keeps the fp32 weights and moments of a parameter, stage by stage."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.checkpoint.shards import PlacedParameter, StateShard, cut
+from toolkit.engines import adam
+
+SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""DeepSpeed's names for a shard's states where it swaps them to NVMe."""
+
+Placed = Iterator[tuple[nn.Parameter, PlacedParameter]]
+
+
+def whole_parameters(
+    optimizer: Any, placed: Placed, copies: int, copy: int
+) -> Iterator[StateShard]:
+    """Stage 0: every one of `copies` replicas holds all; replica `copy` writes its share."""
+    masters = _stage_0_masters(optimizer)
+    for index, (parameter, place) in enumerate(placed):
+        weight, values = masters(parameter)
+        moments = {name: _part(parameter, weight, flat) for name, flat in values.items()}
+        mine = place.saved_here and index % copies == copy
+        yield StateShard(place.blocks, moments, saved_here=mine)
+
+
+def _stage_0_masters(optimizer: Any) -> Callable[[nn.Parameter], Any]:
+    """Parameter → where its fp32 weight lies, and the tensors that hold it and its moments."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found: dict[int, Any] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):  # 16 bits with a fused AdamW
+        for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            offset = 0
+            for parameter in group:
+                found[id(parameter)] = offset, flat
+                offset += parameter.numel()
+    elif hasattr(optimizer, "fp32_groups"):  # 16 bits with any other
+        for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, parameter in zip(masters, group, strict=True):
+                found[id(parameter)] = 0, master
+
+    def of(parameter: nn.Parameter) -> Any:
+        offset, master = found.get(id(parameter), (0, parameter))
+        return offset, adam.moments(inner, master)
+
+    return of
+
+
+def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
+    """The elements of `holder`, a flat group or the parameter's own, that are the parameter."""
+    return holder.detach().view(-1)[offset : offset + parameter.numel()]
+
+
+def partitions(optimizer: Any, placed: Placed) -> Iterator[StateShard]:
+    """Stages 1 and 2: of each parameter this rank holds a run of elements, or none."""
+    for parameter, place in placed:
+        fragment = parameter._hp_mapping  # type: ignore[attr-defined]
+        if fragment is None:
+            continue
+        group = optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+        inside = fragment.hp_fragment_address
+        values = {
+            name: flat.detach()[inside.start : inside.start + inside.numel]
+            for name, flat in adam.moments(optimizer.optimizer, group).items()
+        }
+        first = fragment.lp_fragment_address.start
+        blocks = cut(place.blocks, first, first + inside.numel)
+        yield StateShard(blocks, values, saved_here=place.saved_here)
+
+
+def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateShard]:
+    """Stage 3: data-parallel rank `copy` holds the same share of every parameter."""
+    for parameter, place in placed:
+        size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        start = copy * size
+        blocks = cut(place.blocks, start, start + size)
+        if optimizer.swap_optimizer:
+            yield SwappedShard(optimizer, parameter, blocks, saved_here=place.saved_here)
+            continue
+        group, offset, numel = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        flat = adam.moments(optimizer.optimizer, optimizer.fp32_partitioned_groups_flat[group])
+        values = {name: value.detach()[offset : offset + numel] for name, value in flat.items()}
+        yield StateShard(blocks, values, saved_here=place.saved_here)
+
+
+class SwappedShard(StateShard):
+    """A stage-3 shard whose states are on NVMe outside the step, read and written one by one.
+
+    DeepSpeed's own checkpoints do not bring back what was swapped: a resumed run would
+    silently go on with other weights.
+    """
+
+    def __init__(
+        self, optimizer: Any, parameter: nn.Parameter, blocks: Any, *, saved_here: bool
+    ) -> None:
+        super().__init__(blocks, {}, saved_here=saved_here)
+        self._optimizer = optimizer
+        self._parameter = parameter
+
+    def get(self, quantity: str) -> Tensor:
+        """See `StateShard.get`; a copy."""
+        key = SWAPPED_KEYS[quantity]
+        shard: Tensor = self._optimizer.get_local_fp32_param(self._parameter, key)
+        return shard.detach().to("cpu", copy=True).view(-1)
+
+    def put(self, quantity: str, values: Tensor) -> None:
+        """See `StateShard.put`."""
+        whole = self.get(quantity)
+        whole[: values.numel()] = values
+        self._optimizer.set_local_hp_param(whole, self._parameter, SWAPPED_KEYS[quantity])
+
+
+def loss_scale(optimizer: Any) -> dict[str, Any]:
+    """The state of DeepSpeed's loss scaler."""
+    scaler = _scaler(optimizer)
+    numbers = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+    return {"scale": float(scaler.cur_scale), "detail": numbers}
+
+
+def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Continue with the saved scale, and with its counts where they are of the same kind."""
+    scaler = _scaler(optimizer)
+    if saved["detail"].keys() == loss_scale(optimizer)["detail"].keys():
+        vars(scaler).update(saved["detail"])
+    scaler.cur_scale = saved["scale"]
+
+
+def _scaler(optimizer: Any) -> Any:
+    """Stage 0 keeps the numbers in its configuration, the other stages in a scaler."""
+    return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
+
+
+@torch.no_grad()
+def undo_first_step(optimizer: Any) -> None:
+    """Take back the AdamW step that DeepSpeed's 16-bit stage 0 does while it is built.
+
+    Its constructor steps once on zero gradients to allocate the states, which decays the
+    weights and leaves the bias correction one step ahead of every other stage.
+    """
+    optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group.pop("step", None)  # where a fused AdamW counts
+    if hasattr(optimizer, "fp32_groups_flat"):  # a fused AdamW has flat groups
+        for master, weight in zip(
+            optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True
+        ):
+            master.copy_(weight)
+        return
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.copy_(weight)
