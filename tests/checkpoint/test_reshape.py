@@ -53,7 +53,7 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
-def run(mode: str, folder: Path, world: int, layouts: dict[str, Any], *more: str) -> Any:
+def run(mode: str, folder: Path, world: int, layouts: dict[str, Any], pairs: Any = None) -> Any:
     """The worker in `world` ranks; `layouts` of other worlds are left out."""
     cases = {name: asdict(case) for name, (ranks, case) in layouts.items() if ranks == world}
     if not cases:
@@ -66,7 +66,7 @@ def run(mode: str, folder: Path, world: int, layouts: dict[str, Any], *more: str
         json.dumps(cases),
         *more,
     ]
-    output = run_ranks(argv, world, timeout_s=290)[0]
+    output = run_ranks(argv, world, timeout_s=60 + 15 * len(pairs or cases))[0]
     line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
     return json.loads(line.removeprefix("RESULTS "))
 
@@ -86,7 +86,7 @@ def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]
         mine = [pair for pair in pairs if layouts[pair[1]][0] == world]
         if not mine:
             continue
-        results = run("load", folder, world, layouts, json.dumps(mine))
+        results = run("load", folder, world, layouts, mine)
         assert len(results) == len(mine)
         for (source, target), (name, result) in zip(mine, results.items(), strict=True):
             assert result["different"] == [], name
