@@ -64,7 +64,7 @@ def run(mode: str, folder: Path, world: int, layouts: dict[str, Any], pairs: Any
         mode,
         str(folder),
         json.dumps(cases),
-        *more,
+        json.dumps(pairs),
     ]
     output = run_ranks(argv, world, timeout_s=60 + 15 * len(pairs or cases))[0]
     line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
