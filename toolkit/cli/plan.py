@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.cli import plan_tables
+from toolkit.cli import plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, load_on
@@ -28,6 +28,7 @@ from toolkit.plan.planner import Plan, explore, model_config, plan_of
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
+from toolkit.plan.saving import Assumptions, Job
 from toolkit.plan.search import Candidate, Search, shortage
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -58,6 +59,13 @@ class Planned:
     def cluster(self) -> Cluster:
         """Where."""
         return self.search.cluster
+
+    @property
+    def job(self) -> Job:
+        """What has to be saved, how often and where."""
+        steps, every = total_steps(self.recipe.training), self.recipe.checkpoint.every_steps
+        step_s = self.plan.step_time_s
+        return Job(self.plan.parameters, self.cluster, step_s, steps, every)
 
     @property
     def run(self) -> "plan_tables.Run | None":
@@ -91,6 +99,23 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
     ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="HOURS",
+            help="Also say how often to save and what failures cost: mean time between "
+            "failures of one GPU with all that it needs (Llama 3: 50,700).",
+        ),
+    ] = None,
+    checkpoint_gbps: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="With --mtbf: GB/s of storage per node. Default: 1."),
+    ] = None,
+    restart_minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --mtbf: from failure to loading. Default: 10."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
@@ -103,14 +128,19 @@ def plan(
     several = len(recipes) * max(1, len(places)) > 1
     if plot is not None:
         _check_plot(plot, several)
+    assumed = plan_goodput.assumptions(mtbf, checkpoint_gbps, restart_minutes)
+    if assumed is not None and several:
+        raise PlanError(
+            "--mtbf: one recipe on one cluster", fix="plan them one after the other"
+        )
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     if as_json:
-        found = [_machine_output(one, top, explain) for one in planned]
+        found = [_machine_output(one, top, explain, assumed) for one in planned]
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
     elif len(planned) == 1:
-        _print(planned[0], top, explain)
+        _print(planned[0], top, explain, assumed)
     else:
         _print_comparison(planned)
     if plot is not None:
@@ -162,7 +192,9 @@ def _strategies(found: Search, top: int) -> list[Candidate]:
 # For programs
 
 
-def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
+def _machine_output(
+    planned: Planned, top: int, explain: bool, assumed: Assumptions | None
+) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster: DESIGN.md's contract, and more."""
     found, plan, run = planned.search, planned.plan, planned.run
     plans = [_entry(found, one) for one in _strategies(found, top)]
@@ -184,6 +216,8 @@ def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
+    if assumed is not None:
+        output["goodput"] = plan_goodput.machine_output(planned.job, assumed)
     return output
 
 
@@ -204,7 +238,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 # For people
 
 
-def _print(planned: Planned, top: int, explain: bool) -> None:
+def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | None) -> None:
     """The chosen layout by part, the runners-up, why, and the ledger."""
     console = Console(highlight=False)
     recipe, plan, found = planned.recipe, planned.plan, planned.search
@@ -219,6 +253,8 @@ def _print(planned: Planned, top: int, explain: bool) -> None:
         _lines(console, ["", *_runner_up_lines(found, top)])
     _lines(console, ["", *(_explained(found) if explain else _reasons(plan))])
     _lines(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
+    if assumed is not None:
+        _lines(console, ["", *plan_goodput.lines(planned.job, assumed)])
 
 
 def _lines(console: Console, lines: Iterable[str | Text]) -> None:
