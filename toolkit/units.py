@@ -14,8 +14,8 @@ def seconds(value: float) -> str:
 
 
 def duration(value_s: float) -> str:
-    """`36 s`, `4.2 min`, `7.5 h`, `12.3 days`, for times of any length."""
+    """`0.25 s`, `36.0 s`, `4.2 min`, `7.5 h`, `12.3 days`, for times of any length."""
     for unit, unit_s in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if value_s >= 2 * unit_s:
             return f"{value_s / unit_s:,.1f} {unit}"
-    return f"{value_s:.1f} s"
+    return f"{value_s:.1f} s" if value_s >= 10 else f"{value_s:.2f} s"

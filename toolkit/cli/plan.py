@@ -1,7 +1,7 @@
 """`dmt plan`: how a recipe would be laid out, how fast and why; starts nothing."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli import plan_goodput, plan_tables
-from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, load_on
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
@@ -42,8 +42,6 @@ _DEGREES = {
     "expert": "ep",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
-_INDENT = Text("      ")
-"""Before what a terminal has no room for on the first line."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
 
@@ -244,28 +242,17 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     by_part = _estimate(found, found.best)
     title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
-    _lines(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
+    show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
     if not found.fits:
-        _lines(console, ["", *_shortfall(found, plan)])
-    _lines(console, ["", *memory_lines(by_part)])
-    _lines(console, ["", *_time_lines(planned, by_part)])
+        show(console, ["", *_shortfall(found, plan)])
+    show(console, ["", *memory_lines(by_part)])
+    show(console, ["", *_time_lines(planned, by_part)])
     if found.fits:
-        _lines(console, ["", *_runner_up_lines(found, top)])
-    _lines(console, ["", *(_explained(found) if explain else _reasons(plan))])
-    _lines(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
+        show(console, ["", *_runner_up_lines(found, top)])
+    show(console, ["", *(_explained(found) if explain else _reasons(plan))])
+    show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
     if assumed is not None:
-        _lines(console, ["", *plan_goodput.lines(planned.job, assumed)])
-
-
-def _lines(console: Console, lines: Iterable[str | Text]) -> None:
-    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
-    for line in lines:
-        text = Text(line) if isinstance(line, str) else line
-        if not console.is_terminal or text.cell_len < console.width:
-            console.print(text, soft_wrap=True)
-            continue
-        first, *others = text.wrap(console, console.width - len(_INDENT))
-        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)
+        show(console, ["", *plan_goodput.lines(planned.job, assumed)])
 
 
 def _row(row: tuple[str, str]) -> Text:

@@ -71,8 +71,8 @@ def lines(job: Job, assumed: Assumptions) -> Iterator[Text]:
 
 def table(found: list[Row]) -> list[str]:
     """The header, and a line per number of GPUs; 80 columns wide at most."""
-    header = ["GPUs", "job MTBF", "save every", "steps", "goodput", "saving", "replay"]
-    cells = [[*header, "restart", "if sync"]]
+    header = ["GPUs", "job MTBF", "save every", "steps", "goodput"]
+    cells = [[*header, "saving", "replay", "restart", "if sync"]]
     for one in found:
         shares = one.shares
         lost = (shares.saving, shares.replay, shares.restart)
@@ -87,7 +87,7 @@ def table(found: list[Row]) -> list[str]:
                 f"{one.synchronous_goodput:.1%}",
             ]
         )
-    return columns(cells, left=0, gap="  ")
+    return columns(cells, left=0, gap=" ")
 
 
 def _advice(job: Job, assumed: Assumptions, best: Row) -> Iterator[Text]:
