@@ -141,7 +141,9 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
         yield Text("  goodput: nothing to divide yet, the run has just begun")
         return
     shares, total = spent.percentages(), duration(spent.total_s)
-    yield Text.assemble(("  goodput", "dim"), f"  {shares['productive']:.1f}% of {total}")
+    without = ", without start-up" if spent.parts_s["start_up"] is None else ""
+    found = f"  {shares['productive']:.1f}% of {total}{without}"
+    yield Text.assemble(("  goodput", "dim"), found)
     for name in PARTS:
         part_s = spent.parts_s[name]
         if part_s is None:
@@ -151,6 +153,6 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
         row = f"    {_LABELS[name]:<22}{duration(part_s):>12}  {shares[name]:>5.1f}%"
         yield Text.assemble(row, (f"  {bar}" if bar else "", "cyan"))
     if spent.idle_s > 0:
-        yield Text(
-            f"    besides, nothing ran for {duration(spent.idle_s)} between starts", "dim"
-        )
+        what = "nothing ran" if spent.parts_s["start_up"] is not None else "no step was made"
+        idle = duration(spent.idle_s)
+        yield Text(f"    besides, {what} for {idle} between starts", "dim")

@@ -62,13 +62,13 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """The starts of a run, in order; events without a readable time are left out.
+    """The starts of a run, in the order of the file; events without a time are left out.
 
     A start begins with `launch`, with a `restart` of the launcher, or, in runs that recorded
     neither, with the `start` of a training loop.
     """
     found: list[Attempt] = []
-    for event in sorted(filter(_timed, events), key=time_of):
+    for event in filter(_timed, events):
         anew = event["kind"] == "start" and found and found[-1].started is not None
         if begins(event) or anew or not found:
             automatic = event["kind"] == "restart"
