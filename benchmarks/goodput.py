@@ -123,8 +123,8 @@ def scale_table() -> Iterator[str]:
 CHECKED = tuple(
     Failures(minutes * MINUTE, stall_s, commit_s, 5 * MINUTE)
     for minutes, stall_s, commit_s in (
-        (24 * 60, 1, 30), (24 * 60, 300, 0), (180, 1, 30), (180, 60, 0), (60, 10, 120),
-        (30, 1, 5), (30, 120, 0), (15, 300, 0), (5, 150, 0),
+        (24 * 60, 10, 30), (24 * 60, 300, 0), (180, 2, 30), (180, 60, 0), (60, 10, 120),
+        (30, 1, 5), (30, 120, 0), (15, 300, 0), (5, 300, 0),
     )
 )  # fmt: skip
 """From rare failures and cheap saves to ones that leave hardly any time."""

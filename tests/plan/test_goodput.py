@@ -17,13 +17,14 @@ from toolkit.plan.goodput import (
 
 MINUTE, HOUR = 60.0, 3600.0
 JOBS = [
-    Failures(24 * HOUR, 1, 30, 300),
+    Failures(24 * HOUR, 20, 30, 300),
     Failures(3 * HOUR, 60, 0, 600),
     Failures(1 * HOUR, 10, 120, 300),
     Failures(30 * MINUTE, 1, 5, 600),
     Failures(30 * MINUTE, 120, 0, 300),
     Failures(15 * MINUTE, 300, 0, 300),  # the interval is 0.6 of the MTBF
     Failures(5 * MINUTE, 40, 90, 600),  # restarts fail more often than not
+    Failures(5 * MINUTE, 300, 0, 300),  # a save takes as long as machines live
 ]
 
 
