@@ -79,15 +79,19 @@ def test_without_the_option_nothing_is_said(capsys: pytest.CaptureFixture[str]) 
     assert "goodput" not in json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("checkpoint.every_steps=null", "is not set, so a failure undoes everything"),
-        ("checkpoint.every_steps=50", "the best interval is longer than the whole run"),
-    ],
-)
-def test_other_recipes(setting: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in section(capsys, TINY, "--mtbf", "50000", "--set", setting)
+def test_a_recipe_that_saves_at_its_end_only(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = "checkpoint.every_steps=null"
+    out = section(capsys, LLAMA_405B, "--mtbf", "50000", "--set", setting)
+    assert "every_steps is not set, so a failure undoes everything; 9" in out
+
+
+def test_a_run_that_is_over_before_it_should_save(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = section(capsys, TINY, "--mtbf", "50000")
+    (advice,) = re.findall(r"this recipe on .*", out)
+    assert re.search(r"the whole run \(.*\) is shorter than the best interval$", advice)
+    assert "every_steps" not in advice
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
 from toolkit.report.goodput import PARTS, Goodput, goodput
+from toolkit.report.summary import summarize
 from toolkit.train.jsonl import parse
 
 
@@ -39,6 +40,12 @@ def test_every_cause_of_a_killed_and_restarted_run() -> None:
 def test_lines_for_several_steps_count_every_step() -> None:
     log = [event(0, "launch"), event(5, "start", step=0), event(50, "end", step=20)]
     assert parts(goodput(log, metrics(20, 2.0, every=10)))["productive"] == 40
+
+
+def test_a_line_of_a_step_that_was_logged_before_counts_once() -> None:
+    log = [event(0, "launch"), event(5, "start", step=0), event(50, "end", step=20)]
+    lines = [*metrics(20, 2.0), metrics(8, 2.0)[-1]]
+    assert parts(goodput(log, lines))["productive"] == 40
 
 
 def test_a_stop_by_hand_is_no_loss_of_the_run() -> None:
@@ -118,6 +125,7 @@ def test_an_older_restart_from_the_beginning_is_no_launch() -> None:
     found = goodput(log, metrics(5, 2.0))
     assert found.total_s == 20
     assert parts(found)["replayed"] is None
+    assert summarize(log, []).starts == 2
 
 
 def test_starts_that_never_trained_are_start_up() -> None:

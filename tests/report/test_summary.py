@@ -18,7 +18,9 @@ def test_a_run_with_everything() -> None:
 
 def test_steps_are_those_of_the_last_start() -> None:
     """Steps 11 to 14 of the first start are lost when the second one stops at 12."""
-    log = [*KILLED_AND_RESTARTED[:6], event(64, "end", step=12, exit_code=75)]
+    failed = event(49, "end", rank=0, step=14, exit_code=4)
+    before, after = KILLED_AND_RESTARTED[:3], KILLED_AND_RESTARTED[3:6]
+    log = [*before, failed, *after, event(64, "end", step=12, exit_code=75)]
     assert summarize(log, metrics(12, 2.0)).steps == 12
 
 

@@ -94,28 +94,32 @@ def _advice(job: Job, assumed: Assumptions, best: Row) -> Iterator[Text]:
     """What the recipe says now, and what would be best on its cluster."""
     if best.interval_steps is None or job.step_s is None:
         return
-    gain = f"{best.shares.goodput:.1%} with --set checkpoint.every_steps={best.interval_steps}"
-    if best.interval_steps == job.steps:
-        gain = "the best interval is longer than the whole run"
+    own = f"  this recipe on {job.cluster.gpus:,}: "
+    if job.steps is not None and job.steps <= best.interval_steps:
+        whole = duration(job.steps * job.step_s)
+        yield Text(f"{own}the whole run ({whole}) is shorter than the best interval")
+        return
     written = goodput_as_written(job, assumed)
     if job.every_steps is None or written is None:
         now = "checkpoint.every_steps is not set, so a failure undoes everything"
     else:
         span = duration(job.every_steps * job.step_s)
         now = f"checkpoint.every_steps is {job.every_steps:,} ({span}): goodput {written:.1%}"
-    yield Text(f"  this recipe on {job.cluster.gpus:,}: {now}; {gain}")
+    proposal = f"--set checkpoint.every_steps={best.interval_steps}"
+    yield Text(f"{own}{now}; {best.shares.goodput:.1%} with {proposal}")
 
 
 def _assumed(job: Job, assumed: Assumptions) -> Iterator[str]:
     """Everything that the numbers rest on."""
-    share = job.checkpoint_bytes / 1e9
+    taken = job.checkpoint_bytes
+    checkpoint = f"{taken / 1e9:,.0f} GB" if taken >= 1e10 else f"{taken / 1e6:,.0f} MB"
     yield (
         f"--mtbf {assumed.mtbf_hours:,g}: hours between failures of one GPU with its share of "
         "host, network, power and software; any failure stops the whole job "
         "(Llama 3: 50,700)"
     )
     yield (
-        f"a checkpoint is {share:,.4g} GB: {BYTES_PER_PARAMETER} bytes per parameter, fp32 "
+        f"a checkpoint is {checkpoint}: {BYTES_PER_PARAMETER} bytes per parameter, fp32 "
         "weights and both Adam moments"
     )
     yield (

@@ -138,7 +138,6 @@ def row(job: Job, gpus: int, assumed: Assumptions) -> Row:
     if gpus == job.cluster.gpus and job.step_s is not None:
         fewest = math.ceil(there.shortest_interval_s / job.step_s)
         steps = max(1, fewest, round(interval_s / job.step_s))
-        steps = min(steps, job.steps or steps)  # a run is saved at its end
         interval_s = steps * job.step_s
     waiting = synchronous(there)
     return Row(
