@@ -1,7 +1,8 @@
-"""Numbers and bars as `dmt plan` and `dmt estimate` show them."""
+"""Numbers, bars and lines as `dmt plan`, `dmt estimate` and `dmt report` show them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from rich.console import Console
 from rich.text import Text
 
 from toolkit.plan.estimate import Estimate, memory_parts
@@ -10,6 +11,8 @@ from toolkit.units import seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""
+_INDENT = Text("      ")
+"""Before what a terminal has no room for on the first line."""
 
 
 def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
@@ -50,3 +53,14 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def show(console: Console, lines: Iterable[str | Text]) -> None:
+    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
+    for line in lines:
+        text = Text(line) if isinstance(line, str) else line
+        if not console.is_terminal or text.cell_len < console.width:
+            console.print(text, soft_wrap=True)
+            continue
+        first, *others = text.wrap(console, console.width - len(_INDENT))
+        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)

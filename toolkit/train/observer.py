@@ -54,9 +54,15 @@ class Reporter:
         if self.wandb is not None and (problem := self.wandb.problem()):
             self.progress.message(problem)
 
-    def validated(self, step: int, result: EvalResult) -> None:
-        """Write a validation loss everywhere."""
-        self.events.write("evaluation", step=step, loss=result.loss, tokens=result.tokens)
+    def validated(self, step: int, result: EvalResult, seconds: float) -> None:
+        """Write a validation loss everywhere, and how long training waited for it."""
+        self.events.write(
+            "evaluation",
+            step=step,
+            loss=result.loss,
+            tokens=result.tokens,
+            seconds=round(seconds, 3),
+        )
         self.progress.message(f"step {step}  validation loss {result.loss:.4f}")
         if self.tensorboard is not None:
             self.tensorboard.write_validation(step, result.loss)
@@ -142,9 +148,10 @@ class Observer:
         if self.run.validation is None or self._validated_at == progress.step:
             return
         self._validated_at = progress.step
+        started = time.perf_counter()
         result = self.run.engine.evaluate(self.run.validation())
         if self.reporter is not None:
-            self.reporter.validated(progress.step, result)
+            self.reporter.validated(progress.step, result, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Begin to save when due; when stopping, be done with it."""
