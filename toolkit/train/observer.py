@@ -3,6 +3,7 @@
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
