@@ -5,7 +5,8 @@ data. It has no transformer, takes microseconds a step, and keeps the whole cont
 `Engine`: several ranks, token-mean loss, saving, loading and export.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult
+from toolkit.engines.base import IGNORE_INDEX, EvalResult, MicroBatch, StepResult, refusal
 from toolkit.errors import CheckpointError
 
 STATE = "fake.safetensors"
@@ -29,7 +30,10 @@ class FakeEngine:
         """The rate of every step so far in this process."""
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         self.learning_rates.append(learning_rate)
@@ -37,13 +41,20 @@ class FakeEngine:
         loss, tokens = _mean_loss(logits, micro_batches)
         (gradient,) = torch.autograd.grad(loss, logits)
         loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
-        self.logits -= learning_rate * gradient
-        return StepResult(loss.item(), gradient.norm().item(), int(tokens.item()))
+        norm = gradient.norm().item()
+        skipped = refusal(loss.item(), max_loss, norm)
+        if skipped is None:
+            self.logits -= learning_rate * gradient
+        return StepResult(loss.item(), norm, int(tokens.item()), skipped)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
         loss, tokens = _mean_loss(self.logits, micro_batches)
         return EvalResult(_sum_over_ranks(loss).item(), int(tokens.item()))
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`."""
+        yield "logits", self.logits
 
     def save_state(self, folder: Path) -> None:
         """See `Engine.save_state`."""
