@@ -14,7 +14,7 @@ from toolkit.data.tokenized import TokenizedData
 from toolkit.engines.fake import FakeEngine
 from toolkit.errors import Stopped
 from toolkit.plan.layout import Layout
-from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Job, Progress, StepReport, train
 from toolkit.train.signals import StopRequest
 
@@ -56,7 +56,12 @@ class Recorder:
         self.calls.append(("stop" if stopping else "save", progress.step))
 
 
-def job(dataset: PackedDataset, engine: FakeEngine, steps: int = STEPS) -> Job:
+def job(
+    dataset: PackedDataset,
+    engine: FakeEngine,
+    steps: int = STEPS,
+    guard: GuardSection = GuardSection(),  # noqa: B008 - frozen
+) -> Job:
     return Job(
         engine=engine,
         batches=GlobalBatches(dataset, seed=1, global_batch_size=LAYOUT.global_batch),
@@ -66,6 +71,7 @@ def job(dataset: PackedDataset, engine: FakeEngine, steps: int = STEPS) -> Job:
         total_steps=steps,
         optimizer=OptimizerSection(learning_rate=5.0),
         schedule=ScheduleSection(name="constant"),
+        guard=guard,
     )
 
 
@@ -90,7 +96,7 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset, tmp_path: 
         engine.save_state(tmp_path)
         resumed = FakeEngine(VOCABULARY)
         resumed.load_state(tmp_path)
-        assert progress == Progress(step=15, consumed_samples=60)
+        assert progress == Progress(15, 60, tuple(first.losses))
         train(job(dataset, resumed), Progress(15, 60), second, stop)
     assert first.losses + second.losses == whole.losses
 

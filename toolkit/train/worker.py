@@ -213,6 +213,7 @@ class _Worker:
             steps,
             recipe.optimizer,
             recipe.schedule,
+            recipe.guard,
         )
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:
