@@ -2,6 +2,9 @@
 
 import math
 import signal
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,9 @@ from toolkit.data.batches import GlobalBatches
 from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
+from toolkit.engines.base import MicroBatch, StepResult
 from toolkit.engines.fake import FakeEngine
-from toolkit.errors import Stopped
+from toolkit.errors import RunFailed, Stopped
 from toolkit.plan.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Job, Progress, StepReport, train
@@ -41,11 +45,14 @@ class Recorder:
     def __init__(self, signal_at: int = -1) -> None:
         self.calls: list[tuple[str, int]] = []
         self.losses: list[float] = []
+        self.skipped: dict[int, str] = {}
         self.signal_at = signal_at
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         self.calls.append(("step", progress.step))
         self.losses.append(report.result.loss)
+        if report.result.skipped is not None:
+            self.skipped[progress.step] = report.result.skipped
         if progress.step == self.signal_at:
             signal.raise_signal(signal.SIGTERM)
 
@@ -99,6 +106,86 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset, tmp_path: 
         assert progress == Progress(15, 60, tuple(first.losses))
         train(job(dataset, resumed), Progress(15, 60), second, stop)
     assert first.losses + second.losses == whole.losses
+
+
+class SpoiledEngine(FakeEngine):
+    """Computes the loss of some steps with other weights: `spoiled` says what is added."""
+
+    def __init__(self, spoiled: dict[int, float]) -> None:
+        super().__init__(VOCABULARY)
+        self.spoiled = spoiled
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
+    ) -> StepResult:
+        kept = self.logits
+        added = self.spoiled.get(len(self.learning_rates), 0.0)
+        self.logits = kept.clone()
+        self.logits[-1] += added
+        result = super().train_step(micro_batches, learning_rate, max_loss)
+        if result.skipped is not None:
+            self.logits = kept
+        return result
+
+
+def skipped_steps(
+    dataset: PackedDataset, engine: FakeEngine, progress: Progress, guard: GuardSection
+) -> tuple[dict[int, str], Recorder]:
+    """Train to the end or to a failure of the guard; why which steps were skipped."""
+    hooks = Recorder()
+    with StopRequest() as stop, suppress(RunFailed):
+        train(job(dataset, engine, guard=guard), progress, hooks, stop)
+    return hooks.skipped, hooks
+
+
+def test_a_spike_is_measured_against_the_median(dataset: PackedDataset) -> None:
+    """Steps 4 and 20 (of 0…) jump to more than twice the loss of their forerunners."""
+    spoiled = {4: 9.0, 20: 9.0, 30: 0.5}
+    guard = GuardSection(spike_factor=2.0)
+    skipped, hooks = skipped_steps(dataset, SpoiledEngine(spoiled), Progress(), guard)
+    assert list(skipped) == [21], "too early to judge step 5, and step 31 is no spike"
+    median = statistics.median(hooks.losses[:20])
+    assert skipped[21] == f"the loss is above {2 * median:.6g}"
+    assert hooks.losses[20] > 2 * median
+    assert hooks.calls[-1] == ("evaluate", STEPS)
+
+
+def test_without_a_factor_only_a_loss_that_is_no_number_is_skipped(
+    dataset: PackedDataset,
+) -> None:
+    engine = SpoiledEngine({12: 9.0, 20: math.nan})
+    skipped, _ = skipped_steps(dataset, engine, Progress(), GuardSection())
+    assert skipped == {21: "the loss is not finite"}
+
+
+def test_a_resumed_run_remembers_the_losses(dataset: PackedDataset) -> None:
+    guard = GuardSection(spike_factor=2.0)
+    remembered = Progress(15, 60, (1.5,) * 15)
+    assert list(skipped_steps(dataset, SpoiledEngine({0: 9.0}), remembered, guard)[0]) == [16]
+    assert not skipped_steps(dataset, SpoiledEngine({0: 9.0}), Progress(15, 60), guard)[0]
+
+
+def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: PackedDataset) -> None:
+    progress = Progress()
+    skipped_steps(dataset, SpoiledEngine({3: math.nan}), progress, GuardSection())
+    assert (progress.step, progress.consumed_samples) == (STEPS, 4 * STEPS)
+    assert len(progress.recent_losses) == STEPS - 1
+    assert all(map(math.isfinite, progress.recent_losses))
+
+
+def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDataset) -> None:
+    nan = dict.fromkeys([2, 3, *range(7, 20)], math.nan)
+    hooks, progress = Recorder(), Progress()
+    guard = GuardSection(max_skips_in_a_row=3)
+    with StopRequest() as stop, pytest.raises(RunFailed) as failure:
+        train(job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks, stop)
+    assert list(hooks.skipped) == [3, 4, 8, 9, 10], "two in a row are no reason to stop"
+    assert "steps 8 to 10 were all skipped: the loss is not finite." in str(failure.value)
+    assert "The weights are those of step 7" in str(failure.value)
+    assert hooks.calls[-1] == ("step", 10), "neither saved nor validated"
 
 
 def test_signal_saves_and_stops(dataset: PackedDataset) -> None:
