@@ -61,8 +61,18 @@ def trained_module(engine: Any) -> nn.Module:
     return engine.model if hasattr(engine, "replica") else engine.engine.module
 
 
-def train(case: Case, ranks: Ranks, *, with_faults: bool) -> list[StepResult | None]:
-    """The steps of a case, None where a batch was left out."""
+def loss_scaler(engine: Any) -> Any:
+    """The state of an engine's fp16 loss scaler, if it has one."""
+    if hasattr(engine, "chunks"):
+        scaler = engine._scaler()
+        return scaler and [scaler.scale.item(), scaler._growth_tracker]
+    return engine.scaler.state_dict() if hasattr(engine, "scaler") else None
+
+
+def train(
+    case: Case, ranks: Ranks, *, with_faults: bool
+) -> tuple[list[StepResult | None], Any]:
+    """The steps of a case, None where a batch was left out; the loss scaler at the end."""
     engine, layout = new_engine(case, ranks, SEED)
     faults = None
     if with_faults and ranks.rank == ranks.world - 1:
@@ -79,20 +89,22 @@ def train(case: Case, ranks: Ranks, *, with_faults: bool) -> list[StepResult | N
         max_loss = 0.5 if step == HIGH_LOSS and with_faults else math.inf
         batches = micro_batches(inputs, labels, ranks, layout)
         results.append(engine.train_step(batches, 1e-3 * (step + 1), max_loss))
+    scaler = loss_scaler(engine)
     engine.close()
-    return results
+    return results, scaler
 
 
 def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Why steps were skipped on each rank, and the applied steps of both runs."""
     case = replace(case, steps=STEPS)
-    spoiled = train(case, ranks, with_faults=True)
-    dropped = train(case, ranks, with_faults=False)
+    spoiled, spoiled_scaler = train(case, ranks, with_faults=True)
+    dropped, dropped_scaler = train(case, ranks, with_faults=False)
     mine = {step: r.skipped for step, r in enumerate(spoiled) if r is not None and r.skipped}
     skipped: list[Any] = [None] * ranks.world
     dist.all_gather_object(skipped, mine)
     return {
         "skipped": skipped,
+        "scalers": [spoiled_scaler, dropped_scaler],
         "spoiled": [[r.loss, r.grad_norm] for r in spoiled if r is not None and not r.skipped],
         "dropped": [[r.loss, r.grad_norm] for r in dropped if r is not None],
     }

@@ -49,6 +49,7 @@ def check(cases: list[Case], world: int) -> None:
         assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * world
         assert len(result["dropped"]) == STEPS - len(steps)
         assert result["spoiled"] == result["dropped"]
+        assert result["scalers"][0] == result["scalers"][1]
 
 
 @pytest.mark.slow
