@@ -10,10 +10,18 @@ from toolkit.engines.deepspeed_veto import Veto
 from toolkit.errors import RunFailed
 
 
-def test_a_refused_loss_leaves_the_loss_scale_alone() -> None:
+def test_a_refused_loss_leaves_the_loss_scale_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1, 1, dtype=torch.float16)
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it tells of an overflow
+    scaler = DynamicLossScaler(
+        init_scale=2.0**16,
+        scale_window=1000,
+        min_scale=1,
+        delayed_shift=1,
+        consecutive_hysteresis=False,
+    )
     optimizer, before = SimpleNamespace(loss_scaler=scaler), dict(vars(scaler))
     veto = Veto(torch.nn.LayerNorm(4))
     for loss, refused in ((9.0, True), (1.0, False)):
