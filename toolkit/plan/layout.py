@@ -46,6 +46,16 @@ class Layout:
         """
         return rank // (self.tp * self.cp) % self.dp
 
+    def model_rank(self, rank: int) -> int:
+        """Which part of the model `rank` holds: ranks of equal number are replicas.
+
+        Within a pipeline stage, tensor-parallel and expert-parallel ranks both count from
+        its first rank, because experts themselves are not split once `ep` is above 1.
+        """
+        parts = math.lcm(self.tp, self.ep)
+        stage, place = divmod(rank, self.tp * self.cp * self.dp)
+        return stage * parts + place % parts
+
 
 def padded_vocab(vocab: int, tp: int) -> int:
     """Rows of the embedding when `tp` ranks hold equal parts: the next multiple of `tp`."""

@@ -278,6 +278,20 @@ class CheckpointSection(Section):
     """Write a Hugging Face folder to `export/` at the end."""
 
 
+class GuardSection(Section):
+    """What keeps a bad batch, or a bad machine, out of the weights."""
+
+    max_skips_in_a_row: Positive = 20
+    """Steps whose update is skipped one after the other before the run stops. A step is
+    skipped, on all ranks alike, when its loss or a gradient is not finite."""
+    spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Also skip a step whose loss exceeds this many times the median loss of the last 50
+    steps that were not skipped (not before 10 of them); null: skip no finite loss."""
+    replica_check_every_steps: Positive | None = None
+    """Steps between comparisons of the weights of ranks that must hold the same ones; a
+    difference stops the run and names the rank. Null: none."""
+
+
 class WandbSection(Section):
     """Weights & Biases. The API key comes from the environment, never from a recipe."""
 
@@ -323,5 +337,6 @@ class Recipe(Section):
     parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()

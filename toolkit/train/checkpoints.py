@@ -87,7 +87,7 @@ class RunCheckpoints:
             self._restore_wandb_id(manifest)
             seconds = round(time.monotonic() - began, 3)
             self.events.write("load", step=manifest.step, seconds=seconds)
-        return Progress(manifest.step, manifest.consumed_samples)
+        return Progress(manifest.step, manifest.consumed_samples, manifest.recent_losses)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B go on with the same run, also where its own file was lost."""
@@ -151,7 +151,7 @@ class RunCheckpoints:
             consumed_samples=progress.consumed_samples,
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
-            recent_losses=(),
+            recent_losses=progress.recent_losses,
             data_fingerprint=self.fingerprint,
             engine=plan.engine,
             model=plan.model,

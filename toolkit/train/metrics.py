@@ -31,7 +31,7 @@ class Metrics:
     consumed_samples: int
     """Sequences consumed since step 0: the data cursor."""
     skipped: bool
-    """True when the update was skipped because of non-finite gradients."""
+    """True when the update was skipped; events.jsonl says why."""
     memory_gib: float | None
     """Peak device memory of the fullest rank; null on CPU."""
 

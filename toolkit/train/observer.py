@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.base import Engine, EvalResult, MicroBatch
+from toolkit.engines.base import Engine, EvalResult, MicroBatch, StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import Prediction
@@ -21,6 +21,7 @@ from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
+from toolkit.train.replica_check import ReplicaCheck
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.tensorboard import TensorBoardLog
 from toolkit.train.wandb_service import WandbFollower
@@ -54,6 +55,18 @@ class Reporter:
             self.tensorboard.write(metrics)
         if self.wandb is not None and (problem := self.wandb.problem()):
             self.progress.message(problem)
+
+    def skipped(self, step: int, result: StepResult) -> None:
+        """Say that a step's update was skipped."""
+        self.events.write("skip", step=step, why=result.skipped, loss=result.loss)
+        self.progress.message(
+            f"step {step}  skipped: {result.skipped} (loss {result.loss:.4f})"
+        )
+
+    def warn(self, step: int, problem: str) -> None:
+        """Say what a setting cannot do."""
+        self.events.write("warning", source="guard", step=step, message=problem)
+        self.progress.message(f"warning: {problem}")
 
     def validated(self, step: int, result: EvalResult, seconds: float) -> None:
         """Write a validation loss everywhere, and how long training waited for it."""
@@ -101,21 +114,33 @@ class Observer:
         self._seconds: list[float] = []
         """Of every step since this start."""
         self._validated_at = -1
+        layout, rank = run.plan.layout, run.ranks.rank
+        self._replicas = ReplicaCheck(run.engine, layout, rank, run.checkpoints.saved_at)
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Advance the bar; log when due (always after the first step)."""
+        """Advance the bar; log (always the first step) and compare replicas when due."""
         self._window.add(report)
         self._seconds.append(report.seconds)
         if self.reporter is not None:
             self.reporter.progress.advance(progress.step)
-            if report.result.skipped:
-                self.reporter.events.write("skip", step=progress.step)
+            if report.result.skipped is not None:
+                self.reporter.skipped(progress.step, report.result)
         every = self.run.recipe.logging.every_steps
         if progress.step % every == 0 or progress.step == 1:
             metrics = self._metrics(progress, report)
             self._window = _Window()
             if self.reporter is not None:
                 self.reporter.log(metrics)
+        self._compare_replicas(progress.step)
+
+    def _compare_replicas(self, step: int) -> None:
+        """Compare when due. Raises RunFailed when replicas differ."""
+        every = self.run.recipe.guard.replica_check_every_steps
+        if every is None or step % every != 0:
+            return
+        problem = self._replicas.check(step)
+        if problem is not None and self.reporter is not None:
+            self.reporter.warn(step, problem)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
@@ -134,7 +159,7 @@ class Observer:
                 plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
             ),
             consumed_samples=progress.consumed_samples,
-            skipped=result.skipped,
+            skipped=result.skipped is not None,
             memory_gib=peak_memory_gib(self.run.ranks.device),
         )
 

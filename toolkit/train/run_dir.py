@@ -25,6 +25,7 @@ _MAY_CHANGE = (
     "evaluation",
     "logging",
     "checkpoint",
+    "guard",
     "cluster",
     "parallel",
     "launch",

@@ -222,6 +222,7 @@ class _Worker:
             steps,
             recipe.optimizer,
             recipe.schedule,
+            recipe.guard,
         )
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:
