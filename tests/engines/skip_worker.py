@@ -61,14 +61,6 @@ def trained_module(engine: Any) -> nn.Module:
     return engine.model if hasattr(engine, "replica") else engine.engine.module
 
 
-def loss_scaler(engine: Any) -> Any:
-    """The state of an engine's fp16 loss scaler, if it has one."""
-    if hasattr(engine, "chunks"):
-        scaler = engine._scaler()
-        return scaler and [scaler.scale.item(), scaler._growth_tracker]
-    return engine.scaler.state_dict() if hasattr(engine, "scaler") else None
-
-
 def train(
     case: Case, ranks: Ranks, *, with_faults: bool
 ) -> tuple[list[StepResult | None], Any]:
@@ -89,7 +81,7 @@ def train(
         max_loss = 0.5 if step == HIGH_LOSS and with_faults else math.inf
         batches = micro_batches(inputs, labels, ranks, layout)
         results.append(engine.train_step(batches, 1e-3 * (step + 1), max_loss))
-    scaler = loss_scaler(engine)
+    scaler = engine.counters().loss_scale
     engine.close()
     return results, scaler
 
