@@ -82,8 +82,9 @@ def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
 
 def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]]) -> None:
     """Continue the first layout of each pair in the second."""
-    for world in (1, 2, 4):
-        mine = [pair for pair in pairs if layouts[pair[1]][0] == world]
+    # Other processes for each target: the groups of every engine have threads that stay.
+    for name_of_target, (world, _) in layouts.items():
+        mine = [pair for pair in pairs if pair[1] == name_of_target]
         if not mine:
             continue
         results = run("load", folder, world, layouts, mine)
