@@ -34,6 +34,8 @@ class StepReport:
     result: StepResult
     learning_rate: float
     seconds: float
+    samples: tuple[int, ...] = ()
+    """What this rank trained on: indices in the training data."""
 
 
 class Hooks(Protocol):
@@ -87,7 +89,9 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         progress.step += 1
         progress.consumed_samples += layout.global_batch
 
-        hooks.after_step(progress, StepReport(result, rate, time.perf_counter() - started))
+        samples = tuple(sample for batch in micro_batches for sample in batch.samples)
+        seconds = time.perf_counter() - started
+        hooks.after_step(progress, StepReport(result, rate, seconds, samples))
         stopping = stop.agreed() and progress.step < job.total_steps
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:
