@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import MANIFEST, Manifest
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.failpoints import failpoint
 
 LATEST = "latest"
@@ -30,11 +30,11 @@ class CheckpointStore:
 
     def finished(self) -> list[Path]:
         """Folders that were finished, oldest first; whether they are whole, hashes tell."""
-        return sorted(path.parent for path in self.folder.glob(f"step-????????/{MANIFEST}"))
+        return sorted(path for path in self.folder.glob("step-????????") if path.is_dir())
 
     def expects_one(self) -> bool:
         """Was a checkpoint ever finished here?"""
-        return (self.folder / LATEST).exists() or any(self.folder.glob("step-????????"))
+        return (self.folder / LATEST).exists() or bool(self.finished())
 
     def partial(self, step: int) -> Path:
         """The folder that the checkpoint of `step` is written into."""
