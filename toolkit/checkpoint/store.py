@@ -50,8 +50,11 @@ class CheckpointStore:
         """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def commit(self, manifest: Manifest) -> Path:
-        """Turn a completely written folder into a checkpoint; then remove the oldest."""
+    def commit(self, manifest: Manifest) -> str | None:
+        """Turn a completely written folder into a checkpoint; then remove the oldest.
+
+        Returns what went wrong when it was a checkpoint already. Raises OSError before that.
+        """
         partial = self.partial(manifest.step)
         final = self.folder / folder_name(manifest.step)
         failpoint("checkpoint.hashed")
@@ -62,12 +65,15 @@ class CheckpointStore:
             # One that could not be read: the run came here a second time.
             final.rename(self.folder / f"{final.name}.replaced.tmp")
         partial.rename(final)
-        failpoint("checkpoint.renamed")
-        sync_folder(self.folder)
-        self._point_to(final)
-        failpoint("checkpoint.latest")
-        self._prune(final)
-        return final
+        try:
+            failpoint("checkpoint.renamed")
+            sync_folder(self.folder)
+            self._point_to(final)
+            failpoint("checkpoint.latest")
+            self._prune(final)
+        except OSError as error:
+            return str(error)
+        return None
 
     def _point_to(self, final: Path) -> None:
         hint = self.folder / f".{LATEST}.tmp"
