@@ -71,8 +71,7 @@ class Manifest:
         content = asdict(self)
         content["sha256"] = _digest(content)
         with (folder / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+            file.write(_text(content))
             file.flush()
             os.fsync(file.fileno())
 
@@ -81,14 +80,15 @@ class Manifest:
         """Read a checkpoint's manifest. Raises CheckpointError when it is damaged."""
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes().decode()
+            content = json.loads(text)
             if content.get("format") != FORMAT:
                 raise CheckpointError(
                     f"{path} has format {content.get('format')}, this release reads {FORMAT}",
                     fix="go on with the release that wrote it, or start again from its export",
                 )
-            stated = content.pop("sha256")
-            if stated != _digest(content):
+            exact = text == _text(content)
+            if content.pop("sha256") != _digest(content) or not exact:
                 raise ValueError("its text does not have the hash that it states")
             content["files"] = {n: FileRecord(**f) for n, f in content["files"].items()}
             content["recent_losses"] = tuple(content["recent_losses"])
@@ -99,6 +99,10 @@ class Manifest:
             ) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _digest(content: dict[str, Any]) -> str:

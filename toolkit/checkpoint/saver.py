@@ -41,6 +41,8 @@ class Saved:
     """From its beginning until it was on disk."""
     problem: str | None
     """Why there is no checkpoint; None when there is one."""
+    complaint: str | None = None
+    """What went wrong behind that: the hint `latest`, or the removal of old checkpoints."""
 
 
 class Saver:
@@ -111,11 +113,14 @@ class Saver:
                 files |= part or {}  # nothing of a rank that failed
         entries.clear()
         manifest = manifest.with_files(files)
+        complaint = None
         if problem is None:
-            problem = self._agree(lambda: self.store.commit(manifest) if leader else None)[0]
+            problem, (complaint, *_) = self._agree(
+                lambda: self.store.commit(manifest) if leader else None
+            )
         if problem is not None and leader:
             self.store.abandon(manifest.step)
-        return Saved(manifest, time.monotonic() - began, problem)
+        return Saved(manifest, time.monotonic() - began, problem, complaint)
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
         """Run `action` on every rank; the first rank's problem, and what all returned."""

@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import MANIFEST, Manifest
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.failpoints import failpoint
 
 LATEST = "latest"
@@ -30,11 +30,11 @@ class CheckpointStore:
 
     def finished(self) -> list[Path]:
         """Folders that were finished, oldest first; whether they are whole, hashes tell."""
-        return sorted(path.parent for path in self.folder.glob(f"step-????????/{MANIFEST}"))
+        return sorted(path for path in self.folder.glob("step-????????") if path.is_dir())
 
     def expects_one(self) -> bool:
         """Was a checkpoint ever finished here?"""
-        return (self.folder / LATEST).exists() or any(self.folder.glob("step-????????"))
+        return (self.folder / LATEST).exists() or bool(self.finished())
 
     def partial(self, step: int) -> Path:
         """The folder that the checkpoint of `step` is written into."""
@@ -50,8 +50,11 @@ class CheckpointStore:
         """Remove what was written of a checkpoint that failed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def commit(self, manifest: Manifest) -> Path:
-        """Turn a completely written folder into a checkpoint; then remove the oldest."""
+    def commit(self, manifest: Manifest) -> str | None:
+        """Turn a completely written folder into a checkpoint; then remove the oldest.
+
+        Returns what went wrong when it was a checkpoint already. Raises OSError before that.
+        """
         partial = self.partial(manifest.step)
         final = self.folder / folder_name(manifest.step)
         failpoint("checkpoint.hashed")
@@ -62,12 +65,15 @@ class CheckpointStore:
             # One that could not be read: the run came here a second time.
             final.rename(self.folder / f"{final.name}.replaced.tmp")
         partial.rename(final)
-        failpoint("checkpoint.renamed")
-        sync_folder(self.folder)
-        self._point_to(final)
-        failpoint("checkpoint.latest")
-        self._prune(final)
-        return final
+        try:
+            failpoint("checkpoint.renamed")
+            sync_folder(self.folder)
+            self._point_to(final)
+            failpoint("checkpoint.latest")
+            self._prune(final)
+        except OSError as error:
+            return str(error)
+        return None
 
     def _point_to(self, final: Path) -> None:
         hint = self.folder / f".{LATEST}.tmp"

@@ -94,4 +94,5 @@ def _micro_batch(dataset: PackedDataset, indices: Int64Array) -> MicroBatch:
     for row, index in enumerate(indices):
         if index != _PADDING:
             input_ids[row], labels[row] = dataset.sample(int(index))
-    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels))
+    samples = tuple(int(index) for index in indices)
+    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), samples)

@@ -33,6 +33,8 @@ class MicroBatch:
     labels: "torch.Tensor"
     """int64 [micro_batch, sequence], already shifted: `labels[:, t]` is the token that
     follows `input_ids[:, t]`, or `IGNORE_INDEX` where no loss is taken."""
+    samples: tuple[int, ...] = ()
+    """Which samples of the training data the rows are; for the sample log only."""
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,9 @@ class LoggingSection(Section):
     """Weights & Biases; null for none."""
     tensorboard: bool = False
     """Also write TensorBoard event files to `tensorboard/` in the run directory."""
+    samples: bool = False
+    """Also write which samples of the training data each step trains on, to
+    `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
 
 
 class LaunchSection(Section):

@@ -128,6 +128,8 @@ class RunCheckpoints:
         if saved.problem is not None:
             self._warn(f"step {step} was not saved, training goes on: {saved.problem}")
             return saved
+        if saved.complaint is not None:
+            self._warn(f"step {step} was saved, tidying up failed: {saved.complaint}")
         self.events.write(
             "save",
             step=step,

@@ -73,6 +73,17 @@ def mend_tail(path: Path) -> None:
         os.truncate(path, complete)
 
 
+def drop_later_steps(path: Path, step: int) -> int:
+    """Remove the lines of steps after `step`, and torn ones; return how many steps' lines."""
+    if not path.exists():
+        return 0
+    records = read(path)
+    kept = [record for record in records if int(record.get("step", 0)) <= step]
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
+    write_atomically(path, "".join(lines))
+    return len(records) - len(kept)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file in one step: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -44,6 +44,8 @@ class StepReport:
     result: StepResult
     learning_rate: float
     seconds: float
+    samples: tuple[int, ...] = ()
+    """What this rank trained on: indices in the training data."""
 
 
 class Hooks(Protocol):
@@ -99,7 +101,9 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         result = job.engine.train_step(micro_batches, rate, max_loss)
         progress.advance(result, layout.global_batch)
 
-        hooks.after_step(progress, StepReport(result, rate, time.perf_counter() - started))
+        samples = tuple(sample for batch in micro_batches for sample in batch.samples)
+        seconds = time.perf_counter() - started
+        hooks.after_step(progress, StepReport(result, rate, seconds, samples))
         guard.check(progress.step, result)
         stopping = stop.agreed() and progress.step < job.total_steps
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time

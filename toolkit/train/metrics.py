@@ -1,6 +1,5 @@
 """`metrics.jsonl`: one object per logged step, each step once, also after a resume."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,12 +49,7 @@ class MetricsLog:
         are dropped together with a torn last line: these steps are done again. An event
         says so: `resume` at `step`, or `restart` where nothing was saved.
         """
-        records = jsonl.read(path)
-        kept = [record for record in records if int(record.get("step", 0)) <= step]
-        if path.exists():
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
-            jsonl.write_atomically(path, "".join(lines))
-        dropped = len(records) - len(kept)
+        dropped = jsonl.drop_later_steps(path, step)
         if step > 0 or dropped:
             kind: EventKind = "resume" if step > 0 else "restart"
             events.write(kind, step=step, dropped_metrics_lines=dropped)

@@ -23,6 +23,7 @@ from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
 from toolkit.train.replica_check import ReplicaCheck
 from toolkit.train.run_dir import RunDirectory
+from toolkit.train.sample_log import SampleLog, drop_later_samples
 from toolkit.train.tensorboard import TensorBoardLog
 from toolkit.train.wandb_service import WandbFollower
 
@@ -39,6 +40,7 @@ class Reporter:
     ) -> None:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
+        drop_later_samples(run, start)
         self.progress = ProgressReport(total, start)
         self.wandb = None
         if recipe.logging.wandb is not None:
@@ -116,11 +118,17 @@ class Observer:
         self._validated_at = -1
         layout, rank = run.plan.layout, run.ranks.rank
         self._replicas = ReplicaCheck(run.engine, layout, rank, run.checkpoints.saved_at)
+        self._samples: SampleLog | None = None
+        if run.recipe.logging.samples:
+            data_rank = run.plan.layout.data_rank(run.ranks.rank)
+            self._samples = SampleLog(run.checkpoints.directory, run.ranks.rank, data_rank)
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
         self._window.add(report)
         self._seconds.append(report.seconds)
+        if self._samples is not None:
+            self._samples.write(progress.step, report.samples)
         if self.reporter is not None:
             self.reporter.progress.advance(progress.step)
             if report.result.skipped is not None:

@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def samples(self) -> Path:
+        """Folder of the sample logs."""
+        return self.path / "samples"
+
+    @property
     def wandb(self) -> Path:
         """Folder that W&B writes."""
         return self.path / "wandb"

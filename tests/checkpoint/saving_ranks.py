@@ -1,0 +1,164 @@
+"""Two real ranks that train a made-up state and save it as the product does.
+
+They are forked from a server that has imported torch already: a start takes a fraction of a
+second, so that every fault of a save can be tried on every rank.
+"""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from hashlib import sha256
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.conftest import MANIFEST
+from toolkit.checkpoint.resume import find_newest, load
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, whole_block
+from toolkit.checkpoint.store import CheckpointStore
+from toolkit.engines.distributed import end_process, join
+from toolkit.launchers.base import free_port
+
+WORLD = 2
+STEPS = 8
+EVERY_STEPS = 2
+KEEP = 2
+LIMIT_S = 60.0
+COMPANIONS = {"hf/config.json": b"{}\n"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run that lives in `folder`."""
+
+    folder: Path
+    asynchronous: bool
+    faults: str = ""
+    """DMT_FAILPOINTS."""
+    columns: int = 5
+    """Of the one matrix that is trained, which has 7 rows."""
+    remove: tuple[int, Path] | None = None
+    """A step, and a file that goes when it is reached: makes room on a full disk."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has to tell of a run that it finished."""
+
+    resumed_at: int
+    skipped: tuple[str, ...]
+    problems: tuple[tuple[int, str], ...]
+    """Steps that could not be saved, and why."""
+    complaints: tuple[tuple[int, str], ...]
+    state: str
+    """Hash of this rank's state at the end."""
+
+
+def run(start: Start) -> tuple[list[int | None], list[Told]]:
+    """Exit codes of the ranks, and what each tells if all of them came to the end.
+
+    Fails when a rank hangs.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port = free_port()
+    ranks = [context.Process(target=_rank, args=(rank, port, start)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    try:
+        _wait(ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    codes = [process.exitcode for process in ranks]
+    done = codes == [0] * WORLD
+    return codes, [_read(start.folder, rank) for rank in range(WORLD)] if done else []
+
+
+def _wait(ranks: Iterable[BaseProcess]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while any(process.is_alive() for process in ranks):
+        assert time.monotonic() < end, "a rank hangs"
+        time.sleep(0.005)
+
+
+def _read(folder: Path, rank: int) -> Told:
+    told = json.loads((folder / f"told-{rank}.json").read_text())
+    pairs = {key: tuple(map(tuple, told[key])) for key in ("problems", "complaints")}
+    return Told(**told | pairs | {"skipped": tuple(told["skipped"])})
+
+
+def _rank(rank: int, port: int, start: Start) -> None:
+    """One rank, from the newest checkpoint to the last step."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), OMP_NUM_THREADS="1",
+        LOCAL_WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        DMT_FAILPOINTS=start.faults,
+    )  # fmt: skip
+    code = 1
+    try:
+        join(timedelta(seconds=LIMIT_S))
+        told = _train(rank, start)
+        (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
+        dist.barrier()
+        code = 0
+    finally:
+        end_process(code)
+
+
+def _train(rank: int, start: Start) -> Told:
+    store = CheckpointStore(start.folder / "checkpoints", KEEP)
+    saver = Saver(store, asynchronous=start.asynchronous)
+    shard = _half_of_the_state(rank, start.columns)
+    found = find_newest(store, expected=False)
+    if found is not None:
+        load([shard], SavedState(found.folder))
+    resumed_at = 0 if found is None else found.manifest.step
+    outcomes: list[Saved | None] = []
+    for step in range(resumed_at + 1, STEPS + 1):
+        _train_step(shard, step)
+        if start.remove is not None and step == start.remove[0]:
+            start.remove[1].unlink(missing_ok=True)
+        outcomes.append(saver.finished())
+        if step % EVERY_STEPS == 0:
+            outcomes.append(saver.finished(wait=True))
+            saver.save(replace(MANIFEST, step=step), [shard], COMPANIONS)
+    outcomes.append(saver.finished(wait=True))
+    saver.close()
+    return Told(
+        resumed_at,
+        () if found is None else found.skipped,
+        tuple((s.manifest.step, s.problem) for s in outcomes if s and s.problem),
+        tuple((s.manifest.step, s.complaint) for s in outcomes if s and s.complaint),
+        sha256(b"".join(shard.get(name).numpy().tobytes() for name in QUANTITIES)).hexdigest(),
+    )
+
+
+def _half_of_the_state(rank: int, columns: int) -> StateShard:
+    whole = whole_block("matrix", (7, columns))
+    numel = 7 * columns
+    bounds = [0, numel // 2, numel]  # in the middle of a row
+    blocks = cut([whole], bounds[rank], bounds[rank + 1])
+    length = bounds[rank + 1] - bounds[rank]
+    values: dict[str, Any] = {name: torch.zeros(length) for name in QUANTITIES}
+    return StateShard(blocks, values, saved_here=True)
+
+
+def _train_step(shard: StateShard, step: int) -> None:
+    """Change every value, by what it was and by what the other rank holds."""
+    for number, name in enumerate(QUANTITIES):
+        values = shard.get(name)
+        total = values.sum().reshape(1)
+        dist.all_reduce(total)
+        places = torch.arange(values.numel())
+        values.mul_(0.9).add_(torch.sin(places * 0.1 + step + number) + total * 1e-6)

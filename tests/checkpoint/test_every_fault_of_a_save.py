@@ -1,0 +1,119 @@
+"""A fault at every phase of a save, on every rank that passes it, synchronous and not."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.saving_ranks import EVERY_STEPS, KEEP, STEPS, Start, run
+from tests.disks import small_file_system
+from toolkit.checkpoint.manifest import Manifest
+
+pytestmark = pytest.mark.slow
+
+NOTHING_WRITTEN = ["begin", "copied"]
+ON_EVERY_RANK = [*NOTHING_WRITTEN, "write", "written"]
+BEFORE_THE_RENAME = ["hashed", "manifest"]
+AFTER_THE_RENAME = ["renamed", "latest", "prune"]
+"""The checkpoint counts from the rename on. Only rank 0 gets to these and to those before."""
+PLACES = [
+    *((phase, rank) for phase in ON_EVERY_RANK for rank in (0, 1)),
+    *((phase, 0) for phase in BEFORE_THE_RENAME + AFTER_THE_RENAME),
+]
+SMALL_DISK_BYTES = 4 << 20
+MODES = [pytest.param(True, id="asynchronous"), pytest.param(False, id="synchronous")]
+
+
+@pytest.fixture(autouse=True)
+def single_rank() -> None:
+    """The ranks are processes of their own here."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Each rank's state at the end of a run without a fault."""
+    codes, told = run(Start(tmp_path_factory.mktemp("undisturbed"), asynchronous=True))
+    assert codes == [0, 0]
+    return [rank.state for rank in told]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in the folder, which holds nothing else but `latest`."""
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names.pop(0) == "latest"
+    return [int(name.removeprefix("step-")) for name in names]
+
+
+@pytest.mark.parametrize("asynchronous", MODES)
+@pytest.mark.parametrize("save", [pytest.param(1, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize(("phase", "rank"), PLACES)
+def test_a_kill(
+    tmp_path: Path, undisturbed: list[str], phase: str, rank: int, save: int, asynchronous: bool
+) -> None:
+    if phase == "prune":
+        save = KEEP + 1  # the first that has something to remove
+    hit = 1 if phase == "prune" else save
+    start = Start(tmp_path, asynchronous)
+    codes, _ = run(replace(start, faults=f"checkpoint.{phase}=kill@rank{rank},hit{hit}"))
+    assert codes[rank] == -9
+    assert codes[1 - rank] == 1, "the other rank notices and ends"
+
+    complete = save if phase in AFTER_THE_RENAME else save - 1
+    codes, told = run(start)
+    assert codes == [0, 0]
+    for mine, expected in zip(told, undisturbed, strict=True):
+        assert mine.resumed_at == complete * EVERY_STEPS
+        assert mine.state == expected
+        assert (mine.skipped, mine.problems, mine.complaints) == ((), (), ())
+    assert saved_steps(tmp_path) == [STEPS - EVERY_STEPS, STEPS]
+
+
+@pytest.mark.parametrize("asynchronous", MODES)
+@pytest.mark.parametrize(
+    ("phase", "rank"), [place for place in PLACES if place[0] not in NOTHING_WRITTEN]
+)
+def test_a_full_disk(
+    tmp_path: Path, undisturbed: list[str], phase: str, rank: int, asynchronous: bool
+) -> None:
+    """The run goes on, its old checkpoint is there, and the next save works."""
+    hit = 1 if phase == "prune" else 3
+    faults = f"checkpoint.{phase}=full@rank{rank},hit{hit}"
+    codes, told = run(Start(tmp_path, asynchronous, faults))
+    assert codes == [0, 0]
+    assert [mine.state for mine in told] == undisturbed
+    for mine in told:
+        lost, incomplete = mine.problems, mine.complaints
+        if phase in AFTER_THE_RENAME:
+            lost, incomplete = incomplete, lost
+        assert incomplete == ()
+        ((step, problem),) = lost
+        assert step == 3 * EVERY_STEPS
+        assert f"No space left on device: 'failpoint checkpoint.{phase}'" in problem
+        assert problem.startswith(f"rank {rank}: ") or phase in AFTER_THE_RENAME
+    kept = [3, 4] if phase in AFTER_THE_RENAME else [2, 4]
+    assert saved_steps(tmp_path) == [save * EVERY_STEPS for save in kept]
+
+
+@pytest.mark.parametrize("asynchronous", MODES)
+def test_a_disk_that_is_really_full(small_disk: Path, asynchronous: bool) -> None:
+    """The third save finds no room, the fourth does."""
+    ballast = small_disk / "ballast"
+    one_save = 3 * 4 * 7 * 5000
+    ballast.write_bytes(bytes(SMALL_DISK_BYTES - 5 * one_save // 2 - 64 * 1024))
+    start = Start(small_disk, asynchronous, columns=5000, remove=(7, ballast))
+    codes, told = run(start)
+    assert codes == [0, 0]
+    for mine in told:
+        ((step, problem),) = mine.problems
+        assert step == 6 and "No space left on device" in problem
+    assert saved_steps(small_disk) == [4, 8]
+    for step in (4, 8):
+        Manifest.read(small_disk / "checkpoints" / f"step-{step:08d}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    with small_file_system(tmp_path / "disk", SMALL_DISK_BYTES) as folder:
+        yield folder
