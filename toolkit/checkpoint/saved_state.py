@@ -1,6 +1,7 @@
 """Reading a checkpoint's tensors: any rectangle of them, from whichever files hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from toolkit.checkpoint.shards import (
     cut,
     parameter_blocks,
     parse_key,
+    whole_block,
 )
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 
+ELEMENTS_AT_ONCE = 1 << 24
+"""Elements of one tensor that are in memory while it is copied."""
 _DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
 
 
@@ -82,6 +86,14 @@ class SavedState:
                 f"{self.folder}` compares",
             )
         return values
+
+    def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
+        """A whole tensor, some rows at a time: fp32, [rows, columns] or [rows]."""
+        whole = whole_block(tensor, self.shapes[tensor])
+        last = whole.rows[1]
+        step = max(1, ELEMENTS_AT_ONCE * last // block_numel(whole))
+        for first in range(0, last, step):
+            yield self.read(quantity, replace(whole, rows=(first, min(first + step, last))))
 
     def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
         try:

@@ -35,7 +35,9 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Logits of transformers' model: fp32 [sequences, length, vocabulary]."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
     # The grouped matrix products that are the default need 16-byte strides on CPUs.
     model.config._experts_implementation = "eager"
     logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
