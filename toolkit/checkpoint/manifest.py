@@ -93,7 +93,9 @@ class Manifest:
             stated = content.pop("sha256")
             if stated != _digest(content):
                 raise ValueError("its text does not have the hash that it states")
-            content["files"] = {n: FileRecord(**f) for n, f in content["files"].items()}
+            content["files"] = {
+                _inside(n): FileRecord(**f) for n, f in content["files"].items()
+            }
             content["recent_losses"] = tuple(content["recent_losses"])
             return cls(**{**content, "layout": Layout(**content["layout"])})
         except FileNotFoundError as error:
@@ -107,6 +109,13 @@ class Manifest:
 def _digest(content: dict[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _inside(name: str) -> str:
+    """A path in the folder. Raises ValueError for one that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names a file outside its folder: {name!r:.80}")
+    return name
 
 
 def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileRecord:

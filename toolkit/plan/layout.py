@@ -1,7 +1,7 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from toolkit.recipe.schema import TrainingSection
@@ -45,6 +45,27 @@ class Layout:
         data and pipeline, so that a tensor group lies within a node.
         """
         return rank // (self.tp * self.cp) % self.dp
+
+
+def describe(engine: str, model: str, layout: Layout) -> str:
+    """`megatron dp2 tp2, micro batch 4 × 2`: what is not the default of a layout."""
+    degrees = asdict(layout)
+    words = [engine if model == "hf" or engine == model else f"{engine}/{model}"]
+    words += [f"dp{layout.dp}"]
+    words += [
+        f"{key}{degrees[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if degrees[key] > 1
+    ]
+    words += ["sp"] * layout.sequence_parallel
+    words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
+    words += [
+        f"{what} on {degrees[f'offload_{what}']}"
+        for what in ("optimizer", "parameters")
+        if degrees[f"offload_{what}"] != "none"
+    ]
+    words += [f"{layout.recompute} recompute"] if layout.recompute != "none" else []
+    return (
+        f"{' '.join(words)}, micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
+    )
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
