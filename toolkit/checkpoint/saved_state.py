@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ class SavedState:
                 ends = [block.columns[1] for block, _, _ in parts if block.columns is not None]
                 found[tensor] = (rows, max(ends)) if ends else (rows,)
         return dict(sorted(found.items()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all whole tensors, moments included."""
+        numel = sum(map(prod, self.shapes.values()))
+        return numel * len(QUANTITIES) * torch.float32.itemsize
 
     def names(self) -> list[tuple[str, str]]:
         """Every quantity and tensor of which something is stored."""

@@ -74,5 +74,6 @@ def print_hanging(console: Console, prefix: Text, body: str) -> None:
     if console.is_terminal:
         lines = list(lines[0].wrap(console, max(console.width - prefix.cell_len, 20)))
     for index, line in enumerate(lines):
-        before = prefix if index == 0 else Text(" " * prefix.cell_len)
-        console.print(before + line, soft_wrap=True)
+        before = prefix if index == 0 else " " * prefix.cell_len
+        line.rstrip()
+        console.print(Text.assemble(before, line), soft_wrap=True)

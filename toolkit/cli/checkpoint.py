@@ -1,6 +1,8 @@
 """`dmt checkpoint`: what checkpoints hold, whether they are whole, and where they can go."""
 
 import json
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +17,7 @@ from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress, columns, print_hanging
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, load_on
 from toolkit.errors import EXIT_USER_ERROR
-from toolkit.plan.layout import describe
+from toolkit.plan.layout import degrees_text
 from toolkit.redact import redact
 from toolkit.units import byte_size
 
@@ -105,7 +107,9 @@ def _cells(one: Listed) -> list[str]:
     name = one.folder.name.removeprefix("step-").lstrip("0") or "0"
     manifest = one.manifest
     layout = (
-        "" if manifest is None else describe(manifest.engine, manifest.model, manifest.layout)
+        ""
+        if manifest is None
+        else degrees_text(manifest.engine, manifest.model, manifest.layout)
     )
     state = f"{one.state}, latest" if one.latest else one.state
     written = f"{_time(one.modified_s):%Y-%m-%d %H:%M}"
@@ -202,6 +206,7 @@ def convert(checkpoint: Checkpoint, dst: Destination, as_json: Json = False) -> 
     Example: `dmt checkpoint convert runs/tiny-llama-bytes archive/step-00000200`
     """
     from toolkit.checkpoint import convert as conversion
+    from toolkit.checkpoint.saved_state import SavedState
     from toolkit.checkpoint.verify import require_whole
 
     found = _find(checkpoint)
@@ -210,7 +215,7 @@ def convert(checkpoint: Checkpoint, dst: Destination, as_json: Json = False) -> 
     # Hashes are written anew: damage must not become part of a good checkpoint.
     with byte_progress("verify", nbytes) as tick:
         require_whole(found.folder, tick)
-    with byte_progress("convert", nbytes) as tick:
+    with byte_progress("convert", SavedState(found.folder).nbytes) as tick:
         manifest = conversion.convert(found.folder, dst, tick)
     with byte_progress("verify", manifest.nbytes) as tick:
         require_whole(dst, tick)
@@ -286,12 +291,14 @@ def fits(
         _print_rows(rows)
         typer.echo(f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}")
         if not refused:
-            _say(_how_to_go_on(recipe, found))
+            launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
+            launch += [] if cluster is None else ["--cluster", cluster]
+            _say(_how_to_go_on(found, launch))
     if refused:
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _print_rows(rows: "list[Row]") -> None:
+def _print_rows(rows: "Sequence[Row]") -> None:
     console = Console(highlight=False)
     width = max(len(row.what) for row in rows)
     for row in rows:
@@ -300,14 +307,14 @@ def _print_rows(rows: "list[Row]") -> None:
         print_hanging(console, prefix, redact(row.why))
 
 
-def _how_to_go_on(recipe: Path, found: Located) -> str:
+def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:
     if found.folder.absolute().parent.name != CHECKPOINTS:
         return "copy it into the checkpoints folder of a run directory to continue from it"
     run = found.folder.absolute().parent.parent
     newest = store_of(run).finished()[-1].name
     if newest != found.folder.name:
         return f"a launch continues from the newest, {newest}, unless that is removed"
-    return f"`dmt launch {recipe} --run-dir {run}` continues from it"
+    return f"to continue: {shlex.join(['dmt', 'launch', *launch, '--run-dir', str(run)])}"
 
 
 def _find(path: Path) -> Located:

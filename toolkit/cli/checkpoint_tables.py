@@ -8,7 +8,7 @@ from typing import NamedTuple
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.cli.check import human
-from toolkit.plan.layout import describe
+from toolkit.plan.layout import layout_text
 from toolkit.units import byte_size
 
 _STATE_BYTES = 3 * 4
@@ -41,14 +41,15 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     length = training["sequence_length"]
     tokens = human(manifest.consumed_samples * length)
     yield "consumed", f"{manifest.consumed_samples:,} sequences of {length:,}: {tokens} tokens"
-    yield "layout", describe(manifest.engine, manifest.model, manifest.layout)
+    yield "layout", layout_text(manifest.engine, manifest.model, manifest.layout)
     ranks = manifest.layout.world
     yield "ranks", f"{ranks:,}"
     scale = "" if manifest.loss_scale is None else f", loss scale {manifest.loss_scale}"
     yield "precision", f"{training['precision']}; weights and moments in fp32{scale}"
     parameters = sum(prod(one.shape) for one in held)
     nbytes = byte_size(parameters * _STATE_BYTES)
-    yield "tensors", f"{len(held):,}, {human(parameters)} parameters, {nbytes} with moments"
+    told = f"{len(held):,}, {human(parameters)} parameters, {nbytes} with both moments"
+    yield "tensors", told
     yield "files", f"{len(manifest.files):,}, {byte_size(manifest.nbytes)}"
     yield "W&B run", manifest.wandb_id or "none"
     yield "versions", ", ".join(_versions(manifest))

@@ -47,25 +47,26 @@ class Layout:
         return rank // (self.tp * self.cp) % self.dp
 
 
-def describe(engine: str, model: str, layout: Layout) -> str:
-    """`megatron dp2 tp2, micro batch 4 × 2`: what is not the default of a layout."""
-    degrees = asdict(layout)
-    words = [engine if model == "hf" or engine == model else f"{engine}/{model}"]
-    words += [f"dp{layout.dp}"]
+def degrees_text(engine: str, model: str, layout: Layout) -> str:
+    """`megatron dp2 tp2 sp zero1`: engine and what is not the default of a layout."""
+    values = asdict(layout)
+    words = [engine if model in ("hf", engine) else f"{engine}/{model}", f"dp{layout.dp}"]
     words += [
-        f"{key}{degrees[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if degrees[key] > 1
+        f"{key}{values[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if values[key] > 1
     ]
     words += ["sp"] * layout.sequence_parallel
     words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
-    words += [
-        f"{what} on {degrees[f'offload_{what}']}"
-        for what in ("optimizer", "parameters")
-        if degrees[f"offload_{what}"] != "none"
-    ]
-    words += [f"{layout.recompute} recompute"] if layout.recompute != "none" else []
-    return (
-        f"{' '.join(words)}, micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
-    )
+    for what in ("optimizer", "parameters"):
+        if (place := values[f"offload_{what}"]) != "none":
+            words.append(f"{what}:{place}")
+    return " ".join(words)
+
+
+def layout_text(engine: str, model: str, layout: Layout) -> str:
+    """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
+    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
+    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

@@ -10,7 +10,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import DROPOUT_KEYS
-from toolkit.plan.layout import describe, total_steps
+from toolkit.plan.layout import layout_text, total_steps
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
 from toolkit.train import jsonl
@@ -145,10 +145,10 @@ class Pairing:
         return (then.engine, then.model, then.layout) == (now.engine, now.model, now.layout)
 
     def _layout(self) -> Row:
-        then = describe(self.manifest.engine, self.manifest.model, self.manifest.layout)
+        then = layout_text(self.manifest.engine, self.manifest.model, self.manifest.layout)
         if self._same_layout:
             return Row("layout", "kept", f"{then}: bitwise the run without a break")
-        now = describe(self.plan.engine, self.plan.model, self.plan.layout)
+        now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
         told = f"{then} then, {now} now: the same up to the rounding of sums"
         return Row("layout", "changed", told)
 
@@ -161,7 +161,7 @@ class Pairing:
         ]
         if changed:
             return Row("versions", "changed", "; ".join(changed))
-        return Row("versions", "kept", "the same packages on this machine")
+        return Row("versions", "kept", "the same packages as on this machine")
 
     def _wandb(self) -> Row:
         wandb, run_id = self.recipe.logging.wandb, self.manifest.wandb_id
