@@ -19,3 +19,11 @@ def duration(value_s: float) -> str:
         if value_s >= 2 * unit_s:
             return f"{value_s / unit_s:,.1f} {unit}"
     return f"{value_s:.1f} s" if value_s >= 10 else f"{value_s:.2f} s"
+
+
+def byte_size(count: int) -> str:
+    """`12.3 GB`, `4.0 KB`: decimal units, as of files."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= limit:
+            return f"{count / limit:.1f} {unit}"
+    return f"{count} B"

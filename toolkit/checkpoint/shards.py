@@ -70,6 +70,12 @@ def block_numel(block: Block) -> int:
     return (block.rows[1] - block.rows[0]) * _width(block)
 
 
+def block_shape(block: Block) -> tuple[int, ...]:
+    """(rows, columns) or (rows,)."""
+    rows = block.rows[1] - block.rows[0]
+    return (rows,) if block.columns is None else (rows, _width(block))
+
+
 def _width(block: Block) -> int:
     return 1 if block.columns is None else block.columns[1] - block.columns[0]
 
