@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.resume import Found
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.checkpoint.store import folder_name
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
@@ -285,7 +286,8 @@ class _Worker:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.directory.export, ignore_errors=True)
-            export(checkpoints.store.finished()[-1], self.directory.export)
+            last = checkpoints.store.folder / folder_name(self.progress.step)
+            export(last, self.directory.export)
 
 
 def _say(message: str) -> None:
