@@ -227,7 +227,10 @@ def export(
     checkpoint: Checkpoint,
     dst: Destination,
     verify: Annotated[
-        bool, typer.Option(" /--no-verify", help="Do not hash the checkpoint first.")
+        bool,
+        typer.Option(
+            " /--no-verify", help="Do not hash the checkpoint first.", show_default=False
+        ),
     ] = True,
     as_json: Json = False,
 ) -> None:
