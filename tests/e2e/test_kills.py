@@ -66,6 +66,40 @@ def test_many_kills(project: Project, undisturbed, layout: str, trial: int) -> N
     kill_and_start_again(project, layout, trial, trial % 2 == 0, undisturbed(layout))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "place", "newest"),
+    [
+        ("ddp", "renamed=kill@rank0", 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("ddp", "begin=kill@rank1", 8),
+                ("zero2", "written=kill@rank1", 8),
+                ("zero3", "write=kill@rank0", 8),
+                ("megatron-tp2", "copied=kill@rank1", 8),
+                ("megatron-pp2", "manifest=kill@rank0", 8),
+                ("megatron-tp2", "latest=kill@rank0", 12),
+            )
+        ),
+    ],
+)
+def test_a_kill_in_the_third_save(
+    project: Project, undisturbed, layout: str, place: str, newest: int
+) -> None:
+    """The whole product; every place on every rank is in tests/checkpoint."""
+    name = f"third-{layout}-{place.partition('=')[0]}"
+    recipe = changes(layout, asynchronous=True)
+    ended = project.launch(name, recipe, env={"DMT_FAILPOINTS": f"checkpoint.{place},hit3"})
+    assert ended.code == 4
+    assert f"{place[-5:-1]} {place[-1]} was killed by SIGKILL" in ended.err
+    assert checkpoints(project.folder / name)[-1] == newest
+    ended = project.launch(name, recipe)
+    assert ended.code == 0, ended.err
+    assert events(project.folder / name, "load")[-1]["step"] == newest
+    assert outcome(project.folder / name) == undisturbed(layout).outcome
+
+
 def kill_and_start_again(
     project: Project, layout: str, trial: int, asynchronous: bool, expected: Undisturbed
 ) -> None:
