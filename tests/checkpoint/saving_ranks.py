@@ -1,18 +1,13 @@
 """Two real ranks that train a made-up state and save it as the product does.
 
-They are forked from a server that has imported torch already: a start takes a fraction of a
-second, so that every fault of a save can be tried on every rank.
+A start takes a fraction of a second, so that every fault of a save can be tried on every rank.
 """
 
 import json
-import multiprocessing
 import os
-import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.conftest import MANIFEST
+from tests.forked import ForkedRanks, preload
 from toolkit.checkpoint.resume import find_newest, load
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, whole_block
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.engines.distributed import end_process, join
-from toolkit.launchers.base import free_port
+from toolkit.engines.distributed import join
 
 WORLD = 2
 STEPS = 8
@@ -68,28 +63,10 @@ def run(start: Start) -> tuple[list[int | None], list[Told]]:
 
     Fails when a rank hangs.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    port = free_port()
-    ranks = [context.Process(target=_rank, args=(rank, port, start)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    try:
-        _wait(ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    codes = [process.exitcode for process in ranks]
+    preload(__name__)
+    codes = ForkedRanks(_rank, [start], WORLD, start.folder).end(LIMIT_S)
     done = codes == [0] * WORLD
     return codes, [_read(start.folder, rank) for rank in range(WORLD)] if done else []
-
-
-def _wait(ranks: Iterable[BaseProcess]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while any(process.is_alive() for process in ranks):
-        assert time.monotonic() < end, "a rank hangs"
-        time.sleep(0.005)
 
 
 def _read(folder: Path, rank: int) -> Told:
@@ -98,22 +75,14 @@ def _read(folder: Path, rank: int) -> Told:
     return Told(**told | pairs | {"skipped": tuple(told["skipped"])})
 
 
-def _rank(rank: int, port: int, start: Start) -> None:
+def _rank(start: Start) -> int:
     """One rank, from the newest checkpoint to the last step."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), OMP_NUM_THREADS="1",
-        LOCAL_WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        DMT_FAILPOINTS=start.faults,
-    )  # fmt: skip
-    code = 1
-    try:
-        join(timedelta(seconds=LIMIT_S))
-        told = _train(rank, start)
-        (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
-        dist.barrier()
-        code = 0
-    finally:
-        end_process(code)
+    os.environ["DMT_FAILPOINTS"] = start.faults
+    rank = join(timedelta(seconds=LIMIT_S)).rank
+    told = _train(rank, start)
+    (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
+    dist.barrier()
+    return 0
 
 
 def _train(rank: int, start: Start) -> Told:

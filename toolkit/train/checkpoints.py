@@ -11,7 +11,7 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
-from toolkit.errors import CheckpointError, RunFailed
+from toolkit.errors import EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.assignment import Assignment
@@ -19,6 +19,7 @@ from toolkit.train.environment import environment_report
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress
 from toolkit.train.run_dir import RunDirectory
+from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
 
 GB = 1e9
@@ -106,9 +107,14 @@ class RunCheckpoints:
         self._stall_s = time.monotonic() - began
 
     def finish(self) -> None:
-        """Wait for the save in flight. Raises RunFailed when it came to nothing."""
+        """Wait for the save in flight.
+
+        When it came to nothing, rank 0 raises RunFailed and every other rank PeerFailed.
+        """
         saved = self.tell(wait=True)
         if saved is not None and saved.problem is not None:
+            if not self.leader:
+                raise PeerFailed(EXIT_FAILED)
             raise RunFailed(
                 f"step {saved.manifest.step} could not be saved: {saved.problem}",
                 fix="make room and start the same command again; it continues from the "

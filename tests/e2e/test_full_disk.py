@@ -1,0 +1,45 @@
+"""A disk that is full in the middle of a save costs checkpoints, not the run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.disks import make_room, small_file_system
+from tests.e2e.conftest import Project
+from tests.e2e.layouts import outcome
+from tests.e2e.product import checkpoints, events, steps_logged
+
+pytestmark = pytest.mark.slow
+
+SMALL, LARGE = 1_000_000, 8_000_000
+"""Bytes of a disk with room for two checkpoints, and for all that are kept."""
+
+
+@pytest.mark.parametrize(
+    "asynchronous", ["true", pytest.param("false", marks=pytest.mark.soak)]
+)
+def test_no_room_for_checkpoints(project: Project, ddp_run: Path, asynchronous: str) -> None:
+    run_dir = project.folder / f"full-disk-{asynchronous}"
+    changes = {"checkpoint.every_steps": 4, "checkpoint.asynchronous": asynchronous}
+    with small_file_system(run_dir / "checkpoints", SMALL) as disk:
+        ended = project.launch(run_dir.name, changes)
+        assert ended.code == 4
+        assert steps_logged(run_dir) == 20, "the run went on"
+        assert checkpoints(run_dir) == [4, 8]
+        told = [event["message"] for event in events(run_dir, "warning")]
+        assert len(told) == 3
+        for step, message in zip((12, 16, 20), told, strict=True):
+            assert message.startswith(f"step {step} was not saved, training goes on: rank ")
+            assert "No space left on device" in message
+        print(ended.err)
+        assert ended.err.count("error: step 20 could not be saved: ") == 1
+        assert ended.err.count("fix: make room and start the same command again") == 1
+        assert "Traceback" not in ended.err
+        assert not (run_dir / "export").exists()
+
+        make_room(disk, LARGE)
+        ended = project.launch(run_dir.name, changes)
+        assert ended.code == 0, ended.err
+        assert events(run_dir, "load")[-1]["step"] == 8
+        assert checkpoints(run_dir) == [12, 16, 20]
+        assert outcome(run_dir) == outcome(ddp_run)
