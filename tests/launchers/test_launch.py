@@ -115,11 +115,15 @@ def test_a_killed_rank_ends_the_others(start, name):
 _SHORT_GRACE = """
 import sys
 from pathlib import Path
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers import local
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
-launcher = LocalLauncher(grace_s=0.5)
+local.FAILED_GRACE_S = 0.5
+launcher = local.LocalLauncher()
 run_dir, *worker = sys.argv[1:]
-sys.exit(launcher.run(launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)))
+with StopSignals() as signals:
+    spec = launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)
+    sys.exit(launcher.run(spec, signals).exit_code)
 """
 
 

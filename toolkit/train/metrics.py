@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from toolkit.train import jsonl
-from toolkit.train.events import EventKind, EventLog
+from toolkit.train.events import EventLog
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MetricsLog:
 
         Lines of later steps, left by a run that was stopped after its last checkpoint,
         are dropped together with a torn last line: these steps are done again. An event
-        says so: `resume` at `step`, or `restart` where nothing was saved.
+        `resume` at `step` says so, also where nothing was saved (step 0).
         """
         records = jsonl.read(path)
         kept = [record for record in records if int(record.get("step", 0)) <= step]
@@ -57,8 +57,7 @@ class MetricsLog:
             jsonl.write_atomically(path, "".join(lines))
         dropped = len(records) - len(kept)
         if step > 0 or dropped:
-            kind: EventKind = "resume" if step > 0 else "restart"
-            events.write(kind, step=step, dropped_metrics_lines=dropped)
+            events.write("resume", step=step, dropped_metrics_lines=dropped)
         return cls(path)
 
     def write(self, metrics: Metrics) -> None:

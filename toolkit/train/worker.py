@@ -36,14 +36,15 @@ from toolkit.errors import (
 from toolkit.models import huggingface as hf
 from toolkit.plan.layout import total_steps
 from toolkit.redact import redact
-from toolkit.train.assignment import Assignment, assign, read_assignment
-from toolkit.train.events import EventLog
+from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
+from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.together import PeerFailed, Together
+from toolkit.train.watchdog import Watchdog, Watched, replayed
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +153,17 @@ class _Worker:
             self.assignment.prediction,
         )
         observer = Observer(observed, store, reporter, progress.step)
+        watchdog = self._at_end.enter_context(self._watchdog(stop))
         with reporter.progress if reporter is not None else nullcontext():
-            train(self._job(engine, data, steps), progress, observer, stop)
+            train(self._job(engine, data, steps), progress, Watched(observer, watchdog), stop)
+            watchdog.mark("the last save and validation", progress.step)
             # A signal from here on changes nothing: what is left is short. Saved first,
             # so that not even a kill costs a step.
             observer.save_now(progress)
             observer.evaluate_now(progress)
             observer.compare(progress)
         if recipe.checkpoint.export:
+            watchdog.mark("exporting", progress.step)
             self._export(engine, data)
         engine.close()
 
@@ -196,10 +200,28 @@ class _Worker:
         recipe, world = self.assignment.recipe, self.ranks.world
         engine = self.assignment.plan.engine
         events = EventLog(self.directory.events)
-        events.write("start", step=progress.step, world=world, engine=engine)
+        if attempt := elastic_restarts():
+            reason = "the launcher's elastic agent started all ranks again"
+            events.write("restart", attempt=attempt, reason=reason, from_step=progress.step)
+        seconds = round(process_age_s(), 3)
+        events.write("start", step=progress.step, world=world, engine=engine, seconds=seconds)
+        if lost := replayed(self.directory.heartbeats, progress.step):
+            events.write("replay", **lost)
         reporter = Reporter(self.directory, recipe, events, progress.step, steps)
         self._at_end.callback(reporter.finish)
         return reporter
+
+    def _watchdog(self, stop: StopRequest) -> Watchdog:
+        launch = self.assignment.recipe.launch
+        return Watchdog(
+            self.directory,
+            self.ranks.rank,
+            self.ranks.world,
+            self.progress.step,
+            stop,
+            launch.hang_timeout_s,
+            launch.grace_s,
+        )
 
     def _job(self, engine: Engine, data: TrainingData, steps: int) -> Job:
         recipe, plan = self.assignment.recipe, self.assignment.plan
