@@ -94,7 +94,8 @@ class Guard:
         here = {worker.pid for worker in workers()}
         self._seen |= here
         if self._seen != here:
-            if any([wake_if_stopped(pid) for pid in here]):
+            woken = [pid for pid in here if wake_if_stopped(pid)]
+            if woken:
                 self._woken.start(FAILED_GRACE_S)
             if self._woken.passed:
                 self._kill_workers()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
@@ -117,5 +118,7 @@ def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
     try:
         return probe.wait(max(0.0, deadline - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
-        probe.kill()  # Not waited for: a process in a hanging driver call does not die.
+        probe.kill()
+        with suppress(subprocess.TimeoutExpired):
+            probe.wait(1.0)  # No longer: in a driver's call that hangs, it does not die.
         return False

@@ -200,10 +200,15 @@ class _Worker:
         recipe, world = self.assignment.recipe, self.ranks.world
         engine = self.assignment.plan.engine
         events = EventLog(self.directory.events)
-        if attempt := elastic_restarts():
-            reason = "the launcher's elastic agent started all ranks again"
-            events.write("restart", attempt=attempt, reason=reason, from_step=progress.step)
         seconds = round(process_age_s(), 3)
+        if attempt := elastic_restarts():
+            events.write(
+                "restart",
+                time=time.time() - seconds,
+                attempt=attempt,
+                reason="the launcher's elastic agent started all ranks again",
+                from_step=progress.step,
+            )
         events.write("start", step=progress.step, world=world, engine=engine, seconds=seconds)
         if lost := replayed(self.directory.heartbeats, progress.step):
             events.write("replay", **lost)
