@@ -2,7 +2,7 @@
 
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
 rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs before the others'
-step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes half the limit twice).
+step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the limit twice).
 """
 
 import os
@@ -39,7 +39,7 @@ def misbehave() -> None:
             watchdog.mark("saving", 4)
     elif behaviour == "slow":
         for _ in range(2):
-            time.sleep(limit_s * 0.6)
+            time.sleep(limit_s * 0.35)
             watchdog.mark("slow", 4)
     else:
         time.sleep(60)
