@@ -2,7 +2,8 @@
 
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
 rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs before the others'
-step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the limit twice).
+step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the
+limit, twice).
 """
 
 import os

@@ -307,7 +307,7 @@ class LaunchSection(Section):
     max_restarts: Count = 0
     """How often in a row a run that failed is started again from its last checkpoint. A
     newer checkpoint renews the number; a mistake of the user's is never tried again."""
-    hang_timeout_s: Annotated[float, Field(gt=0, le=7000)] = 1800.0
+    hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take. When one takes longer, each rank
     writes where it stands to its log, and the run fails (and is started again)."""
     grace_s: PositiveFloat | None = None
