@@ -112,6 +112,19 @@ def test_a_killed_rank_ends_the_others(start, name):
     assert_gone(pids, 1)
 
 
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
+    """Foreign launchers would wait 30 s for it, after each failure."""
+    launch = start(name, "sleep")
+    pids = launch.worker_pids()
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert launch.end()[0] == 4
+    assert time.monotonic() - began < 15
+    assert_gone(pids, 1)
+
+
 _SHORT_GRACE = """
 import sys
 from pathlib import Path

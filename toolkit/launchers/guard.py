@@ -43,7 +43,6 @@ class Guard:
 
     def __init__(self, command: Sequence[str], grace_s: float) -> None:
         self._grace_s = grace_s
-        self._seen: set[int] = set()
         self._looked_at = 0.0
         self._woken = Deadline()
         self._signalled: set[int] = set()
@@ -87,18 +86,18 @@ class Guard:
         self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
 
     def _wake_stopped(self) -> None:
-        """Once a rank is gone, wake those that stand still, from time to time."""
+        """Wake ranks that were asked to end and stand still; kill them after a while.
+
+        Those that this process asked have the grace: they are to save.
+        """
         if time.monotonic() - self._looked_at < _LOOK_S:
             return
         self._looked_at = time.monotonic()
-        here = {worker.pid for worker in workers()}
-        self._seen |= here
-        if self._seen != here:
-            woken = [pid for pid in here if wake_if_stopped(pid)]
-            if woken:
-                self._woken.start(FAILED_GRACE_S)
-            if self._woken.passed:
-                self._kill_workers()
+        woken = [worker for worker in workers() if wake_if_stopped(worker.pid)]
+        if woken and not self._signalled:
+            self._woken.start(FAILED_GRACE_S)
+        if self._woken.passed:
+            self._kill_workers()
 
     def _kill_workers(self) -> None:
         for worker in workers():

@@ -55,13 +55,16 @@ def adopt_orphans() -> None:
 
 
 def wake_if_stopped(pid: int) -> bool:
-    """Let a rank that SIGSTOP froze show where it stands and meet the signals it was sent.
+    """Let a rank show where it stands and end, if SIGSTOP froze it and SIGTERM waits for it.
 
     It would neither save nor leave, and foreign launchers wait 30 s for it to do so. True
-    when it was stopped.
+    when that was so.
     """
-    with suppress(OSError):
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+    with suppress(OSError, KeyError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
+        if asked and status["State"].startswith("T"):
             _ask_for_stacks(pid)
             return True
     return False

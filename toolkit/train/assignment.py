@@ -89,7 +89,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
             fix="`dmt launch RECIPE` writes one and starts it",
         ) from error
     recipe = load_recipe(run.recipe)
-    if _is_smaller_restart(recipe, world):
+    if _came_back_resized(recipe, world):
         return _assign_anew(recipe, run.path, ["dmt", *sys.argv[1:]], world)
     _check_world(recipe, world)
     return Assignment(recipe, plan, config, run.path, prediction)
@@ -107,7 +107,7 @@ def assign(
     Raises PlanError when the recipe's cluster has another number.
     """
     recipe = load_recipe(recipe_path, overrides)
-    if _is_smaller_restart(recipe, world):
+    if _came_back_resized(recipe, world):
         return _assign_anew(recipe, run_dir, command, world)
     _check_world(recipe, world)
     assignment = decide(recipe, run_dir)
@@ -120,7 +120,7 @@ def elastic_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def _is_smaller_restart(recipe: Recipe, world: int) -> bool:
+def _came_back_resized(recipe: Recipe, world: int) -> bool:
     """Did an elastic agent (`torchrun --nnodes MIN:MAX`) come back with other ranks?"""
     return elastic_restarts() > 0 and recipe.cluster.world_size != world
 
