@@ -17,7 +17,6 @@ from tests.e2e.product import (
     assert_saved_and_stopped,
     curve,
     events,
-    run,
     settings,
     started,
     steps_logged,
@@ -30,7 +29,9 @@ pytestmark = pytest.mark.slow
 
 ENDLESS = {"training.steps": 100_000}
 OFTEN = {"checkpoint.every_steps": 4}
-LIMIT_S = 4.0
+LIMIT_S = 6.0
+RESTARTED_S = 240.0
+"""A run that is started two or three times."""
 WATCHED = {**OFTEN, "launch.hang_timeout_s": LIMIT_S}
 LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "ddp": {},
@@ -64,7 +65,7 @@ def kill_a_rank(
         ranks = command.ranks()
         if ranks:  # else it has ended already
             ranks[chance.choice(sorted(ranks))].kill()
-        return command.end()
+        return command.end(RESTARTED_S)
 
 
 def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
@@ -78,7 +79,7 @@ def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
             rank.suspend()
         ranks[1].kill()
         ranks[0].resume()
-        ended = command.end()
+        ended = command.end(RESTARTED_S)
     assert_finished(ended, run_dir, ddp_run)
     (restart,) = events(run_dir, "restart")
     assert (restart["attempt"], restart["reason"]) == (1, "rank 1 was killed by SIGKILL")
@@ -93,7 +94,10 @@ def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project)
     # Each start crashes in its third step, behind no new checkpoint.
     env = {"DMT_FAILPOINTS": "step=exit@rank0,hit3"}
     name = "alive-crash"
-    ended = project.launch(name, OFTEN, "--max-restarts", "2", env=env)
+    with started(
+        project.command(name, OFTEN, "--max-restarts", "2"), project.folder, env
+    ) as run:
+        ended = run.end(RESTARTED_S)
     assert ended.code == 4
     assert len(events(project.folder / name, "restart")) == 2
     assert "error: 2 restarts in a row without a new checkpoint behind step 0" in ended.err
@@ -131,7 +135,7 @@ def test_a_stopped_rank_is_found_and_the_run_goes_on(
         stopped_at = time.monotonic()
         command.wait_for(lambda: events(run_dir, "hang"), "the hang")
         assert time.monotonic() - stopped_at < 2 * LIMIT_S
-        ended = command.end()
+        ended = command.end(RESTARTED_S)
     assert_finished(ended, run_dir, ddp_run)
     assert_hang_was_found(ended, run_dir, 1)
 
@@ -142,7 +146,8 @@ def test_torchruns_own_restart(project: Project, ddp_run: Path):
     worker = [ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir]
     torchrun = ["--max-restarts", "2", "--nproc-per-node", "2", "--master-port"]
     argv = tool("torchrun", *torchrun, str(free_port()), *worker, *settings(OFTEN))
-    ended = run(argv, project.folder, {"DMT_FAILPOINTS": "step=kill@rank1,hit12"})
+    with started(argv, project.folder, {"DMT_FAILPOINTS": "step=kill@rank1,hit12"}) as command:
+        ended = command.end(RESTARTED_S)
     assert_finished(ended, run_dir, ddp_run)
     (restart,) = events(run_dir, "restart")
     assert restart["attempt"] == 1
@@ -224,7 +229,7 @@ def test_soak_stops(project: Project, ddp_run: Path):
     for trial in range(10):
         launcher, rank = ("local", "torchrun", "deepspeed")[trial % 3], trial // 3 % 2
         with stopped_rank(project, f"soak-stop-{trial}", launcher, rank) as (command, run_dir):
-            ended = command.end(240)
+            ended = command.end(RESTARTED_S)
         assert_finished(ended, run_dir, ddp_run)
         assert_hang_was_found(ended, run_dir, rank)
 
