@@ -324,6 +324,15 @@ class LaunchSection(Section):
 
     launcher: Literal["local", "torchrun", "deepspeed"] = "local"
     """`local`: DMT starts one process per rank on this machine."""
+    max_restarts: Count = 0
+    """How often in a row a run that failed is started again from its last checkpoint. A
+    newer checkpoint renews the number; a mistake of the user's is never tried again."""
+    hang_timeout_s: PositiveFloat = 1800.0
+    """Seconds that one step, save or validation may take. When one takes longer, each rank
+    writes where it stands to its log, and the run fails (and is started again)."""
+    grace_s: PositiveFloat | None = None
+    """Seconds that ranks may take to save and leave after SIGTERM, SIGUSR1 or Ctrl-C; what
+    is left then is killed. null: as long as it takes."""
 
 
 class Recipe(Section):

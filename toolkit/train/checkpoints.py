@@ -51,6 +51,8 @@ class RunCheckpoints:
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
         self.saved_at = 0
         """Step of the newest save that was begun, or of the checkpoint that was loaded."""
+        self.load_s: float | None = None
+        """Seconds that loading took; None where nothing was loaded."""
         self._stall_s = 0.0
 
     def find(self) -> Found | None:
@@ -86,8 +88,7 @@ class RunCheckpoints:
         self.saved_at = manifest.step
         if self.leader:
             self._restore_wandb_id(manifest)
-            seconds = round(time.monotonic() - began, 3)
-            self.events.write("load", step=manifest.step, seconds=seconds)
+        self.load_s = time.monotonic() - began
         return Progress(manifest.step, manifest.consumed_samples, manifest.recent_losses)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:

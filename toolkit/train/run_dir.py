@@ -100,6 +100,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def heartbeats(self) -> Path:
+        """Folder in which every rank says that it lives, and what it does."""
+        return self.path / "heartbeats"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
