@@ -146,7 +146,7 @@ def test_torchruns_own_restart(project: Project, ddp_run: Path):
     worker = [ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir]
     torchrun = ["--max-restarts", "2", "--nproc-per-node", "2", "--master-port"]
     argv = tool("torchrun", *torchrun, str(free_port()), *worker, *settings(OFTEN))
-    with started(argv, project.folder, {"DMT_FAILPOINTS": "step=kill@rank1,hit12"}) as command:
+    with started(argv, project.folder, {"DMT_FAILPOINTS": "step=kill@rank1,hit13"}) as command:
         ended = command.end(RESTARTED_S)
     assert_finished(ended, run_dir, ddp_run)
     (restart,) = events(run_dir, "restart")
