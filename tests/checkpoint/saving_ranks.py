@@ -5,6 +5,7 @@ A start takes a fraction of a second, so that every fault of a save can be tried
 
 import json
 import os
+import signal
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
@@ -42,7 +43,7 @@ class Start:
     columns: int = 5
     """Of the one matrix that is trained, which has 7 rows."""
     remove: tuple[int, Path] | None = None
-    """A step, and a file that goes when it is reached: makes room on a full disk."""
+    """A step, and a file that goes before it is saved: makes room on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def _read(folder: Path, rank: int) -> Told:
 def _rank(start: Start) -> int:
     """One rank, from the newest checkpoint to the last step."""
     os.environ["DMT_FAILPOINTS"] = start.faults
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # does not end a rank of the product
     rank = join(timedelta(seconds=LIMIT_S)).rank
     told = _train(rank, start)
     (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
@@ -96,11 +98,11 @@ def _train(rank: int, start: Start) -> Told:
     outcomes: list[Saved | None] = []
     for step in range(resumed_at + 1, STEPS + 1):
         _train_step(shard, step)
-        if start.remove is not None and step == start.remove[0]:
-            start.remove[1].unlink(missing_ok=True)
         outcomes.append(saver.finished())
         if step % EVERY_STEPS == 0:
             outcomes.append(saver.finished(wait=True))
+            if start.remove is not None and step == start.remove[0]:
+                start.remove[1].unlink(missing_ok=True)
             saver.save(replace(MANIFEST, step=step), [shard], COMPANIONS)
     outcomes.append(saver.finished(wait=True))
     saver.close()

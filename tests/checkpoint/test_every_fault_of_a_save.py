@@ -101,7 +101,7 @@ def test_a_disk_that_is_really_full(small_disk: Path, asynchronous: bool) -> Non
     ballast = small_disk / "ballast"
     one_save = 3 * 4 * 7 * 5000
     ballast.write_bytes(bytes(SMALL_DISK_BYTES - 5 * one_save // 2 - 64 * 1024))
-    start = Start(small_disk, asynchronous, columns=5000, remove=(7, ballast))
+    start = Start(small_disk, asynchronous, columns=5000, remove=(8, ballast))
     codes, told = run(start)
     assert codes == [0, 0]
     for mine in told:

@@ -153,7 +153,8 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
 
 def _finite(values: Tensor) -> list[Tensor]:
     """`values` on the host. Raises CheckpointError for a state that cannot be trained on."""
-    if not torch.isfinite(values).all():
+    # A sum is several times faster than a look at each; it overflows where not all is lost.
+    if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise CheckpointError("weights or moments are not finite, this is not saved")
     return [values.cpu()]
 
