@@ -102,7 +102,14 @@ class Manifest:
             raise CheckpointError(
                 f"{folder} has no {MANIFEST}: it was never finished"
             ) from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.shards import (
     QUANTITIES,
     StateShard,
@@ -24,6 +26,7 @@ from toolkit.checkpoint.shards import (
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 
+STATE_FILES = "state-*.safetensors"
 ELEMENTS_AT_ONCE = 1 << 24
 """Elements of one tensor that are in memory while it is copied."""
 _DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
@@ -44,7 +47,10 @@ class Part:
 
 
 class SavedState:
-    """The tensors of one checkpoint folder. Files are opened when they are first needed."""
+    """The tensors of one checkpoint folder, from the files that its manifest names.
+
+    Files are opened when they are first needed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +60,8 @@ class SavedState:
     def _index(self) -> dict[tuple[str, str], list[tuple[Block, Path, str]]]:
         """Quantity and tensor → its stored rectangles, each with its file and name there."""
         index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
-        for path in sorted(self.folder.glob("state-*.safetensors")):
+        named = Manifest.read(self.folder).files
+        for path in (self.folder / name for name in named if fnmatch(name, STATE_FILES)):
             for key in self._open(path).keys():  # noqa: SIM118 - no mapping
                 if (parsed := parse_key(key)) is None:
                     raise CheckpointError(f"{path} holds {key}, which is no part of a state")

@@ -143,4 +143,6 @@ def parse_key(key: str) -> tuple[str, Block] | None:
     low, high, left, right = (None if n is None else int(n) for n in numbers)
     assert low is not None and high is not None, "the pattern has both"
     columns = None if left is None or right is None else (left, right)
+    if low >= high or (columns is not None and columns[0] >= columns[1]):
+        return None
     return quantity, Block(tensor, (low, high), columns, transposed=False)
