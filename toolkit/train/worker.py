@@ -6,6 +6,7 @@ the run directory and hands recipe and plan to the others, who need no shared di
 """
 
 import logging
+import re
 import shutil
 import signal
 import sys
@@ -53,6 +54,9 @@ from toolkit.train.together import PeerFailed, Together
 from toolkit.train.watchdog import Watchdog, Watched, replayed
 
 logger = logging.getLogger(__name__)
+
+_PEER_LOST = re.compile(r"gloo/transport|by peer|ncclRemoteError")
+"""In what PyTorch says of a collective whose other side died."""
 
 PEER_FAILED_PAUSE_S = 1.0
 """How much later than the rank with the message the others leave."""
@@ -106,6 +110,9 @@ def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and message of a failure; what is not the user's mistake is logged in full."""
     if isinstance(error, DmtError):
         return error.exit_code, str(error)
+    if _PEER_LOST.search(str(error)):
+        logger.info("a collective failed", exc_info=error)  # for the log, not the terminal
+        return EXIT_FAILED, "lost contact with another rank, whose message or log says why"
     logger.error("training failed", exc_info=error)
     return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
 
