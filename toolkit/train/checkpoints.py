@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Found, find_newest, load
@@ -145,6 +146,10 @@ class RunCheckpoints:
             gigabytes=round(saved.manifest.nbytes / GB, 6),
         )
         return saved
+
+    def folder_at(self, step: int) -> Path:
+        """The checkpoint of a step. A newer one may be there, damaged, when it was skipped."""
+        return self.store.folder / folder_name(step)
 
     def _warn(self, message: str) -> None:
         if self.leader:

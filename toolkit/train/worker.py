@@ -284,7 +284,7 @@ class _Worker:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.directory.export, ignore_errors=True)
-            export(checkpoints.store.finished()[-1], self.directory.export)
+            export(checkpoints.folder_at(self.progress.step), self.directory.export)
 
 
 def _say(message: str) -> None:
