@@ -177,6 +177,8 @@ def test_none_where_one_was_expected_is_an_error(saver: Saver, tmp_path: Path) -
         lambda text: text.replace('"consumed_samples": 8', '"consumed_samples": 9'),
         lambda text: text.replace('"tp": 1', '"tp": 2'),
         lambda text: text[: len(text) // 2],
+        lambda text: text[:-1],
+        lambda text: text.replace("2.5", "2.50"),
     ],
 )
 def test_a_damaged_manifest_is_named(saver: Saver, tmp_path: Path, change) -> None:
