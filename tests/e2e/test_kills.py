@@ -140,21 +140,17 @@ def kill_a_rank(ranks: ForkedRanks, chance: random.Random) -> int | None:
     return rank
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "place", "newest"),
     [
-        pytest.param("megatron-tp2", "renamed=kill@rank0", 12, marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (
-                ("ddp", "begin=kill@rank1", 8),
-                ("zero2", "written=kill@rank1", 8),
-                ("zero3", "write=kill@rank0", 8),
-                ("megatron-tp2", "copied=kill@rank1", 8),
-                ("megatron-pp2", "manifest=kill@rank0", 8),
-                ("megatron-tp2", "latest=kill@rank0", 12),
-            )
-        ),
+        ("ddp", "begin=kill@rank1", 8),
+        ("zero2", "written=kill@rank1", 8),
+        ("zero3", "write=kill@rank0", 8),
+        ("megatron-tp2", "copied=kill@rank1", 8),
+        ("megatron-pp2", "manifest=kill@rank0", 8),
+        ("megatron-tp2", "renamed=kill@rank0", 12),
+        ("megatron-tp2", "latest=kill@rank0", 12),
     ],
 )
 def test_a_kill_in_the_third_save(
