@@ -19,6 +19,7 @@ LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
     "toolkit.models.spec", "toolkit.models.families", "toolkit.models.config_check",
     "toolkit.models.config_keys", "toolkit.launchers", "toolkit.cli.main", "toolkit.cli.check",
+    "toolkit.report", "toolkit.cli.report",
 )  # fmt: skip
 
 LAYERS = (
@@ -41,7 +42,7 @@ LAYERS = (
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.launchers", "toolkit.train"),
-    ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter"),
+    ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),
 )  # fmt: skip
 """DESIGN.md's package order, the lowest first, with the exceptions that the comments name.

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.checkpoint.conftest import MANIFEST
+from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.shards import (
     QUANTITIES,
@@ -68,7 +70,14 @@ def test_what_is_stored_has_the_orientation_of_the_checkpoint(stack):
 
 
 def test_foreign_keys_are_not_taken_for_state():
-    for key in ("model.norm.weight", "weight/a", "step/a[0:1]", "weight/a[0:1,2]"):
+    for key in (
+        "model.norm.weight",
+        "weight/a",
+        "step/a[0:1]",
+        "weight/a[0:1,2]",
+        "weight/a[0:0]",
+        "weight/a[0:1,3:3]",
+    ):
         assert parse_key(key) is None
 
 
@@ -89,6 +98,12 @@ def store_in_pieces(folder: Path, chance: random.Random) -> None:
                     files[chance.randrange(3)][key] = values.contiguous()
     for number, content in enumerate(files):
         save_file(content, folder / f"state-{number:05d}.safetensors")
+    write_manifest(folder)
+
+
+def write_manifest(folder: Path) -> None:
+    names = [path.name for path in folder.glob("state-*.safetensors")]
+    MANIFEST.with_files({name: FileRecord(0, "") for name in names}).write(folder)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -130,6 +145,7 @@ def test_what_is_missing_is_named(tmp_path: Path):
 
 def test_a_file_that_is_no_state_is_named(tmp_path: Path):
     save_file({"foreign": torch.zeros(2)}, tmp_path / "state-00000.safetensors")
+    write_manifest(tmp_path)
     with pytest.raises(CheckpointError, match="holds foreign"):
         SavedState(tmp_path).read("weight", Block("x", (0, 3), None, False))
     (tmp_path / "state-00000.safetensors").write_bytes(b"nonsense")

@@ -15,12 +15,15 @@ _LAUNCH = """
 import sys
 from pathlib import Path
 from toolkit.launchers import LAUNCHERS
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
 name, run_dir, ranks, *worker = sys.argv[1:]
 chosen = LAUNCHERS[name]()
 cluster = ClusterSection(gpus_per_node=int(ranks))
-sys.exit(chosen.run(chosen.spec(Path(run_dir), cluster, worker)))
+with StopSignals() as signals:
+    outcome = chosen.run(chosen.spec(Path(run_dir), cluster, worker), signals)
+sys.exit(outcome.exit_code)
 """
 
 

@@ -112,14 +112,31 @@ def test_a_killed_rank_ends_the_others(start, name):
     assert_gone(pids, 1)
 
 
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
+    """Foreign launchers would wait 30 s for it, after each failure."""
+    launch = start(name, "sleep")
+    pids = launch.worker_pids()
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert launch.end()[0] == 4
+    assert time.monotonic() - began < 15
+    assert_gone(pids, 1)
+
+
 _SHORT_GRACE = """
 import sys
 from pathlib import Path
-from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers import local
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
-launcher = LocalLauncher(grace_s=0.5)
+local.FAILED_GRACE_S = 0.5
+launcher = local.LocalLauncher()
 run_dir, *worker = sys.argv[1:]
-sys.exit(launcher.run(launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)))
+with StopSignals() as signals:
+    spec = launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)
+    sys.exit(launcher.run(spec, signals).exit_code)
 """
 
 

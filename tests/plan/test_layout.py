@@ -25,6 +25,20 @@ def test_every_data_rank_is_taken_by_a_whole_model(dp: int, tp: int, pp: int, cp
     assert all(len(set(ranks[i : i + tp])) == 1 for i in range(0, layout.world, tp))
 
 
+def test_model_ranks_by_hand() -> None:
+    """Ranks of one number are replicas: data parallel, and not pipeline, tensor or expert."""
+
+    def parts(layout: Layout) -> list[int]:
+        return [layout.model_rank(rank) for rank in range(layout.world)]
+
+    assert parts(Layout(dp=4)) == [0, 0, 0, 0]
+    assert parts(Layout(dp=2, tp=2, pp=2)) == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert parts(Layout(dp=2, cp=2)) == [0, 0, 0, 0]
+    assert parts(Layout(dp=4, ep=2)) == [0, 1, 0, 1]
+    # Experts are not split by tensor parallel: both groups begin at the first rank.
+    assert parts(Layout(dp=4, tp=2, ep=4)) == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("vocab", "tp", "rows"), [(320, 2, 320), (257, 2, 258), (50257, 8, 50264), (3, 8, 8)]
 )

@@ -2,6 +2,9 @@
 
 import math
 import signal
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,10 +13,11 @@ from toolkit.data.batches import GlobalBatches
 from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
+from toolkit.engines.base import MicroBatch, StepResult
 from toolkit.engines.fake import FakeEngine
-from toolkit.errors import Stopped
+from toolkit.errors import RunFailed, Stopped
 from toolkit.plan.layout import Layout
-from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Job, Progress, StepReport, train
 from toolkit.train.signals import StopRequest
 
@@ -40,11 +44,14 @@ class Recorder:
     def __init__(self, signal_at: int = -1) -> None:
         self.calls: list[tuple[str, int]] = []
         self.losses: list[float] = []
+        self.skipped: dict[int, str] = {}
         self.signal_at = signal_at
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         self.calls.append(("step", progress.step))
         self.losses.append(report.result.loss)
+        if report.result.skipped is not None:
+            self.skipped[progress.step] = report.result.skipped
         if progress.step == self.signal_at:
             signal.raise_signal(signal.SIGTERM)
 
@@ -55,7 +62,12 @@ class Recorder:
         self.calls.append(("stop" if stopping else "save", progress.step))
 
 
-def job(dataset: PackedDataset, engine: FakeEngine, steps: int = STEPS) -> Job:
+def job(
+    dataset: PackedDataset,
+    engine: FakeEngine,
+    steps: int = STEPS,
+    guard: GuardSection = GuardSection(),  # noqa: B008 - frozen
+) -> Job:
     return Job(
         engine=engine,
         batches=GlobalBatches(dataset, seed=1, global_batch_size=LAYOUT.global_batch),
@@ -65,6 +77,7 @@ def job(dataset: PackedDataset, engine: FakeEngine, steps: int = STEPS) -> Job:
         total_steps=steps,
         optimizer=OptimizerSection(learning_rate=5.0),
         schedule=ScheduleSection(name="constant"),
+        guard=guard,
     )
 
 
@@ -89,9 +102,89 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
         resumed = FakeEngine(VOCABULARY)
         for mine, saved in zip(resumed.state(), engine.state(), strict=True):
             mine.put("weight", saved.get("weight"))
-        assert progress == Progress(step=15, consumed_samples=60)
+        assert progress == Progress(15, 60, tuple(first.losses))
         train(job(dataset, resumed), Progress(15, 60), second, stop)
     assert first.losses + second.losses == whole.losses
+
+
+class SpoiledEngine(FakeEngine):
+    """Computes the loss of some steps with other weights: `spoiled` says what is added."""
+
+    def __init__(self, spoiled: dict[int, float]) -> None:
+        super().__init__(VOCABULARY)
+        self.spoiled = spoiled
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
+    ) -> StepResult:
+        kept = self.logits
+        added = self.spoiled.get(len(self.learning_rates), 0.0)
+        self.logits = kept.clone()
+        self.logits[-1] += added
+        result = super().train_step(micro_batches, learning_rate, max_loss)
+        if result.skipped is not None:
+            self.logits = kept
+        return result
+
+
+def skipped_steps(
+    dataset: PackedDataset, engine: FakeEngine, progress: Progress, guard: GuardSection
+) -> tuple[dict[int, str], Recorder]:
+    """Train to the end or to a failure of the guard; why which steps were skipped."""
+    hooks = Recorder()
+    with StopRequest() as stop, suppress(RunFailed):
+        train(job(dataset, engine, guard=guard), progress, hooks, stop)
+    return hooks.skipped, hooks
+
+
+def test_a_spike_is_measured_against_the_median(dataset: PackedDataset) -> None:
+    """Steps 4 and 20 (of 0…) jump to more than twice the loss of their forerunners."""
+    spoiled = {4: 9.0, 20: 9.0, 30: 0.5}
+    guard = GuardSection(spike_factor=2.0)
+    skipped, hooks = skipped_steps(dataset, SpoiledEngine(spoiled), Progress(), guard)
+    assert list(skipped) == [21], "too early to judge step 5, and step 31 is no spike"
+    median = statistics.median(hooks.losses[:20])
+    assert skipped[21] == f"the loss is above {2 * median:.6g}"
+    assert hooks.losses[20] > 2 * median
+    assert hooks.calls[-1] == ("evaluate", STEPS)
+
+
+def test_without_a_factor_only_a_loss_that_is_no_number_is_skipped(
+    dataset: PackedDataset,
+) -> None:
+    engine = SpoiledEngine({12: 9.0, 20: math.nan})
+    skipped, _ = skipped_steps(dataset, engine, Progress(), GuardSection())
+    assert skipped == {21: "the loss is not finite"}
+
+
+def test_a_resumed_run_remembers_the_losses(dataset: PackedDataset) -> None:
+    guard = GuardSection(spike_factor=2.0)
+    remembered = Progress(15, 60, (1.5,) * 15)
+    assert list(skipped_steps(dataset, SpoiledEngine({0: 9.0}), remembered, guard)[0]) == [16]
+    assert not skipped_steps(dataset, SpoiledEngine({0: 9.0}), Progress(15, 60), guard)[0]
+
+
+def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: PackedDataset) -> None:
+    progress = Progress()
+    skipped_steps(dataset, SpoiledEngine({3: math.nan}), progress, GuardSection())
+    assert (progress.step, progress.consumed_samples) == (STEPS, 4 * STEPS)
+    assert len(progress.recent_losses) == STEPS - 1
+    assert all(map(math.isfinite, progress.recent_losses))
+
+
+def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDataset) -> None:
+    nan = dict.fromkeys([2, 3, *range(7, 20)], math.nan)
+    hooks, progress = Recorder(), Progress()
+    guard = GuardSection(max_skips_in_a_row=3)
+    with StopRequest() as stop, pytest.raises(RunFailed) as failure:
+        train(job(dataset, SpoiledEngine(nan), guard=guard), progress, hooks, stop)
+    assert list(hooks.skipped) == [3, 4, 8, 9, 10], "two in a row are no reason to stop"
+    assert "steps 8 to 10 were all skipped: the loss is not finite." in str(failure.value)
+    assert "The weights are those of step 7" in str(failure.value)
+    assert hooks.calls[-1] == ("step", 10), "neither saved nor validated"
 
 
 def test_signal_saves_and_stops(dataset: PackedDataset) -> None:

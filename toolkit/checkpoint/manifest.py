@@ -7,6 +7,7 @@ its last entry. A folder without a manifest that agrees with itself is no checkp
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from toolkit.plan.layout import Layout
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Raised when a checkpoint can no longer be read by older releases."""
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,32 @@ class Manifest:
         try:
             text = path.read_bytes().decode()
             content = json.loads(text)
-            if content.get("format") != FORMAT:
+            if (found := content.get("format")) != FORMAT:
+                told = "states no format" if found is None else f"has format {found}"
                 raise CheckpointError(
-                    f"{path} has format {content.get('format')}, this release reads {FORMAT}",
+                    f"{path} {told}, this release reads {FORMAT}",
                     fix="go on with the release that wrote it, or start again from its export",
                 )
             exact = text == _text(content)
             if content.pop("sha256") != _digest(content) or not exact:
                 raise ValueError("its text does not have the hash that it states")
-            content["files"] = {n: FileRecord(**f) for n, f in content["files"].items()}
+            content["files"] = {
+                _inside(n): FileRecord(**f) for n, f in content["files"].items()
+            }
             content["recent_losses"] = tuple(content["recent_losses"])
             return cls(**{**content, "layout": Layout(**content["layout"])})
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} has no {MANIFEST}: it was never finished"
             ) from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
@@ -110,25 +122,46 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def record_of(path: Path) -> FileRecord:
-    """Size and hash of a file as it is on disk. Raises OSError."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileRecord(file.tell(), digest.hexdigest())
+def _inside(name: str) -> str:
+    """A path in the folder. Raises ValueError for one that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"it names a file outside its folder: {name!r:.80}")
+    return name
 
 
-def problem_with(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint, in words; None when nothing is."""
-    path = folder / name
+def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileRecord:
+    """Size and hash of a file as it is on disk; `tick` gets the bytes read. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while content := file.read(_READ_BYTES):
+            digest.update(content)
+            size += len(content)
+            tick(len(content))
+    return FileRecord(size, digest.hexdigest())
+
+
+def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
+    """What is wrong with a file as far as its size tells; None when nothing is."""
     try:
-        if path.stat().st_size != expected.size:
-            return (
-                f"{name} has {path.stat().st_size} bytes, it was written with {expected.size}"
-            )
-        if record_of(path) != expected:
-            return f"{name} was changed: its SHA-256 is not the one in {MANIFEST}"
+        size = (folder / name).stat().st_size
     except FileNotFoundError:
         return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if size != expected.size:
+        return f"{name} has {size} bytes, it was written with {expected.size}"
+    return None
+
+
+def problem_with(
+    folder: Path, name: str, expected: FileRecord, tick: Callable[[int], None] = lambda _: None
+) -> str | None:
+    """What is wrong with a file of a checkpoint, in words; None when nothing is."""
+    if (problem := size_problem(folder, name, expected)) is not None:
+        return problem
+    try:
+        if record_of(folder / name, tick) != expected:
+            return f"{name} was changed: its SHA-256 is not the one in {MANIFEST}"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None

@@ -1,7 +1,10 @@
 """Reading a checkpoint's tensors: any rectangle of them, from whichever files hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +12,45 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.shards import (
     QUANTITIES,
     StateShard,
     block_numel,
+    block_shape,
     cut,
     parameter_blocks,
     parse_key,
+    whole_block,
 )
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 
+STATE_FILES = "state-*.safetensors"
+ELEMENTS_AT_ONCE = 1 << 24
+"""Elements of one tensor that are in memory while it is copied."""
 _DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
 
 
+@dataclass(frozen=True)
+class Part:
+    """A stored rectangle of a tensor."""
+
+    block: Block
+    """What its name says that it is."""
+    file: Path
+    key: str
+    """Its name in the file."""
+    dtype: str
+    """What the file says of it, as safetensors names types."""
+    shape: tuple[int, ...]
+
+
 class SavedState:
-    """The tensors of one checkpoint folder. Files are opened when they are first needed."""
+    """The tensors of one checkpoint folder, from the files that its manifest names.
+
+    Files are opened when they are first needed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +60,8 @@ class SavedState:
     def _index(self) -> dict[tuple[str, str], list[tuple[Block, Path, str]]]:
         """Quantity and tensor → its stored rectangles, each with its file and name there."""
         index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
-        for path in sorted(self.folder.glob("state-*.safetensors")):
+        named = Manifest.read(self.folder).files
+        for path in (self.folder / name for name in named if fnmatch(name, STATE_FILES)):
             for key in self._open(path).keys():  # noqa: SIM118 - no mapping
                 if (parsed := parse_key(key)) is None:
                     raise CheckpointError(f"{path} holds {key}, which is no part of a state")
@@ -53,6 +80,25 @@ class SavedState:
                 found[tensor] = (rows, max(ends)) if ends else (rows,)
         return dict(sorted(found.items()))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all whole tensors, moments included."""
+        numel = sum(map(prod, self.shapes.values()))
+        return numel * len(QUANTITIES) * torch.float32.itemsize
+
+    def names(self) -> list[tuple[str, str]]:
+        """Every quantity and tensor of which something is stored."""
+        return list(self._index)
+
+    def parts(self, quantity: str, tensor: str) -> list[Part]:
+        """The stored rectangles of a tensor."""
+        found = []
+        for block, path, key in self._index.get((quantity, tensor), ()):
+            header = self._open(path).get_slice(key)
+            shape = tuple(header.get_shape())
+            found.append(Part(block, path, key, header.get_dtype(), shape))
+        return found
+
     def read(self, quantity: str, block: Block) -> Tensor:
         """A rectangle in the block's orientation: fp32, [rows, columns] or [rows].
 
@@ -64,14 +110,14 @@ class SavedState:
         found = 0
         values: Tensor | None = None
         for stored, path, key in self._index.get((quantity, block.tensor), ()):
-            common = _intersection(stored, block)
+            common = intersection(stored, block)
             if common is None:
                 continue
             part = self._read_part(path, key, stored, common)
             if block_numel(common) == block_numel(block):
                 return part
             if values is None:
-                values = torch.empty(_shape(block))
+                values = torch.empty(block_shape(block))
             values[_inside(common, block)] = part
             found += block_numel(common)
         if values is None or found != block_numel(block):
@@ -82,6 +128,14 @@ class SavedState:
                 f"{self.folder}` compares",
             )
         return values
+
+    def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
+        """A whole tensor, some rows at a time: fp32, [rows, columns] or [rows]."""
+        whole = whole_block(tensor, self.shapes[tensor])
+        last = whole.rows[1]
+        step = max(1, ELEMENTS_AT_ONCE * last // block_numel(whole))
+        for first in range(0, last, step):
+            yield self.read(quantity, replace(whole, rows=(first, min(first + step, last))))
 
     def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
         try:
@@ -130,7 +184,7 @@ class SavedWeights:
         return self.state.read("weight", block)
 
 
-def _intersection(a: Block, b: Block) -> Block | None:
+def intersection(a: Block, b: Block) -> Block | None:
     """What two rectangles of the same tensor have in common."""
     rows = max(a.rows[0], b.rows[0]), min(a.rows[1], b.rows[1])
     if rows[0] >= rows[1]:
@@ -148,8 +202,3 @@ def _inside(part: Block, whole: Block) -> tuple[slice, ...]:
         return (rows,)
     left = whole.columns[0]
     return rows, slice(part.columns[0] - left, part.columns[1] - left)
-
-
-def _shape(block: Block) -> tuple[int, ...]:
-    rows = block.rows[1] - block.rows[0]
-    return (rows,) if block.columns is None else (rows, block.columns[1] - block.columns[0])

@@ -91,8 +91,9 @@ class Saver:
         return saved
 
     def close(self) -> None:
-        """End the thread; the last outcome was taken."""
+        """End the thread and leave the group; the last outcome was taken. Collective."""
         self._thread.shutdown()
+        dist.destroy_process_group(self._group)
 
     def _write(
         self,

@@ -70,6 +70,12 @@ def block_numel(block: Block) -> int:
     return (block.rows[1] - block.rows[0]) * _width(block)
 
 
+def block_shape(block: Block) -> tuple[int, ...]:
+    """(rows, columns) or (rows,)."""
+    rows = block.rows[1] - block.rows[0]
+    return (rows,) if block.columns is None else (rows, _width(block))
+
+
 def _width(block: Block) -> int:
     return 1 if block.columns is None else block.columns[1] - block.columns[0]
 
@@ -137,4 +143,6 @@ def parse_key(key: str) -> tuple[str, Block] | None:
     low, high, left, right = (None if n is None else int(n) for n in numbers)
     assert low is not None and high is not None, "the pattern has both"
     columns = None if left is None or right is None else (left, right)
+    if low >= high or (columns is not None and columns[0] >= columns[1]):
+        return None
     return quantity, Block(tensor, (low, high), columns, transposed=False)

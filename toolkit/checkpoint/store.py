@@ -7,6 +7,7 @@ tell that a checkpoint was once there.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.failpoints import failpoint
 
 LATEST = "latest"
+STEP = re.compile(r"step-(\d{8})")
+"""Name of a checkpoint's folder."""
 
 
 def folder_name(step: int) -> str:

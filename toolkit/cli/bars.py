@@ -1,7 +1,9 @@
-"""Numbers and bars as `dmt plan` and `dmt estimate` show them."""
+"""Numbers, bars, columns and lines as the commands show them on a terminal."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from rich.console import Console
 from rich.text import Text
 
 from toolkit.plan.estimate import Estimate, memory_parts
@@ -10,6 +12,8 @@ from toolkit.units import seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""
+_INDENT = Text("      ")
+"""Before what a terminal has no room for on the first line."""
 
 
 def bars(parts: Mapping[str, float], whole: float, unit: str) -> Iterator[Text]:
@@ -50,3 +54,39 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def show(console: Console, lines: Iterable[str | Text]) -> None:
+    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
+    for line in lines:
+        text = Text(line) if isinstance(line, str) else line
+        if not console.is_terminal or text.cell_len < console.width:
+            console.print(text, soft_wrap=True)
+            continue
+        first, *others = text.wrap(console, console.width - len(_INDENT))
+        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)
+
+
+@contextmanager
+def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, when that is a terminal; call the result with bytes done."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    console = Console(stderr=True)
+    text = TextColumn("{task.description}")
+    columns = (text, BarColumn(BAR_WIDTH), DownloadColumn(), Speed())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=nbytes)
+        yield lambda done: bar.advance(task, done)
+
+
+def print_hanging(console: Console, prefix: Text, body: str) -> None:
+    """`prefix` and `body`; on a terminal, what does not fit goes on under the body's start."""
+    lines = [Text(body)]
+    if console.is_terminal:
+        lines = list(lines[0].wrap(console, max(console.width - prefix.cell_len, 20)))
+    for index, line in enumerate(lines):
+        before = prefix if index == 0 else " " * prefix.cell_len
+        line.rstrip()
+        console.print(Text.assemble(before, line), soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
 from toolkit.errors import RunFailed
 
@@ -73,7 +74,7 @@ def convert(
         "dry_run": dry_run,
     }
     if not dry_run:
-        report["seconds"] = _write(job, dst, show=not as_json)
+        report["seconds"] = _write(job, dst)
         if verify:
             report["verify"] = _verify(source, dst)
     _print(report, dst, as_json=as_json)
@@ -89,22 +90,13 @@ def _job(source: "Source", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
     return ToMegatron(source, vocab_multiple)
 
 
-def _write(job: "ToHuggingFace | ToMegatron", dst: Path, *, show: bool) -> float:
-    """Convert, with a bar on standard error when that is a terminal; seconds that it took."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
+def _write(job: "ToHuggingFace | ToMegatron", dst: Path) -> float:
+    """Convert, with a bar; seconds that it took."""
     from toolkit.models.convert import appearing
 
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     started = time.perf_counter()
-    with (
-        appearing(dst) as folder,
-        Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar,
-    ):
-        task = bar.add_task("convert", total=job.nbytes)
-        job.write(folder, lambda nbytes: bar.advance(task, nbytes))
+    with appearing(dst) as folder, byte_progress("convert", job.nbytes) as tick:
+        job.write(folder, tick)
     return time.perf_counter() - started
 
 

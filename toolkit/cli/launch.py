@@ -1,24 +1,35 @@
 """`dmt launch`: plan a recipe, write its run directory, start the workers, wait."""
 
+import math
+import os
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
+from toolkit.launchers.base import LaunchSpec
 from toolkit.launchers.outcome import events_offset
+from toolkit.launchers.supervisor import supervise, working_gpus
 from toolkit.plan.ledger import summary
+from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.comparison import told
+from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from toolkit.train.assignment import Assignment
 
 
 def launch(
@@ -31,6 +42,15 @@ def launch(
             help="local, torchrun or deepspeed; default: the recipe's launch.launcher"
         ),
     ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start a run that failed again from its last checkpoint, up to N times in a "
+            "row without a new checkpoint; default: the recipe's launch.max_restarts (0)",
+        ),
+    ] = None,
     cluster: ClusterOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
@@ -40,18 +60,17 @@ def launch(
 
     Example: dmt launch recipes/tiny/llama-bytes.yaml --set training.steps=20
     """
-    from toolkit.engines.setup import environment, prepare_ops
+    from toolkit.engines.setup import prepare_ops
     from toolkit.train import assignment as assignments
 
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
+    if max_restarts is not None:
+        overrides = [*overrides, f"launch.max_restarts={max_restarts}"]
     where = None if cluster is None else find_cluster(cluster)
     loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
-    loaded = assignment.recipe
-    chosen = LAUNCHERS[loaded.launch.launcher]()
-    spec = chosen.spec(assignment.run_dir, loaded.cluster)
-    spec = replace(spec, env={**spec.env, **environment(assignment.plan, loaded.cluster.gpu)})
+    spec = _spec(assignment)
     for reason in assignment.plan.reasons:
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
@@ -62,13 +81,54 @@ def launch(
     prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
     _tell(f"run directory {_short(run.path)}")
+    EventLog(run.events).write("launch", time=time.time() - process_age_s())
     before = events_offset(run.path)
-    code = chosen.run(spec)
+    settings = assignment.recipe.launch
+    code = supervise(
+        LAUNCHERS[settings.launcher](),
+        spec,
+        lambda: _spec(_still_possible(assignment, loaded, where)),
+        settings.max_restarts,
+    )
     if code in (EXIT_DONE, EXIT_RESUMABLE):
         _compare(run, before)
     if code == EXIT_DONE:
         _summary(run)
     raise typer.Exit(code)
+
+
+def _spec(assignment: "Assignment") -> LaunchSpec:
+    """What is started now: each time on a free port."""
+    from toolkit.engines.setup import environment
+
+    recipe = assignment.recipe
+    spec = LAUNCHERS[recipe.launch.launcher]().spec(assignment.run_dir, recipe.cluster)
+    return replace(
+        spec,
+        env={**spec.env, **environment(assignment.plan, recipe.cluster.gpu)},
+        grace_s=recipe.launch.grace_s or math.inf,
+    )
+
+
+def _still_possible(
+    assignment: "Assignment", recipe: Recipe, where: Cluster | None
+) -> "Assignment":
+    """The assignment, or where devices were lost, one for those that are left."""
+    from toolkit.train import assignment as assignments
+
+    planned = recipe.cluster.gpus_per_node
+    if recipe.cluster.gpu == "cpu":
+        return assignment
+    names = working_gpus(planned)
+    if len(names) < planned:
+        _tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
+        assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
+        for reason in assignment.plan.reasons:
+            _tell(reason)
+        assignments.write(assignment, ["dmt", *sys.argv[1:]])
+        used = names[: assignment.recipe.cluster.gpus_per_node]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(used)
+    return assignment
 
 
 def _compare(run: RunDirectory, offset: int) -> None:

@@ -40,6 +40,10 @@ VERBS: dict[str, Verb] = {
     "convert": Verb(
         "toolkit.cli.convert:convert", "Convert between Hugging Face and Megatron checkpoints."
     ),
+    "checkpoint": Verb(
+        "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
+    ),
+    "report": Verb("toolkit.cli.report:report", "Say what a run did and where its time went."),
     "doctor": Verb("toolkit.cli.doctor:doctor", "Measure this machine for the planner."),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }

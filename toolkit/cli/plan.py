@@ -1,7 +1,7 @@
 """`dmt plan`: how a recipe would be laid out, how fast and why; starts nothing."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.cli import plan_tables
-from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli import plan_goodput, plan_tables
+from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.options import Overrides, load_on
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
@@ -28,6 +28,7 @@ from toolkit.plan.planner import Plan, explore, model_config, plan_of
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
+from toolkit.plan.saving import Assumptions, Job
 from toolkit.plan.search import Candidate, Search, shortage
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, Recipe
@@ -41,8 +42,6 @@ _DEGREES = {
     "expert": "ep",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
-_INDENT = Text("      ")
-"""Before what a terminal has no room for on the first line."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
 
@@ -58,6 +57,13 @@ class Planned:
     def cluster(self) -> Cluster:
         """Where."""
         return self.search.cluster
+
+    @property
+    def job(self) -> Job:
+        """What has to be saved, how often and where."""
+        steps, every = total_steps(self.recipe.training), self.recipe.checkpoint.every_steps
+        step_s = self.plan.step_time_s
+        return Job(self.plan.parameters, self.cluster, step_s, steps, every)
 
     @property
     def run(self) -> "plan_tables.Run | None":
@@ -91,6 +97,23 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
     ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="HOURS",
+            help="Also say how often to save and what failures cost: mean time between "
+            "failures of one GPU with all that it needs (Llama 3: 50,700).",
+        ),
+    ] = None,
+    checkpoint_gbps: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="With --mtbf: GB/s of storage per node. Default: 1."),
+    ] = None,
+    restart_minutes: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --mtbf: from failure to loading. Default: 10."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
@@ -103,14 +126,19 @@ def plan(
     several = len(recipes) * max(1, len(places)) > 1
     if plot is not None:
         _check_plot(plot, several)
+    assumed = plan_goodput.assumptions(mtbf, checkpoint_gbps, restart_minutes)
+    if assumed is not None and several:
+        raise PlanError(
+            "--mtbf: one recipe on one cluster", fix="plan them one after the other"
+        )
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     if as_json:
-        found = [_machine_output(one, top, explain) for one in planned]
+        found = [_machine_output(one, top, explain, assumed) for one in planned]
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
     elif len(planned) == 1:
-        _print(planned[0], top, explain)
+        _print(planned[0], top, explain, assumed)
     else:
         _print_comparison(planned)
     if plot is not None:
@@ -162,7 +190,9 @@ def _strategies(found: Search, top: int) -> list[Candidate]:
 # For programs
 
 
-def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
+def _machine_output(
+    planned: Planned, top: int, explain: bool, assumed: Assumptions | None
+) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster: DESIGN.md's contract, and more."""
     found, plan, run = planned.search, planned.plan, planned.run
     plans = [_entry(found, one) for one in _strategies(found, top)]
@@ -184,6 +214,8 @@ def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]
     if explain:
         output["decisions"] = [asdict(one) for one in decisions(found)]
         output["prices"] = list(prices(found))
+    if assumed is not None:
+        output["goodput"] = plan_goodput.machine_output(planned.job, assumed)
     return output
 
 
@@ -204,32 +236,23 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 # For people
 
 
-def _print(planned: Planned, top: int, explain: bool) -> None:
+def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | None) -> None:
     """The chosen layout by part, the runners-up, why, and the ledger."""
     console = Console(highlight=False)
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     by_part = _estimate(found, found.best)
     title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
-    _lines(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
+    show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
     if not found.fits:
-        _lines(console, ["", *_shortfall(found, plan)])
-    _lines(console, ["", *memory_lines(by_part)])
-    _lines(console, ["", *_time_lines(planned, by_part)])
+        show(console, ["", *_shortfall(found, plan)])
+    show(console, ["", *memory_lines(by_part)])
+    show(console, ["", *_time_lines(planned, by_part)])
     if found.fits:
-        _lines(console, ["", *_runner_up_lines(found, top)])
-    _lines(console, ["", *(_explained(found) if explain else _reasons(plan))])
-    _lines(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
-
-
-def _lines(console: Console, lines: Iterable[str | Text]) -> None:
-    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
-    for line in lines:
-        text = Text(line) if isinstance(line, str) else line
-        if not console.is_terminal or text.cell_len < console.width:
-            console.print(text, soft_wrap=True)
-            continue
-        first, *others = text.wrap(console, console.width - len(_INDENT))
-        console.print(first, *(_INDENT + other for other in others), sep="\n", soft_wrap=True)
+        show(console, ["", *_runner_up_lines(found, top)])
+    show(console, ["", *(_explained(found) if explain else _reasons(plan))])
+    show(console, ["", *_ledger_lines(ledger_of(recipe, plan))])
+    if assumed is not None:
+        show(console, ["", *plan_goodput.lines(planned.job, assumed)])
 
 
 def _row(row: tuple[str, str]) -> Text:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.data.files import fingerprint_of
 from toolkit.errors import DataError
+from toolkit.models.remote_code import asks_to_run_code, runs_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,6 +58,8 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
             name, revision=revision, trust_remote_code=False
         )
     except Exception as error:  # a broken tokenizer.json raises a bare Exception
+        if asks_to_run_code(error):
+            raise runs_code(f"the tokenizer `{name}`") from error
         reason = str(error).strip() or type(error).__name__
         raise DataError(
             f"cannot load the tokenizer `{name}`: {reason}",

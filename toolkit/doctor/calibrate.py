@@ -18,6 +18,7 @@ from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
 from toolkit.hardware.catalogue import GIGA, TERA
 from toolkit.hardware.cluster import default_cluster
 from toolkit.launchers.local import LocalLauncher
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
 HEADER = "# Written by `dmt doctor --calibrate`"
@@ -98,7 +99,9 @@ def calibrate(machine: Machine) -> Speeds:
         section = ClusterSection(gpus_per_node=machine.processes, gpu=machine.gpu)
         worker = ("-m", "toolkit.doctor.speeds", str(result))
         launcher = LocalLauncher()
-        if launcher.run(launcher.spec(Path(folder), section, worker)) != EXIT_DONE:
+        with StopSignals() as signals:
+            outcome = launcher.run(launcher.spec(Path(folder), section, worker), signals)
+        if outcome.exit_code != EXIT_DONE:
             raise RunFailed("dmt doctor: measuring did not come to its end")
         return Speeds(**json.loads(result.read_text(encoding="utf-8")))
 

@@ -10,6 +10,7 @@ tokens of the *global* batch, so neither the number of ranks nor the split into 
 batches changes loss or gradients.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,11 +44,23 @@ class StepResult:
     loss: float
     """Mean cross entropy (nats) over the unmasked tokens of the global batch."""
     grad_norm: float
-    """Global L2 norm of the gradients before clipping."""
+    """Global L2 norm of the gradients before clipping; means nothing in a skipped step."""
     tokens: int
     """Unmasked tokens of the global batch."""
-    skipped: bool = False
-    """True when the update was skipped because of non-finite gradients (fp16 scaling)."""
+    skipped: str | None = None
+    """Why the update was skipped, in words; None when it was done."""
+
+
+NON_FINITE_GRADIENTS = "the gradients are not finite"
+
+
+def refusal(loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
+    """Why a batch of this global loss and gradient must not be learned from, if it must not."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if loss > max_loss:
+        return f"the loss is above {max_loss:.6g}"
+    return None if math.isfinite(grad_norm) else NON_FINITE_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -74,17 +87,33 @@ class Engine(Protocol):
     """A model that trains. Every method is collective: all ranks call it together."""
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """Run one optimizer step over this rank's micro batches of the global batch.
 
         `learning_rate` is the rate of this step. Every rank passes the same number of
         micro batches; their unmasked token counts may differ, down to zero.
+
+        All ranks skip the update alike when the global loss is not finite or above
+        `max_loss`, or when a gradient of any rank is not finite. A skipped step leaves
+        weights, moments and step counts as they were, to the bit; of the engine's state
+        only fp16's loss scale may change, and only for gradients.
         """
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Loss over this and all other ranks' batches, without gradients."""
+        ...
+
+    def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Names and compute weights of which this rank holds all that its replicas hold.
+
+        Its replicas are the ranks of equal `Layout.model_rank`. Nothing where the weights
+        are sharded over them (ZeRO-3). Not collective.
+        """
         ...
 
     def state(self) -> "Iterator[StateShard]":

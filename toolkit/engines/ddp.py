@@ -3,6 +3,7 @@
 Parameters, gradients and moments are fp32; bf16 and fp16 compute runs under autocast.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import cast
@@ -14,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.checkpoint.shards import StateShard, parameter_blocks
 from toolkit.engines import adam
-from toolkit.engines.base import Counters, EvalResult, MicroBatch, StepResult
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    EvalResult,
+    MicroBatch,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.distributed import global_tokens, gradient_norm, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
@@ -48,7 +56,10 @@ class DdpEngine:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         tokens = global_tokens(micro_batches, self.device)
@@ -61,8 +72,16 @@ class DdpEngine:
                 torch.autograd.backward(self.scaler.scale(batch_loss * self.world))
             loss += batch_loss.detach()
         dist.all_reduce(loss)
-        grad_norm, skipped = self._update(learning_rate)
-        values = torch.stack([loss, grad_norm, tokens]).tolist()
+        self.scaler.unscale_(self.optimizer)
+        norm = gradient_norm(self.model.parameters())
+        values = torch.stack([loss, norm, tokens]).tolist()
+        skipped = refusal(values[0], max_loss, values[1])
+        if skipped is None:
+            self._update(learning_rate, norm)
+        # That fp16's scale is too high is said by gradients, not by a refused loss.
+        keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
+        self.scaler.update(self.scaler.get_scale() if keep_scale else None)
+        self.optimizer.zero_grad()
         return StepResult(values[0], values[1], int(values[2]), skipped)
 
     def _reduce_gradients(self, last: bool) -> "nullcontext[None]":
@@ -72,19 +91,13 @@ class DdpEngine:
         replica = cast(DistributedDataParallel, self.replica)
         return cast("nullcontext[None]", replica.no_sync())
 
-    def _update(self, learning_rate: float) -> tuple[Tensor, bool]:
-        """Clip, step and clear; returns the gradient norm and whether it was skipped."""
-        self.scaler.unscale_(self.optimizer)
-        norm = gradient_norm(self.model.parameters())
+    def _update(self, learning_rate: float, norm: Tensor) -> None:
+        """Clip gradients of this norm, and step."""
         if self.clip is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return norm, self.scaler.get_scale() < scale
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         dtype = AUTOCAST.get(self.setup.precision)
@@ -100,6 +113,10 @@ class DdpEngine:
                 loss += self._loss(batch)
         dist.all_reduce(loss)
         return EvalResult((loss / tokens).item(), int(tokens.item()))
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`."""
+        yield from self.model.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`. Every rank holds all of it; they share out the writing."""

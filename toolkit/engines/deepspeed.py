@@ -1,5 +1,6 @@
 """Engine `deepspeed`: ZeRO 0-3 and offload, for a model of either implementation."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,14 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import adam
-from toolkit.engines.base import Counters, EvalResult, MicroBatch, StepResult
+from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
+    Counters,
+    EvalResult,
+    MicroBatch,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.deepspeed_models import build_model, import_deepspeed
 from toolkit.engines.deepspeed_state import (
     loss_scale,
@@ -19,6 +27,7 @@ from toolkit.engines.deepspeed_state import (
     undo_first_step,
     whole_parameters,
 )
+from toolkit.engines.deepspeed_veto import Veto, let_skip
 from toolkit.engines.distributed import global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
@@ -41,48 +50,63 @@ class DeepSpeedEngine:
         )
         self.model = build_model(setup)
         module = self.model.module
+        self.veto = Veto(module)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             model_parameters=hf.parameter_groups(module, setup.optimizer.weight_decay),
             config=setup.engine_config,
             mpu=self.model.mpu,
         )
-        if self.stage == 0 and setup.precision != "fp32":
+        self.plain = self.stage == 0 and setup.precision == "fp32"
+        """The optimizer is torch's own; every other one is wrapped by DeepSpeed."""
+        if self.plain:
+            let_skip(self.optimizer)
+        elif self.stage == 0:
             undo_first_step(self.optimizer)
         self.model.restore_buffers(self.engine.module)
         self.engine.train()
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         tokens = global_tokens(micro_batches, self.device, self.model.data_group)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        norm: float | Tensor | None = None
+        norm: float | None = None
         self.model.seed_dropout()
         loss_scale = self._loss_scale_of_norm()
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
             batch_loss = self._loss(batch) / tokens
+            loss += batch_loss.detach()
+            if last:
+                dist.all_reduce(loss, group=self.model.data_group)
+                self.veto.judge(loss, max_loss, self.optimizer)
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
             self.engine.backward(batch_loss * self.copies, scale_wrt_gas=False)
-            if self.engine.is_gradient_accumulation_boundary():
+            if last and self.plain:
                 norm = self._plain_norm()
             self.engine.step()
-            loss += batch_loss.detach()
-        dist.all_reduce(loss, group=self.model.data_group)
+        applied = self.engine.was_step_applied()
         if norm is None:
-            norm = (self.engine.get_global_grad_norm() or 0.0) / loss_scale
-        skipped = not self.engine.was_step_applied()
+            norm = float(self.engine.get_global_grad_norm() or 0.0) / loss_scale
         values = torch.stack([loss, tokens]).tolist()
-        return StepResult(values[0], float(norm), int(values[1]), skipped)
+        skipped = refusal(values[0], max_loss)
+        self.veto.end_step(skipped is not None, applied, self.optimizer)
+        if skipped is None and not applied:
+            skipped = NON_FINITE_GRADIENTS
+        return StepResult(values[0], norm, int(values[1]), skipped)
 
-    def _plain_norm(self) -> Tensor | None:
-        """Gradient norm of fp32 stage 0, which DeepSpeed does not compute itself."""
-        if self.stage > 0 or self.setup.precision != "fp32":
-            return None
-        return self.model.gradient_norm(self.engine.module)
+    def _plain_norm(self) -> float:
+        """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""
+        norm = float(self.model.gradient_norm(self.engine.module))
+        self.optimizer.overflow = not math.isfinite(norm)
+        return norm
 
     def _loss_scale_of_norm(self) -> float:
         """What the reported norm is too large by: in fp16, stage 0 leaves the loss scale in."""
@@ -102,6 +126,11 @@ class DeepSpeedEngine:
                 loss += self._loss(batch)
         dist.all_reduce(loss, group=self.model.data_group)
         return EvalResult((loss / tokens).item(), int(tokens.item()))
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`."""
+        if self.stage < 3:
+            yield from self.engine.module.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""

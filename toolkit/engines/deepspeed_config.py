@@ -46,12 +46,15 @@ REQUIRED: Mapping[str, object] = {
     "gradient_allreduce_op": "mean",
     "bf16.bf16_master_weights_and_grads": False,
     "bf16.bf16_optimizer_states": False,
+    "bf16.check_grad_overflow": True,
+    f"{ZERO}.compute_grad_norm": True,
     "fp16.fp16_master_weights_and_grads": False,
     "torch_autocast.enabled": False,
     "data_efficiency.enabled": False,
 }
 """The only values that keep the loss equal under every layout (AdamW with fp32 master
-weights and moments, mean gradients, the recipe's precision and data order)."""
+weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
+out of the weights."""
 
 MAX_LISTED = 12
 """Blocks with no more keys than this have all of them named in an error."""
@@ -254,7 +257,7 @@ def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Prob
     for key, value in REQUIRED.items():
         found = _stated(file, key)
         if found is not None and not _same(found, value):
-            allowed = f"{json.dumps(value)}: any other value changes the loss"
+            allowed = f"{json.dumps(value)}: any other value changes or spoils the loss"
             yield file.problem(key, found, allowed, "delete it")
 
 

@@ -205,9 +205,12 @@ class MegatronShard:
             yield shard.parameter, place
 
     def close(self) -> None:
-        """See `TrainedModel.close`."""
+        """See `TrainedModel.close`; DeepSpeed forgets the groups, too."""
+        from deepspeed.utils import groups
+
         from toolkit.models.megatron.model import leave_groups
 
+        groups.mpu = None
         leave_groups()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.errors import BackendUnavailable
 
 
@@ -51,7 +52,12 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         _share_cores(local_world)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if needs_new_store():
+        store = new_store(rank, world, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # DeepSpeed reads these even in a run of one process.

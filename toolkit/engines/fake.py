@@ -5,6 +5,7 @@ data. It has no transformer, takes microseconds a step, and keeps the whole cont
 `Engine`: several ranks, token-mean loss, saving and loading.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from toolkit.checkpoint.shards import StateShard, whole_block
-from toolkit.engines.base import IGNORE_INDEX, Counters, EvalResult, MicroBatch, StepResult
+from toolkit.engines.base import (
+    IGNORE_INDEX,
+    Counters,
+    EvalResult,
+    MicroBatch,
+    StepResult,
+    refusal,
+)
 
 
 class FakeEngine:
@@ -27,7 +35,10 @@ class FakeEngine:
         """The rate of every step so far in this process."""
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         self.learning_rates.append(learning_rate)
@@ -35,14 +46,21 @@ class FakeEngine:
         loss, tokens = _mean_loss(logits, micro_batches)
         (gradient,) = torch.autograd.grad(loss, logits)
         loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
-        self.logits -= learning_rate * gradient
-        self.steps += 1
-        return StepResult(loss.item(), gradient.norm().item(), int(tokens.item()))
+        norm = gradient.norm().item()
+        skipped = refusal(loss.item(), max_loss, norm)
+        if skipped is None:
+            self.logits -= learning_rate * gradient
+            self.steps += 1
+        return StepResult(loss.item(), norm, int(tokens.item()), skipped)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
         loss, tokens = _mean_loss(self.logits, micro_batches)
         return EvalResult(_sum_over_ranks(loss).item(), int(tokens.item()))
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`."""
+        yield "logits", self.logits
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`; its moments are zeros, plain gradient descent has none."""

@@ -5,6 +5,7 @@ loss of every micro batch is a sum over tokens; megatron-core divides the gradie
 tokens of the global batch once they are reduced.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -28,7 +29,15 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import adam, megatron_state
-from toolkit.engines.base import IGNORE_INDEX, Counters, EvalResult, MicroBatch, StepResult
+from toolkit.engines.base import (
+    IGNORE_INDEX,
+    NON_FINITE_GRADIENTS,
+    Counters,
+    EvalResult,
+    MicroBatch,
+    StepResult,
+    refusal,
+)
 from toolkit.engines.distributed import to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.megatron import cpu, weights
@@ -102,7 +111,10 @@ class MegatronEngine:
             config.no_sync_func = [replica.no_sync for replica in self.replicas]
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
@@ -111,26 +123,44 @@ class MegatronEngine:
         for replica in self.replicas:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, tokens = self._run(micro_batches, forward_only=False)
+        loss, tokens, gradient_sum = self._run(micro_batches, forward_only=False)
+        skipped = refusal(loss, max_loss, gradient_sum)
+        if skipped is not None:
+            # The gradient buffers are cleared when the next step begins.
+            return StepResult(loss, math.inf, tokens, skipped)
         with cpu.cuda_type_names():
             updated, grad_norm, _ = self.optimizer.step()
-        norm = float("inf") if grad_norm is None else float(grad_norm)
-        return StepResult(loss, norm, tokens, not updated)
+        if not updated:
+            return StepResult(loss, math.inf, tokens, NON_FINITE_GRADIENTS)
+        return StepResult(loss, float(grad_norm), tokens)
+
+    def _gradient_sum(self) -> Tensor:
+        """Sum of this rank's gradients, which is finite exactly where all of them are.
+
+        In fp16 it is 0: a gradient that overflows is the loss scaler's to find.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.setup.precision != "fp16":
+            for replica in self.replicas:
+                for buffer in (*replica.buffers, *replica.expert_parallel_buffers):
+                    total += buffer.grad_data.sum()
+        return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
         for replica in self.replicas:
             replica.eval()
         with torch.no_grad():
-            loss, tokens = self._run(micro_batches, forward_only=True)
+            loss, tokens, _ = self._run(micro_batches, forward_only=True)
         for replica in self.replicas:
             replica.train()
         return EvalResult(loss, tokens)
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
-    ) -> tuple[float, int]:
-        """Run the pipeline schedule; mean loss and tokens of the global batch, on all ranks."""
+    ) -> tuple[float, int, float]:
+        """Run the pipeline schedule; on all ranks, mean loss and tokens of the global batch,
+        and a sum of all gradients (0 without a backward)."""
         batches = [to_device(batch, self.device) for batch in micro_batches]
         micro_batch, length = batches[0].input_ids.shape
         sums = get_forward_backward_func()(
@@ -143,12 +173,20 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         # Only the last stage has losses, and every tensor-parallel rank has the same ones.
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros(3, dtype=torch.float64, device=self.device)
         if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
-            total += torch.stack(sums).sum(dim=0)
+            total[:2] += torch.stack(sums).sum(dim=0)
+        if not forward_only:
+            total[2] = self._gradient_sum()
         dist.all_reduce(total)
-        loss, tokens = total.tolist()
-        return loss / max(tokens, 1.0), int(tokens)
+        loss, tokens, gradient_sum = total.tolist()
+        return loss / max(tokens, 1.0), int(tokens), gradient_sum
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`."""
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{index}.{name}", parameter
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""

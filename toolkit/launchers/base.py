@@ -1,9 +1,10 @@
 """What every launcher shares: the launch specification, its environment, its outcome.
 
 A launcher answers two questions: what would be started (`spec`, printable, with no side
-effect), and how did it end (`run`, an exit code of errors.py).
+effect), and how did it end (`run`).
 """
 
+import math
 import os
 import shlex
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
 
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
 
@@ -44,6 +46,8 @@ class LaunchSpec:
     """Set on top of the present environment, in which no rendezvous variable is left."""
     rank_env: tuple[Mapping[str, str], ...] = ({},)
     """One process is started per entry, with these variables on top of `env`."""
+    grace_s: float = math.inf
+    """How long ranks may take to save and leave when asked to; they are killed then."""
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
@@ -57,6 +61,16 @@ class LaunchSpec:
             settings = [f"{k}={shlex.quote(v)}" for k, v in {**self.env, **variables}.items()]
             lines.append(" ".join([*settings, shlex.join(self.argv)]))
         return redact(" &\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
+
+    exit_code: int
+    """One of errors.py."""
+    reason: str = ""
+    """Why it failed, in one line."""
 
 
 class Launcher(Protocol):
@@ -73,11 +87,11 @@ class Launcher(Protocol):
         """
         ...
 
-    def run(self, spec: LaunchSpec) -> int:
-        """Start it, wait, leave no process behind; return an exit code of errors.py.
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Start it, wait, leave no process behind, tell the user why it failed.
 
-        SIGINT and SIGTERM are passed on to every worker once; the third SIGINT kills.
-        Call it in the main thread.
+        The caller has entered `signals`, in the main thread. SIGINT, SIGTERM and SIGUSR1
+        are passed on to every worker once; the third SIGINT kills.
         """
         ...
 

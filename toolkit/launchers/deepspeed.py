@@ -7,8 +7,9 @@ from pathlib import Path
 from shutil import which
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers.base import LaunchSpec, common_env, free_port, worker_command
+from toolkit.launchers.base import LaunchSpec, Outcome, common_env, free_port, worker_command
 from toolkit.launchers.foreign import run_guarded
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
 
@@ -43,9 +44,9 @@ class DeepSpeedLauncher:
             env=common_env(cluster, processes),
         )
 
-    def run(self, spec: LaunchSpec) -> int:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it and wait; see Launcher."""
-        return run_guarded(spec)
+        return run_guarded(spec, signals)
 
 
 def _program() -> str:

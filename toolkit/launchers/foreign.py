@@ -5,26 +5,22 @@ import subprocess
 import sys
 import time
 
-from toolkit.launchers.base import LaunchSpec, tell
+from toolkit.launchers.base import LaunchSpec, Outcome, tell
 from toolkit.launchers.outcome import events_offset, outcome_from_events
-from toolkit.launchers.process import GRACE_S, POLL_S, StopSignals
+from toolkit.launchers.process import POLL_S, StopSignals
 
 
-def run_guarded(spec: LaunchSpec, grace_s: float = GRACE_S) -> int:
-    """Run `spec` under `toolkit.launchers.guard`; return an exit code of errors.py.
-
-    `grace_s`: how long workers have when this launcher is killed, or the other one ends.
-    """
+def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    """Run `spec` under `toolkit.launchers.guard`; see Launcher."""
     offset = events_offset(spec.run_dir)
-    with StopSignals() as signals:
-        guard = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.launchers.guard", str(grace_s), *spec.argv],
-            env=spec.process_env(0),
-            stdin=subprocess.PIPE,
-            # Ctrl-C at the terminal is for this process, which passes it on once.
-            start_new_session=True,
-        )
-        code = _wait(guard, signals)
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "toolkit.launchers.guard", str(spec.grace_s), *spec.argv],
+        env=spec.process_env(0),
+        stdin=subprocess.PIPE,
+        # Ctrl-C at the terminal is for this process, which passes it on once.
+        start_new_session=True,
+    )
+    code = _wait(guard, signals)
     return outcome_from_events(spec.run_dir, offset, code, signals.stop_requested)
 
 

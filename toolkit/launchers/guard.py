@@ -8,6 +8,7 @@ standard input is a pipe from DMT's launcher; when that is killed, the pipe clos
 SIGTERM asks it to stop the workers in good order, SIGUSR2 to kill them.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -21,12 +22,20 @@ from types import FrameType
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.launchers.process import (
+    FAILED_GRACE_S,
+    ORPHAN_GRACE_S,
     POLL_S,
     Deadline,
     StopSignals,
     adopt_orphans,
     die_with_parent,
+    grace_over,
+    show_stacks,
+    wake_if_stopped,
 )
+
+_LOOK_S = 1.0
+"""Between two looks for ranks that stand still."""
 
 
 class Guard:
@@ -34,6 +43,8 @@ class Guard:
 
     def __init__(self, command: Sequence[str], grace_s: float) -> None:
         self._grace_s = grace_s
+        self._looked_at = 0.0
+        self._woken = Deadline()
         self._signalled: set[int] = set()
         self._deadline = Deadline()
         self._parent_gone = threading.Event()
@@ -57,15 +68,41 @@ class Guard:
     def wait(self, signals: StopSignals) -> int:
         """Return the foreign launcher's code when it and all its workers have ended."""
         while self._process.poll() is None:
-            if self._parent_gone.is_set():
-                self._deadline.start(self._grace_s)
             if signals.stop_requested or self._parent_gone.is_set():
+                self._start_grace()
                 self._stop_workers()
+            if self._deadline.passed:
+                print(f"error: {grace_over(self._grace_s)}", file=sys.stderr, flush=True)
+                show_stacks([worker.pid for worker in workers()])
             if self._kill_requested or self._deadline.passed:
                 kill_descendants()
+            self._wake_stopped()
             time.sleep(POLL_S)
         self._end_leftovers()
         return self._process.returncode
+
+    def _start_grace(self) -> None:
+        orphaned = self._parent_gone.is_set() and math.isinf(self._grace_s)
+        self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
+
+    def _wake_stopped(self) -> None:
+        """Wake ranks that were asked to end and stand still; kill them after a while.
+
+        Those that this process asked have the grace: they are to save.
+        """
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        woken = [worker for worker in workers() if wake_if_stopped(worker.pid)]
+        if woken and not self._signalled:
+            self._woken.start(FAILED_GRACE_S)
+        if self._woken.passed:
+            self._kill_workers()
+
+    def _kill_workers(self) -> None:
+        for worker in workers():
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
 
     def _stop_workers(self) -> None:
         """Ask every worker once; those that are still to be started, when they appear."""
@@ -77,13 +114,12 @@ class Guard:
 
     def _end_leftovers(self) -> None:
         """End workers that the foreign launcher left: ask, wait, kill."""
-        self._deadline.start(self._grace_s)
+        self._deadline.start(ORPHAN_GRACE_S)
         while list(workers()) and not self._deadline.passed:
             self._stop_workers()
+            self._wake_stopped()
             time.sleep(POLL_S)
-        for worker in workers():
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
+        self._kill_workers()
 
 
 def workers() -> Iterator[psutil.Process]:

@@ -11,9 +11,25 @@ from pathlib import Path
 from typing import TextIO
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import LaunchSpec, common_env, free_port, tell, worker_command
+from toolkit.launchers.base import (
+    LaunchSpec,
+    Outcome,
+    common_env,
+    free_port,
+    tell,
+    worker_command,
+)
 from toolkit.launchers.outcome import RankExit, report_failure
-from toolkit.launchers.process import GRACE_S, POLL_S, Deadline, StopSignals, die_with_parent
+from toolkit.launchers.process import (
+    FAILED_GRACE_S,
+    POLL_S,
+    Deadline,
+    StopSignals,
+    die_with_parent,
+    grace_over,
+    show_stacks,
+    wake_if_stopped,
+)
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
 from toolkit.train.run_dir import RunDirectory
@@ -23,12 +39,9 @@ class LocalLauncher:
     """One process per rank, each with its rank in the environment.
 
     Rank 0 has the terminal; what other ranks print goes to logs/rank-N.log. When one rank
-    fails, the others are asked to end and killed after `grace_s`. When the launcher is
+    fails, the others are asked to end and killed after FAILED_GRACE_S. When the launcher is
     killed, the kernel kills the ranks.
     """
-
-    def __init__(self, grace_s: float = GRACE_S) -> None:
-        self._grace_s = grace_s
 
     def spec(
         self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
@@ -55,14 +68,13 @@ class LocalLauncher:
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)),
         )
 
-    def run(self, spec: LaunchSpec) -> int:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start all ranks and wait for them; see Launcher."""
-        with StopSignals() as signals:
-            ranks = _Ranks(spec)
-            try:
-                return ranks.wait(signals, self._grace_s)
-            finally:
-                ranks.close()
+        ranks = _Ranks(spec)
+        try:
+            return ranks.wait(signals, spec.grace_s)
+        finally:
+            ranks.close()
 
 
 class _Ranks:
@@ -93,24 +105,30 @@ class _Ranks:
                 copier.start()
                 self._copiers.append(copier)
 
-    def wait(self, signals: StopSignals, grace_s: float) -> int:
-        """Return the launch's exit code when all ranks have ended."""
+    def wait(self, signals: StopSignals, grace_s: float) -> Outcome:
+        """Return when all ranks have ended."""
         while any(process.poll() is None for process in self._processes):
-            if signals.kill_requested or self._deadline.passed:
+            if signals.kill_requested:
+                self.kill()
+            if self._deadline.passed:
+                if self._failed is None:
+                    tell(f"error: {grace_over(grace_s)}")
+                show_stacks(self._running())
                 self.kill()
             if signals.stop_requested and not self._stopping:
                 self._stopping = True
                 tell("stopping: saving first; press Ctrl-C twice more to kill")
                 self._terminate()
-            self._note_failure(grace_s)
+                self._deadline.start(grace_s)
+            self._note_failure()
             self._sleep_until_exit()
-        self._note_failure(grace_s)
+        self._note_failure()
         for copier in self._copiers:
             copier.join(timeout=1.0)
         if self._failed is not None:
             return report_failure(self._run_dir, self._failed)
         codes = {process.returncode for process in self._processes}
-        return EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE
+        return Outcome(EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE)
 
     def _sleep_until_exit(self) -> None:
         # Wakes at once: the rank that failed first must be seen before those that fail
@@ -121,7 +139,7 @@ class _Ranks:
                 poll.register(descriptor, select.POLLIN)
         poll.poll(POLL_S * 1000)
 
-    def _note_failure(self, grace_s: float) -> None:
+    def _note_failure(self) -> None:
         """Remember the first rank that failed, and ask the others to end."""
         if self._failed is not None:
             return
@@ -134,16 +152,21 @@ class _Ranks:
             if code not in harmless:
                 assert code is not None
                 self._failed = RankExit(rank, code)
-                self._end_others(grace_s)
+                self._end_others()
                 return
             if code == -signal.SIGTERM:
-                self._end_others(grace_s)
+                self._end_others()
 
-    def _end_others(self, grace_s: float) -> None:
+    def _end_others(self) -> None:
         if not self._stopping:
             self._stopping = True
             self._terminate()
-        self._deadline.start(grace_s)
+        for pid in self._running():
+            wake_if_stopped(pid)
+        self._deadline.start(FAILED_GRACE_S)
+
+    def _running(self) -> list[int]:
+        return [process.pid for process in self._processes if process.poll() is None]
 
     def _terminate(self) -> None:
         for process in self._processes:

@@ -13,7 +13,7 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
-from toolkit.launchers.base import tell
+from toolkit.launchers.base import Outcome, tell
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.run_dir import RunDirectory
@@ -46,18 +46,18 @@ def failure_code(code: int) -> int:
     return code if code in _KEPT_CODES else EXIT_FAILED
 
 
-def report_failure(run_dir: Path, failed: RankExit) -> int:
-    """Name the rank and show the end of its log; return the launcher's exit code.
+def report_failure(run_dir: Path, failed: RankExit) -> Outcome:
+    """Name the rank and show the end of its log.
 
     Rank 0 has the terminal: what it told the user there is not told again.
     """
     if failed.rank == 0 and failed.code in _KEPT_CODES:
-        return failed.code
+        return Outcome(failed.code, failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
     tail = _tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
     tell(f"error: {failed.describe()}{shown}")
-    return failure_code(failed.code)
+    return Outcome(failure_code(failed.code), failed.describe())
 
 
 def _tail(path: Path) -> str:
@@ -78,8 +78,8 @@ def events_offset(run_dir: Path) -> int:
 
 def outcome_from_events(
     run_dir: Path, offset: int, launcher_code: int, stop_requested: bool
-) -> int:
-    """Return the exit code of a run that a foreign launcher started.
+) -> Outcome:
+    """Say how a run ended that a foreign launcher started.
 
     torchrun and deepspeed do not hand on which rank ended how, so the workers' own `end`
     events name the first failure. A worker that saved and stopped means a stopped run
@@ -90,13 +90,14 @@ def outcome_from_events(
     if failed := _first_failure(events):
         return report_failure(run_dir, failed)
     if launcher_code in (EXIT_DONE, EXIT_RESUMABLE):
-        return launcher_code
+        return Outcome(launcher_code)
     saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
     nothing_started = all(event.get("kind") != "start" for event in events)
     if stop_requested and (saved or nothing_started):
-        return EXIT_RESUMABLE
-    tell(f"error: the launcher ended with code {launcher_code}; its messages are above")
-    return failure_code(launcher_code)
+        return Outcome(EXIT_RESUMABLE)
+    reason = f"the launcher ended with code {launcher_code}"
+    tell(f"error: {reason}; its messages are above")
+    return Outcome(failure_code(launcher_code), reason)
 
 
 def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:

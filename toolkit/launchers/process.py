@@ -1,17 +1,26 @@
 """Processes that do not outlive their launcher, and signals that reach them once."""
 
 import ctypes
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from toolkit.handlers import handling
 
-GRACE_S = 30.0
-"""Seconds between asking a process to end and killing it."""
+FAILED_GRACE_S = 5.0
+"""How long the other ranks have after one failed: they cannot save any more."""
+ORPHAN_GRACE_S = 30.0
+"""How long ranks have to save when their launcher is gone, where the recipe says nothing."""
+STACKS_S = 0.5
+"""How long a rank has to write its stacks."""
 POLL_S = 0.05
+STACKS_SIGNAL = signal.SIGUSR2
+"""A training rank answers it with the stacks of all its threads, in its log, and goes on."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,6 +52,40 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
 def adopt_orphans() -> None:
     """Let grandchildren whose parent died become children of this process."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def wake_if_stopped(pid: int) -> bool:
+    """Let a rank show where it stands and end, if SIGSTOP froze it and SIGTERM waits for it.
+
+    It would neither save nor leave, and foreign launchers wait 30 s for it to do so. True
+    when that was so.
+    """
+    with suppress(OSError, KeyError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
+        if asked and status["State"].startswith("T"):
+            _ask_for_stacks(pid)
+            return True
+    return False
+
+
+def show_stacks(pids: Iterable[int]) -> None:
+    """Let ranks that are about to be killed write where they stand; takes STACKS_S."""
+    for pid in pids:
+        with suppress(OSError):
+            _ask_for_stacks(pid)
+    time.sleep(STACKS_S)
+
+
+def _ask_for_stacks(pid: int) -> None:
+    os.kill(pid, STACKS_SIGNAL)
+    os.kill(pid, signal.SIGCONT)
+
+
+def grace_over(grace_s: float) -> str:
+    """What the user reads when ranks are killed although they may still be saving."""
+    return f"not saved and gone within launch.grace_s ({grace_s:g} s): killed"
 
 
 class StopSignals:
@@ -82,17 +125,16 @@ class StopSignals:
 
 
 class Deadline:
-    """A point in time that may not be set yet."""
+    """A point in time; never, until it is set."""
 
     def __init__(self) -> None:
-        self._at: float | None = None
+        self._at = math.inf
 
     def start(self, seconds: float) -> None:
-        """Set it, unless it is set already."""
-        if self._at is None:
-            self._at = time.monotonic() + seconds
+        """Set it, unless it is earlier already."""
+        self._at = min(self._at, time.monotonic() + seconds)
 
     @property
     def passed(self) -> bool:
-        """True when it was set and is over."""
-        return self._at is not None and time.monotonic() >= self._at
+        """True when it is over."""
+        return time.monotonic() >= self._at

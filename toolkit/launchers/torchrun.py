@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers.base import LaunchSpec, common_env, worker_command
+from toolkit.launchers.base import LaunchSpec, Outcome, common_env, worker_command
 from toolkit.launchers.foreign import run_guarded
+from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
 
@@ -42,8 +43,8 @@ class TorchrunLauncher:
             env=common_env(cluster, processes),
         )
 
-    def run(self, spec: LaunchSpec) -> int:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the agent, without its traceback, and wait; see Launcher."""
         python, _, _, *arguments = spec.argv
         quiet = (python, "-m", "toolkit.launchers.quiet_torchrun", *arguments)
-        return run_guarded(replace(spec, argv=quiet))
+        return run_guarded(replace(spec, argv=quiet), signals)

@@ -19,8 +19,14 @@ from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import model_spec
+from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.spec import ModelSpec
-from toolkit.models.weights import RandomWeights, SafetensorsWeights, WeightSource
+from toolkit.models.weights import (
+    RandomWeights,
+    SafetensorsWeights,
+    WeightSource,
+    checkpoint_names,
+)
 from toolkit.recipe.schema import ModelSection
 
 
@@ -41,6 +47,22 @@ def snapshot_folder(hub: str, revision: str | None) -> Path:
         ) from error
 
 
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a Hugging Face folder; no code of its own is run.
+
+    Raises DataError when it has none, or one that transformers itself does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a strict config class raises what it likes
+        if asks_to_run_code(error):
+            raise runs_code(f"the model in {folder}") from error
+        raise DataError(
+            f"{folder / 'config.json'} cannot be used: {error}",
+            fix="name a folder with the config of a model that transformers knows",
+        ) from error
+
+
 def build_config(model: ModelSection) -> PretrainedConfig:
     """The transformers config: the recipe's keys, checked against the hub's when loaded.
 
@@ -49,7 +71,7 @@ def build_config(model: ModelSection) -> PretrainedConfig:
     stated = deepcopy(model.config or {})  # transformers writes into nested maps
     if model.init == "pretrained" or not stated:
         assert model.hub is not None, "checked at load"
-        config = AutoConfig.from_pretrained(snapshot_folder(model.hub, model.revision))
+        config = read_config(snapshot_folder(model.hub, model.revision))
         if stated:
             _compare(stated, config, model.hub)
     else:
@@ -101,7 +123,9 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
 
 def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `config` describes, on the current default device."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, trust_remote_code=False
+    )
     return model
 
 
@@ -204,6 +228,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the model; tied ones appear once."""
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+
+
+def checkpoint_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint of the model; tied ones appear once."""
+    return {
+        piece.name: piece.shape
+        for name, shape in parameter_shapes(config).items()
+        for piece in checkpoint_names(name, shape)
+    }
 
 
 def save_companions(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from toolkit.recipe.schema import TrainingSection
@@ -45,6 +45,38 @@ class Layout:
         data and pipeline, so that a tensor group lies within a node.
         """
         return rank // (self.tp * self.cp) % self.dp
+
+    def model_rank(self, rank: int) -> int:
+        """Which part of the model `rank` holds: ranks of equal number are replicas.
+
+        Within a pipeline stage, tensor-parallel and expert-parallel ranks both count from
+        its first rank, because experts themselves are not split once `ep` is above 1.
+        """
+        parts = math.lcm(self.tp, self.ep)
+        stage, place = divmod(rank, self.tp * self.cp * self.dp)
+        return stage * parts + place % parts
+
+
+def degrees_text(engine: str, model: str, layout: Layout) -> str:
+    """`megatron dp2 tp2 sp zero1`: engine and what is not the default of a layout."""
+    values = asdict(layout)
+    words = [engine if model in ("hf", engine) else f"{engine}/{model}", f"dp{layout.dp}"]
+    words += [
+        f"{key}{values[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if values[key] > 1
+    ]
+    words += ["sp"] * layout.sequence_parallel
+    words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
+    for what in ("optimizer", "parameters"):
+        if (place := values[f"offload_{what}"]) != "none":
+            words.append(f"{what}:{place}")
+    return " ".join(words)
+
+
+def layout_text(engine: str, model: str, layout: Layout) -> str:
+    """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
+    batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
+    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

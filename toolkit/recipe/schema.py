@@ -278,6 +278,20 @@ class CheckpointSection(Section):
     """Write a Hugging Face folder to `export/` at the end."""
 
 
+class GuardSection(Section):
+    """What keeps a bad batch, or a bad machine, out of the weights."""
+
+    max_skips_in_a_row: Positive = 20
+    """Steps whose update is skipped one after the other before the run stops. A step is
+    skipped, on all ranks alike, when its loss or a gradient is not finite."""
+    spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """Also skip a step whose loss exceeds this many times the median loss of the last 50
+    steps that were not skipped (not before 10 of them); null: skip no finite loss."""
+    replica_check_every_steps: Positive | None = None
+    """Steps between comparisons of the weights of ranks that must hold the same ones; a
+    difference stops the run and names the rank. Null: none."""
+
+
 class WandbSection(Section):
     """Weights & Biases. The API key comes from the environment, never from a recipe."""
 
@@ -310,6 +324,15 @@ class LaunchSection(Section):
 
     launcher: Literal["local", "torchrun", "deepspeed"] = "local"
     """`local`: DMT starts one process per rank on this machine."""
+    max_restarts: Count = 0
+    """How often in a row a run that failed is started again from its last checkpoint. A
+    newer checkpoint renews the number; a mistake of the user's is never tried again."""
+    hang_timeout_s: PositiveFloat = 1800.0
+    """Seconds that one step, save or validation may take. When one takes longer, each rank
+    writes where it stands to its log, and the run fails (and is started again)."""
+    grace_s: PositiveFloat | None = None
+    """Seconds that ranks may take to save and leave after SIGTERM, SIGUSR1 or Ctrl-C; what
+    is left then is killed. null: as long as it takes."""
 
 
 class Recipe(Section):
@@ -326,5 +349,6 @@ class Recipe(Section):
     parallel: ParallelSection = ParallelSection()
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()

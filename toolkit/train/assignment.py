@@ -1,13 +1,16 @@
 """What the ranks of a run are told: recipe, plan and backend configuration, made once."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
-from toolkit.errors import PlanError
+from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import Plan, placed_on, plan_recipe
@@ -86,6 +89,8 @@ def read_assignment(path: Path, world: int) -> Assignment:
             fix="`dmt launch RECIPE` writes one and starts it",
         ) from error
     recipe = load_recipe(run.recipe)
+    if _came_back_resized(recipe, world):
+        return _assign_anew(recipe, run.path, ["dmt", *sys.argv[1:]], world)
     _check_world(recipe, world)
     return Assignment(recipe, plan, config, run.path, prediction)
 
@@ -102,10 +107,63 @@ def assign(
     Raises PlanError when the recipe's cluster has another number.
     """
     recipe = load_recipe(recipe_path, overrides)
+    if _came_back_resized(recipe, world):
+        return _assign_anew(recipe, run_dir, command, world)
     _check_world(recipe, world)
     assignment = decide(recipe, run_dir)
     write(assignment, command)
     return assignment
+
+
+def elastic_restarts() -> int:
+    """How often torchrun's agent has started these ranks again; 0 under other launchers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _came_back_resized(recipe: Recipe, world: int) -> bool:
+    """Did an elastic agent (`torchrun --nnodes MIN:MAX`) come back with other ranks?"""
+    return elastic_restarts() > 0 and recipe.cluster.world_size != world
+
+
+def _assign_anew(
+    recipe: Recipe, run_dir: Path | None, command: Sequence[str], world: int
+) -> Assignment:
+    """Plan for the ranks that are there, with the same global batch."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        per_node = 1  # Machines with unequal numbers: nothing may rely on being on one.
+    before = recipe.cluster.world_size
+    assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
+    write(assignment, command)
+    print(f"dmt: {world} ranks in place of {before}: planned again", file=sys.stderr)
+    return assignment
+
+
+def decide_for_fewer(
+    recipe: Recipe, run_dir: Path | None, cluster: Cluster | None, gpus: int
+) -> Assignment:
+    """Plan a recipe for one machine on which at most `gpus` accelerators are left.
+
+    The global batch stays. Takes as many as a layout that fits can use; writes nothing.
+    Raises RunFailed when there is none.
+    """
+    for count in range(gpus, 0, -1):
+        smaller = None if cluster is None else replace(cluster, gpus_per_node=count)
+        with suppress(PlanError, RecipeError):
+            assignment = decide(_resized(recipe, 1, count), run_dir, smaller)
+            if assignment.plan.fits:
+                return assignment
+    raise RunFailed(
+        f"{gpus} of {recipe.cluster.world_size} devices work, and no layout of the recipe is "
+        f"legal and fits there",
+        fix="repair the machine, or leave more of `parallel` at auto",
+    )
+
+
+def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    section = recipe.cluster.model_copy(update=size)
+    return recipe.model_copy(update={"cluster": section})
 
 
 def _check_world(recipe: Recipe, world: int) -> None:

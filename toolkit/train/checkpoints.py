@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Found, find_newest, load
@@ -52,6 +51,8 @@ class RunCheckpoints:
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
         self.saved_at = 0
         """Step of the newest save that was begun, or of the checkpoint that was loaded."""
+        self.load_s: float | None = None
+        """Seconds that loading took; None where nothing was loaded."""
         self._stall_s = 0.0
 
     def find(self) -> Found | None:
@@ -87,9 +88,8 @@ class RunCheckpoints:
         self.saved_at = manifest.step
         if self.leader:
             self._restore_wandb_id(manifest)
-            seconds = round(time.monotonic() - began, 3)
-            self.events.write("load", step=manifest.step, seconds=seconds)
-        return Progress(manifest.step, manifest.consumed_samples)
+        self.load_s = time.monotonic() - began
+        return Progress(manifest.step, manifest.consumed_samples, manifest.recent_losses)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B go on with the same run, also where its own file was lost."""
@@ -147,10 +147,6 @@ class RunCheckpoints:
         )
         return saved
 
-    def folder_at(self, step: int) -> Path:
-        """The checkpoint of a step. A newer one may be there, damaged, when it was skipped."""
-        return self.store.folder / folder_name(step)
-
     def _warn(self, message: str) -> None:
         if self.leader:
             print(redact(f"warning: {message}"), file=sys.stderr, flush=True)
@@ -164,7 +160,7 @@ class RunCheckpoints:
             consumed_samples=progress.consumed_samples,
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
-            recent_losses=(),
+            recent_losses=progress.recent_losses,
             data_fingerprint=self.fingerprint,
             engine=plan.engine,
             model=plan.model,

@@ -1,17 +1,23 @@
 """`events.jsonl`: what happened to a run, one object per event."""
 
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
 from toolkit.train import jsonl
 
 EventKind = Literal[
+    "launch",
     "start",
     "load",
     "save",
     "resume",
     "restart",
+    "replay",
+    "hang",
     "skip",
     "evaluation",
     "prediction",
@@ -28,6 +34,10 @@ class EventLog:
 
     - `end` with `exit_code` (and `rank`, and `error` when it failed): written by rank 0
       however the run ends, and by any other rank that fails;
+    - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began)
+      when the first step is ready, `restart` when a run that failed is started again (with
+      `attempt`, `reason` and `from_step`), `replay` where steps are done again (`from_step`
+      to `to_step`, which took `seconds`), `hang` before ranks end because one hangs;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """
 
@@ -36,6 +46,13 @@ class EventLog:
         self.path = path
 
     def write(self, kind: EventKind, **fields: Any) -> None:
-        """Append the event with the present time (UTC, ISO 8601); texts are redacted."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        jsonl.append(self.path, {"time": now, "kind": kind, **fields})
+        """Append the event with the present time (UTC, ISO 8601), unless `time` is given in
+        seconds since 1970; texts are redacted."""
+        at = datetime.fromtimestamp(fields.pop("time", time.time()), UTC)
+        stamp = at.isoformat(timespec="milliseconds")
+        jsonl.append(self.path, {"time": stamp, "kind": kind, **fields})
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, Python's own start included."""
+    return max(0.0, time.time() - float(psutil.Process().create_time()))

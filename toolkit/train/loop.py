@@ -12,7 +12,8 @@ from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
 from toolkit.failpoints import failpoint
 from toolkit.plan.layout import Layout
-from toolkit.recipe.schema import OptimizerSection, ScheduleSection
+from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
+from toolkit.train.guard import HISTORY_STEPS, Guard
 from toolkit.train.schedule import learning_rate
 from toolkit.train.signals import StopRequest
 
@@ -25,6 +26,15 @@ class Progress:
     """Optimizer steps done."""
     consumed_samples: int = 0
     """Sequences consumed since step 0."""
+    recent_losses: tuple[float, ...] = ()
+    """Of the last steps that were not skipped: what a spike is measured against."""
+
+    def advance(self, result: StepResult, samples: int) -> None:
+        """One more step is done, skipped or not."""
+        self.step += 1
+        self.consumed_samples += samples
+        if result.skipped is None:
+            self.recent_losses = (*self.recent_losses, result.loss)[-HISTORY_STEPS:]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Hooks(Protocol):
     """What is done besides training; each decides itself whether a step is due."""
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Log."""
+        """Log, and look for faults."""
         ...
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
@@ -66,14 +76,16 @@ class Job:
     total_steps: int
     optimizer: OptimizerSection
     schedule: ScheduleSection
+    guard: GuardSection
 
 
 def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
     """Train from `progress` to the last step.
 
-    Raises Stopped after a signal to any rank: everything is saved then.
+    Raises Stopped after a signal to any rank: everything is saved then; RunFailed when too
+    many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
     """
-    layout = job.layout
+    layout, guard = job.layout, Guard(job.guard)
     while progress.step < job.total_steps:
         started = time.perf_counter()
         rate = learning_rate(
@@ -85,13 +97,14 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
         torch.manual_seed(_step_seed(job.seed, progress.step, job.dp_rank))
         failpoint("step")
-        result = job.engine.train_step(micro_batches, rate)
-        progress.step += 1
-        progress.consumed_samples += layout.global_batch
+        max_loss = guard.max_loss(progress.recent_losses)
+        result = job.engine.train_step(micro_batches, rate, max_loss)
+        progress.advance(result, layout.global_batch)
 
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
         seconds = time.perf_counter() - started
         hooks.after_step(progress, StepReport(result, rate, seconds, samples))
+        guard.check(progress.step, result)
         stopping = stop.agreed() and progress.step < job.total_steps
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:

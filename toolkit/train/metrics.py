@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from toolkit.train import jsonl
-from toolkit.train.events import EventKind, EventLog
+from toolkit.train.events import EventLog
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Metrics:
     consumed_samples: int
     """Sequences consumed since step 0: the data cursor."""
     skipped: bool
-    """True when the update was skipped because of non-finite gradients."""
+    """True when the update was skipped; events.jsonl says why."""
     memory_gib: float | None
     """Peak device memory of the fullest rank; null on CPU."""
 
@@ -47,12 +47,11 @@ class MetricsLog:
 
         Lines of later steps, left by a run that was stopped after its last checkpoint,
         are dropped together with a torn last line: these steps are done again. An event
-        says so: `resume` at `step`, or `restart` where nothing was saved.
+        `resume` at `step` says so, also where nothing was saved (step 0).
         """
         dropped = jsonl.drop_later_steps(path, step)
         if step > 0 or dropped:
-            kind: EventKind = "resume" if step > 0 else "restart"
-            events.write(kind, step=step, dropped_metrics_lines=dropped)
+            events.write("resume", step=step, dropped_metrics_lines=dropped)
         return cls(path)
 
     def write(self, metrics: Metrics) -> None:

@@ -3,13 +3,14 @@
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.base import Engine, EvalResult, MicroBatch
+from toolkit.engines.base import Engine, EvalResult, MicroBatch, StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import Prediction
@@ -20,6 +21,7 @@ from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
+from toolkit.train.replica_check import ReplicaCheck
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.sample_log import SampleLog, drop_later_samples
 from toolkit.train.tensorboard import TensorBoardLog
@@ -56,9 +58,27 @@ class Reporter:
         if self.wandb is not None and (problem := self.wandb.problem()):
             self.progress.message(problem)
 
-    def validated(self, step: int, result: EvalResult) -> None:
-        """Write a validation loss everywhere."""
-        self.events.write("evaluation", step=step, loss=result.loss, tokens=result.tokens)
+    def skipped(self, step: int, result: StepResult) -> None:
+        """Say that a step's update was skipped."""
+        self.events.write("skip", step=step, why=result.skipped, loss=result.loss)
+        self.progress.message(
+            f"step {step}  skipped: {result.skipped} (loss {result.loss:.4f})"
+        )
+
+    def warn(self, step: int, problem: str) -> None:
+        """Say what a setting cannot do."""
+        self.events.write("warning", source="guard", step=step, message=problem)
+        self.progress.message(f"warning: {problem}")
+
+    def validated(self, step: int, result: EvalResult, seconds: float) -> None:
+        """Write a validation loss everywhere, and how long training waited for it."""
+        self.events.write(
+            "evaluation",
+            step=step,
+            loss=result.loss,
+            tokens=result.tokens,
+            seconds=round(seconds, 3),
+        )
         self.progress.message(f"step {step}  validation loss {result.loss:.4f}")
         if self.tensorboard is not None:
             self.tensorboard.write_validation(step, result.loss)
@@ -96,27 +116,39 @@ class Observer:
         self._seconds: list[float] = []
         """Of every step since this start."""
         self._validated_at = -1
+        layout, rank = run.plan.layout, run.ranks.rank
+        self._replicas = ReplicaCheck(run.engine, layout, rank, run.checkpoints.saved_at)
         self._samples: SampleLog | None = None
         if run.recipe.logging.samples:
             data_rank = run.plan.layout.data_rank(run.ranks.rank)
             self._samples = SampleLog(run.checkpoints.directory, run.ranks.rank, data_rank)
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
-        """Advance the bar; log when due (always after the first step)."""
+        """Advance the bar; log (always the first step) and compare replicas when due."""
         self._window.add(report)
         self._seconds.append(report.seconds)
         if self._samples is not None:
             self._samples.write(progress.step, report.samples)
         if self.reporter is not None:
             self.reporter.progress.advance(progress.step)
-            if report.result.skipped:
-                self.reporter.events.write("skip", step=progress.step)
+            if report.result.skipped is not None:
+                self.reporter.skipped(progress.step, report.result)
         every = self.run.recipe.logging.every_steps
         if progress.step % every == 0 or progress.step == 1:
             metrics = self._metrics(progress, report)
             self._window = _Window()
             if self.reporter is not None:
                 self.reporter.log(metrics)
+        self._compare_replicas(progress.step)
+
+    def _compare_replicas(self, step: int) -> None:
+        """Compare when due. Raises RunFailed when replicas differ."""
+        every = self.run.recipe.guard.replica_check_every_steps
+        if every is None or step % every != 0:
+            return
+        problem = self._replicas.check(step)
+        if problem is not None and self.reporter is not None:
+            self.reporter.warn(step, problem)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
@@ -135,7 +167,7 @@ class Observer:
                 plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
             ),
             consumed_samples=progress.consumed_samples,
-            skipped=result.skipped,
+            skipped=result.skipped is not None,
             memory_gib=peak_memory_gib(self.run.ranks.device),
         )
 
@@ -150,9 +182,10 @@ class Observer:
         if self.run.validation is None or self._validated_at == progress.step:
             return
         self._validated_at = progress.step
+        started = time.perf_counter()
         result = self.run.engine.evaluate(self.run.validation())
         if self.reporter is not None:
-            self.reporter.validated(progress.step, result)
+            self.reporter.validated(progress.step, result, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Begin to save when due; when stopping, be done with it."""

@@ -16,7 +16,7 @@ from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.environment import environment_report, json_text
 
-_MAY_CHANGE = (
+MAY_CHANGE = (
     "training.steps",
     "training.tokens",
     "training.epochs",
@@ -25,6 +25,7 @@ _MAY_CHANGE = (
     "evaluation",
     "logging",
     "checkpoint",
+    "guard",
     "cluster",
     "parallel",
     "launch",
@@ -99,6 +100,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def heartbeats(self) -> Path:
+        """Folder in which every rank says that it lives, and what it does."""
+        return self.path / "heartbeats"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
@@ -125,7 +131,7 @@ class RunDirectory:
 
         Every file is replaced in one step and holds no secret: texts go through
         redaction first. Raises RecipeError when `path` cannot be a directory, or when it
-        belongs to a run whose recipe differs in more than `_MAY_CHANGE`.
+        belongs to a run whose recipe differs in more than `MAY_CHANGE`.
         """
         run = cls(path)
         _refuse_other_run(run, recipe)
@@ -178,11 +184,12 @@ def _refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
     problems = [
         Problem(
             key=key,
-            found=_shown(new_value),
-            allowed=f"{_shown(old_value)}, as in the run that {run.path} belongs to",
+            found=shown(new_value),
+            allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
             fix="--run-dir OTHER for a new run, or the old value to resume",
         )
-        for key, old_value, new_value in _differences("", old, new)
+        for key, old_value, new_value in differences(old, new)
+        if not may_change(key)
     ]
     if problems:
         raise RecipeError(problems)
@@ -200,20 +207,21 @@ def _unreadable(run: RunDirectory) -> Problem:
 _ABSENT = object()
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A setting's value for a message."""
     return "nothing" if value is _ABSENT else repr(value)
 
 
-def _differences(prefix: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value) of every setting that may not change."""
-    if prefix in _MAY_CHANGE:
-        return
+def may_change(key: str) -> bool:
+    """May a resumed run have another value of this setting?"""
+    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, old value, new value) of every setting that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
-            yield from _differences(
-                f"{prefix}.{key}" if prefix else str(key),
-                old.get(key, _ABSENT),
-                new.get(key, _ABSENT),
-            )
+            inner = f"{prefix}.{key}" if prefix else str(key)
+            yield from differences(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
     elif old != new:
         yield prefix, old, new

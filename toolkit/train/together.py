@@ -23,6 +23,12 @@ class PeerFailed(DmtError):
         self.code = code
 
 
+def on_every_rank(error: DmtError) -> DmtError:
+    """What to raise for an error that all ranks found alike: itself on rank 0 only."""
+    mine = not dist.is_initialized() or dist.get_rank() == 0
+    return error if mine else PeerFailed(error.exit_code)
+
+
 class Together:
     """Agreement between all ranks about whether the last action worked."""
 

@@ -13,7 +13,7 @@ from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.events import EventLog
 from toolkit.train.run_dir import RunDirectory
-from toolkit.train.wandb_follower import FollowerSettings
+from toolkit.train.wandb_follower import FollowerSettings, PostedState
 
 _NOT_INHERITED = (
     # Of another W&B run around this one; the recipe decides these.
@@ -50,6 +50,8 @@ class WandbFollower:
             run_name=run_name,
             trainer_pid=os.getpid(),
         )
+        # Written here so that the first checkpoint knows the run's id.
+        PostedState.load(run_dir.wandb_state).save(run_dir.wandb_state)
         process = subprocess.Popen(
             [sys.executable, "-m", "toolkit.train.wandb_follower", str(run_dir.path)],
             stdin=subprocess.PIPE,

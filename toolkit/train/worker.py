@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.resume import Found
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.checkpoint.store import folder_name
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
@@ -40,15 +41,16 @@ from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
 from toolkit.redact import redact
-from toolkit.train.assignment import Assignment, assign, read_assignment
+from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.events import EventLog
+from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.together import PeerFailed, Together
+from toolkit.train.watchdog import Watchdog, Watched, replayed
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +151,7 @@ class _Worker:
         progress = self.progress
 
         self._stop = stop = self._at_end.enter_context(StopRequest())
-        reporter = self._start_reporter(progress, steps)
+        reporter = self._start_reporter(progress, steps, checkpoints)
         observed = Observed(
             recipe,
             plan,
@@ -160,8 +162,10 @@ class _Worker:
             self.assignment.prediction,
         )
         observer = Observer(observed, reporter)
-        with reporter.progress if reporter is not None else nullcontext():
-            train(self._job(engine, data, steps), progress, observer, stop)
+        shown = reporter.progress if reporter is not None else nullcontext()
+        with shown, self._watchdog(stop) as watchdog:
+            train(self._job(engine, data, steps), progress, Watched(observer, watchdog), stop)
+            watchdog.mark("the last save and validation", progress.step)
             # A signal from here on changes nothing: what is left is short. Saved first,
             # so that not even a kill costs a step.
             observer.save_now(progress)
@@ -198,17 +202,44 @@ class _Worker:
             "end", rank=self.ranks.rank, step=self.progress.step, **fields
         )
 
-    def _start_reporter(self, progress: Progress, steps: int) -> Reporter | None:
+    def _start_reporter(
+        self, progress: Progress, steps: int, checkpoints: RunCheckpoints
+    ) -> Reporter | None:
         """Rank 0's outputs; None on the other ranks."""
         if self.ranks.rank != 0:
             return None
         recipe, world = self.assignment.recipe, self.ranks.world
         engine = self.assignment.plan.engine
         events = EventLog(self.directory.events)
-        events.write("start", step=progress.step, world=world, engine=engine)
+        seconds = round(process_age_s(), 3)
+        if attempt := elastic_restarts():
+            events.write(
+                "restart",
+                time=time.time() - seconds,
+                attempt=attempt,
+                reason="the launcher's elastic agent started all ranks again",
+                from_step=progress.step,
+            )
+        events.write("start", step=progress.step, world=world, engine=engine, seconds=seconds)
+        if checkpoints.load_s is not None:
+            events.write("load", step=progress.step, seconds=round(checkpoints.load_s, 3))
+        if lost := replayed(self.directory.heartbeats, progress.step):
+            events.write("replay", **lost)
         reporter = Reporter(self.directory, recipe, events, progress.step, steps)
         self._at_end.callback(reporter.finish)
         return reporter
+
+    def _watchdog(self, stop: StopRequest) -> Watchdog:
+        launch = self.assignment.recipe.launch
+        return Watchdog(
+            self.directory,
+            self.ranks.rank,
+            self.ranks.world,
+            self.progress.step,
+            stop,
+            launch.hang_timeout_s,
+            launch.grace_s,
+        )
 
     def _job(self, engine: Engine, data: TrainingData, steps: int) -> Job:
         recipe, plan = self.assignment.recipe, self.assignment.plan
@@ -222,6 +253,7 @@ class _Worker:
             steps,
             recipe.optimizer,
             recipe.schedule,
+            recipe.guard,
         )
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:
@@ -284,7 +316,8 @@ class _Worker:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
             shutil.rmtree(self.directory.export, ignore_errors=True)
-            export(checkpoints.folder_at(self.progress.step), self.directory.export)
+            last = checkpoints.store.folder / folder_name(self.progress.step)
+            export(last, self.directory.export)
 
 
 def _say(message: str) -> None:

@@ -71,7 +71,7 @@ def write_model(
     folder: Path, entries: Sequence[Entry], limit: int = LARGEST_FILE_BYTES
 ) -> None:
     """Write a model's files as transformers names them: several with an index above `limit`."""
-    files = _files(entries, limit)
+    files = in_files(entries, limit)
     if len(files) == 1:
         write_file(folder / SINGLE, files[0])
         return
@@ -85,7 +85,7 @@ def write_model(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _files(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+def in_files(entries: Iterable[Entry], limit: int = LARGEST_FILE_BYTES) -> list[list[Entry]]:
     """Fill files in order; a tensor larger than the limit has one of its own."""
     files: list[list[Entry]] = [[]]
     size = 0

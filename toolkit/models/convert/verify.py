@@ -35,7 +35,9 @@ def huggingface_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Logits of transformers' model: fp32 [sequences, length, vocabulary]."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
     # The grouped matrix products that are the default need 16-byte strides on CPUs.
     model.config._experts_implementation = "eager"
     logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
@@ -49,6 +51,7 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
 
     cpu.before_import()
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     from toolkit.models.families import megatron_model
@@ -68,10 +71,14 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
         gpt_arguments(described, layout),
     )
     strategy = TorchDistLoadShardedStrategy()
-    state = dist_checkpointing.load(
-        {"model": chunk.sharded_state_dict()}, str(folder), strategy
-    )
-    chunk.load_state_dict(state["model"])
+    # Objects (TE's extra states) are left in the file: megatron-core would unpickle them.
+    wanted = {
+        name: part
+        for name, part in chunk.sharded_state_dict().items()
+        if not isinstance(part, ShardedObject)
+    }
+    state = dist_checkpointing.load({"model": wanted}, str(folder), strategy)
+    chunk.load_state_dict({**chunk.state_dict(), **state["model"]})
     logits: Tensor = chunk.eval()(tokens, megatron.position_ids(tokens), None)
     return logits[..., : described.gpt["vocab_size"]].float()
 

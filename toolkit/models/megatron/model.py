@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -77,8 +78,11 @@ def seed_dropout() -> None:
 
 
 def leave_groups() -> None:
-    """Destroy what `join_groups` created."""
+    """Destroy what `join_groups` created: the threads of a forgotten group go on."""
+    groups = set(parallel_state._global_process_group_list or ())
     parallel_state.destroy_model_parallel()
+    for group in groups - {None, dist.GroupMember.NON_GROUP_MEMBER}:
+        dist.destroy_process_group(group)
 
 
 def build_chunks(

@@ -1,0 +1,348 @@
+"""Whatever lies where a file of ours should be, no code of it runs.
+
+PAINS: DeepSpeed's `.pt` files, Megatron's `.metadata` and torch's `.distcp` ran code in it.
+"""
+
+import ast
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.making import MODEL, saved_run, write_recipe
+from tests.models.test_weights import filled
+from toolkit.checkpoint.export import export
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.verify import verify
+from toolkit.cli.main import main
+from toolkit.data.indexed import IndexedWriter
+from toolkit.data.tokenized import prepare
+from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
+from toolkit.errors import DataError, DmtError
+from toolkit.models import huggingface as hf
+from toolkit.models.convert.torch_dist import Reader, Writer
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
+from toolkit.train import jsonl
+from toolkit.train.assignment import decide, read_assignment, write
+from toolkit.train.wandb_follower import PostedState
+
+TOOLKIT = Path(verify.__code__.co_filename).parents[1]
+
+
+class Canary:
+    """Unpickling it runs a command that makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+def pickled(canary: Canary) -> bytes:
+    return pickle.dumps(canary)
+
+
+def zipped(canary: Canary) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.zeros(2), "x": canary}, buffer)
+    return buffer.getvalue()
+
+
+@pytest.fixture(params=[pickled, zipped])
+def payload(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
+    """A malicious file."""
+    return bytes(request.param(Canary(tmp_path / "canary")))
+
+
+def test_the_canary_is_one(payload: bytes, tmp_path: Path) -> None:
+    """What these tests look for does happen to those who unpickle."""
+    try:
+        pickle.loads(payload)
+    except pickle.UnpicklingError:
+        torch.load(io.BytesIO(payload), weights_only=False)
+    assert (tmp_path / "canary").exists()
+
+
+# --- every kind of file, through what opens it --------------------------------------------
+
+
+def a_checkpoint(folder: Path) -> Path:
+    return saved_run(folder, 5) / "checkpoints" / "step-00000005"
+
+
+def state_file(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    checkpoint = a_checkpoint(folder)
+    return checkpoint / "state-00000.safetensors", lambda: SavedState(checkpoint).shapes
+
+
+def manifest(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    checkpoint = a_checkpoint(folder)
+    return checkpoint / "manifest.json", lambda: Manifest.read(checkpoint)
+
+
+def model_config(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    checkpoint = a_checkpoint(folder)
+    return checkpoint / "hf" / "config.json", lambda: export(checkpoint, folder / "out")
+
+
+def tokenizer(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    checkpoint = a_checkpoint(folder)
+    return checkpoint / "hf/tokenizer.json", lambda: load_tokenizer(str(checkpoint / "hf"))
+
+
+def tokenizer_config(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    _, load = tokenizer(folder)
+    return folder / "run/checkpoints/step-00000005/hf/tokenizer_config.json", load
+
+
+def a_model(folder: Path) -> Callable[[], Any]:
+    """A Hugging Face folder, and what reads its weights."""
+    filled(MODEL).save_pretrained(folder / "model")
+    section = ModelSection(hub=str(folder / "model"), init="pretrained")
+
+    def load() -> Any:
+        return hf.weight_source(section, hf.build_config(section), seed=1)
+
+    load()  # before it is tampered with
+    return load
+
+
+def weights(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "model" / "model.safetensors", a_model(folder)
+
+
+def weights_index(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "model" / "model.safetensors.index.json", a_model(folder)
+
+
+def pretrained_config(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "model" / "config.json", a_model(folder)
+
+
+def pickled_weights(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    load = a_model(folder)
+    (folder / "model" / "model.safetensors").unlink()
+    return folder / "model" / "pytorch_model.bin", load
+
+
+def a_torch_dist(folder: Path) -> Callable[[], Any]:
+    with Writer(folder / "dist") as writer:
+        writer.add("w", (2, 2), (0, 0), torch.ones(2, 2))
+        writer.finish({})
+    return lambda: Reader(folder / "dist").read("w", (0, 0), (2, 2))
+
+
+def torch_dist_metadata(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "dist" / ".metadata", a_torch_dist(folder)
+
+
+def torch_dist_data(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "dist" / "__0_0.distcp", a_torch_dist(folder)
+
+
+def indexed(folder: Path) -> Callable[[], Any]:
+    with IndexedWriter(folder / "data", np.int32) as writer:
+        writer.append([1, 2, 3])
+        writer.end_document()
+        writer.commit()
+    source = MegatronSource(kind="megatron", prefix="data")
+    return lambda: prepare(source, byte_tokenizer(), base=folder, cache=folder / "cache")
+
+
+def data_index(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "data.idx", indexed(folder)
+
+
+def data_tokens(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "data.bin", indexed(folder)
+
+
+def a_run(folder: Path) -> Callable[[], Any]:
+    path = write_recipe(folder)
+    changes = ["parallel.engine=deepspeed", "parallel.zero.stage=1"]
+    write(decide(load_recipe(path, changes), folder / "run"), ["dmt"])
+    return lambda: read_assignment(folder / "run", 1)
+
+
+def plan(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "run" / "plan.json", a_run(folder)
+
+
+def engine_config(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "run" / "deepspeed.json", a_run(folder)
+
+
+def resolved_recipe(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    return folder / "run" / "recipe.yaml", a_run(folder)
+
+
+def users_deepspeed_file(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    own = folder / "own.json"
+    shutil.copy(TOOLKIT / "ds_configs" / "zero1.json", own)
+    changes = ["parallel.engine=deepspeed", f"parallel.zero.config={own}"]
+    return own, lambda: decide(load_recipe(write_recipe(folder), changes), folder / "run")
+
+
+def megatron_config(folder: Path) -> tuple[Path, Callable[[], Any]]:
+    """Of a Megatron checkpoint: what `dmt convert` opens first."""
+    a_torch_dist(folder)
+    path = folder / "dist" / "metadata.json"
+    return path, lambda: _convert(folder / "dist", folder / "out")
+
+
+def _convert(src: Path, dst: Path) -> None:
+    if main(["convert", str(src), str(dst)]) == 2:
+        raise DataError("refused")
+
+
+REFUSED = [
+    state_file, manifest, model_config, tokenizer, tokenizer_config, weights, weights_index,
+    pretrained_config, pickled_weights, torch_dist_metadata, torch_dist_data, data_index,
+    data_tokens, plan, engine_config, resolved_recipe, users_deepspeed_file, megatron_config,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(
+    case: Callable[[Path], tuple[Path, Callable[[], Any]]], payload: bytes, tmp_path: Path
+) -> None:
+    file, load = case(tmp_path)
+    if case not in (weights_index, pickled_weights, megatron_config):
+        load()  # what is refused afterwards is the payload
+    file.write_bytes(payload)
+    with pytest.raises(DmtError) as raised:
+        load()
+    assert raised.value.exit_code == 2
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("name", ["state-00000.safetensors", "hf/config.json"])
+def test_what_changed_is_named_before_it_is_opened(
+    name: str, payload: bytes, tmp_path: Path
+) -> None:
+    checkpoint = a_checkpoint(tmp_path)
+    (checkpoint / name).write_bytes(payload)
+    assert name in verify(checkpoint).problems[0]
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_damaged_token_cache_is_made_again(
+    payload: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    source = TextSource(kind="text", files=("*.txt",))
+
+    def tokens() -> list[int]:
+        made = prepare(source, byte_tokenizer(), base=tmp_path, cache=tmp_path / "cache")
+        return list(map(int, made.indexed.tokens))
+
+    first = tokens()
+    for file in (tmp_path / "cache" / "tokens").glob("*.[bi]*"):
+        file.write_bytes(payload)
+        assert tokens() == first
+        assert "damaged" in caplog.text
+        caplog.clear()
+    assert not (tmp_path / "canary").exists()
+
+
+def test_logs_are_lines_of_json_or_nothing(payload: bytes, tmp_path: Path) -> None:
+    """A torn line is passed over, and so is anything that is no JSON."""
+    (tmp_path / "events.jsonl").write_bytes(payload + b'\n{"kind": "save"}\n')
+    assert jsonl.read(tmp_path / "events.jsonl") == [{"kind": "save"}]
+    (tmp_path / "wandb.json").write_bytes(payload)
+    assert PostedState.load(tmp_path / "wandb.json").posted_step == 0
+    assert not (tmp_path / "canary").exists()
+
+
+def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path)
+    attack = f'!!python/object/apply:os.system ["touch {tmp_path}/canary"]'
+    path.write_text(path.read_text().replace("name: small", f"name: {attack}"))
+    assert main(["check", str(path)]) == 2
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.slow
+def test_objects_of_a_megatron_checkpoint_stay_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`dmt convert --verify` lets megatron-core load; it would unpickle extra states."""
+    filled(MODEL).save_pretrained(tmp_path / "model")
+    plain = Writer._write
+
+    def tampered(self: Writer, index: Any, value: object) -> None:
+        plain(self, index, Canary(tmp_path / "canary") if value == [None] else value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "_write", tampered)
+        assert main(["convert", str(tmp_path / "model"), str(tmp_path / "megatron")]) == 0
+    assert b"touch" in (tmp_path / "megatron/release/__0_0.distcp").read_bytes()
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "b"), "--verify"]) == 0
+    assert not (tmp_path / "canary").exists()
+
+
+# --- repositories with code ---------------------------------------------------------------
+
+
+def test_a_model_with_code_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask on the terminal whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks"))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\n")
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    config = {"model_type": "own", "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = "does not run code that comes with a model"
+    with pytest.raises(DataError, match=told):
+        hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained"))
+    tokenizer = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.T", "own.T"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(DataError, match=told):
+        load_tokenizer(str(tmp_path))
+    assert not (tmp_path / "canary").exists()
+
+
+# --- the source ---------------------------------------------------------------------------
+
+
+def calls(tree: ast.AST) -> list[tuple[str, dict[str, str]]]:
+    """Every call as `object.method`, with its keyword arguments."""
+    return [
+        (ast.unparse(node.func), {str(k.arg): ast.unparse(k.value) for k in node.keywords})
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def test_nothing_here_unpickles() -> None:
+    for path in sorted(TOOLKIT.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {
+            name.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in node.names
+        }
+        imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        if path.name != "torch_dist.py":
+            assert not imported & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}, path
+        for function, keywords in calls(tree):
+            assert function not in ("pickle.load", "pickle.loads"), path
+            if function == "torch.load":
+                assert keywords["weights_only"] == "True", path
+            if function in ("np.load", "numpy.load"):
+                assert keywords.get("allow_pickle", "False") == "False", path
+            if function.endswith(("from_pretrained", ".from_config")) and "Auto" in function:
+                assert keywords["trust_remote_code"] == "False", path

@@ -1,0 +1,36 @@
+"""What `dmt launch` starts again when devices were lost."""
+
+import os
+
+from tests.e2e.conftest import RECIPE
+from toolkit.cli import launch
+from toolkit.recipe.load import load_recipe
+from toolkit.train.assignment import decide, write
+
+
+def test_a_restart_takes_the_gpus_that_work(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    recipe = load_recipe(file, ["cluster.gpus_per_node=4", "cluster.gpu=h100-80gb"])
+    planned = decide(recipe, tmp_path / "run")
+    write(planned, ["dmt"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    # Asking GPUs needs GPUs: tests/launchers/test_supervisor.py has the asking.
+    monkeypatch.setattr(launch, "working_gpus", lambda _: ["4", "5", "6", "7"])
+    assert launch._still_possible(planned, recipe, None) is planned
+    monkeypatch.setattr(launch, "working_gpus", lambda _: ["4", "6", "7"])
+    found = launch._still_possible(planned, recipe, None)
+    assert found.plan.layout.world == 2
+    assert found.plan.layout.global_batch == planned.plan.layout.global_batch
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert "3 of 4 GPUs work" in capsys.readouterr().err
+    assert len(launch._spec(found).rank_env) == 2
+
+
+def test_processors_are_not_asked(tmp_path, monkeypatch):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    recipe = load_recipe(file)
+    planned = decide(recipe, tmp_path / "run")
+    monkeypatch.setattr(launch, "working_gpus", lambda _: [])
+    assert launch._still_possible(planned, recipe, None) is planned

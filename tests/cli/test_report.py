@@ -1,0 +1,120 @@
+"""`dmt report` as a user and as a program reads it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
+from toolkit.cli.main import main
+from toolkit.report.goodput import PARTS
+
+
+def write(folder: Path, events: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Path:
+    for name, records in {"events": events, "metrics": lines}.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text + '{"torn')
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
+
+
+def test_the_whole_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--text"]) == 0
+    page = capsys.readouterr().out
+    assert page == (
+        f"""\
+{run}
+  ended        finished (exit code 0)
+  steps        20 done, 2,000 tokens in those logged
+  loss         4.9900 at step 1 → 4.8000 at 20
+  validation   4.5000 at step 20
+  starts       2, 1 of them by the launcher after a failure
+               - rank 1 was killed by SIGKILL
+  checkpoints  2 written, the last at step 20; training stood still for 0.40 s each; \
+2.50 s until committed
+
+  goodput  44.7% of 85.0 s
+    productive                  38.0 s   44.7%  ███████████
+    start-up and restarts       18.0 s   21.2%  █████
+    loading checkpoints         2.00 s    2.4%  █
+    replayed steps              8.00 s    9.4%  ██
+    saving (stalls)             0.80 s    0.9%
+    skipped batches             2.00 s    2.3%  █
+    evaluation                  1.00 s    1.2%
+    not accounted               15.2 s   17.9%  ████
+"""
+    )
+    main(["report", str(run)])
+    assert capsys.readouterr().out == page
+
+
+def test_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["time_s"]) == list(PARTS)
+    assert sum(found["time_s"].values()) == pytest.approx(found["total_s"]) == 85
+    assert found["goodput"] == pytest.approx(38 / 85)
+    assert found["losses"]["last"] == {"step": 20, "value": 4.8}
+    assert found["ending"] == {"state": "finished", "exit_code": 0, "why": ""}
+    assert found["prediction"] is None and found["restarts"] != []
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_it_fits_a_terminal(
+    run: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(["report", str(run)])
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    path, *lines = out.split("\n  ended", 1)[1].splitlines()
+    assert max(map(len, lines)) <= width, path
+
+
+def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, KILLED_AND_RESTARTED[:3], metrics(12, 2.0))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"no end recorded: still running, or killed \(last written \d+\.\d+ s", out
+    )
+    assert "steps        12 done" in out
+    assert "goodput  61.5% of 39.0 s\n" in out  # 24 of 35 + 2 × 2
+
+
+def test_what_older_runs_lack_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = [event(0, "start", step=0), event(21, "end", step=10, exit_code=0)]
+    write(tmp_path, older, metrics(10, 2.0))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "goodput  95.2% of 21.0 s, without start-up\n" in out
+    assert "    start-up and restarts not recorded\n" in out
+    assert "checkpoints  none written" in out
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [event(0, "launch")], [])
+    assert main(["report", str(tmp_path)]) == 0
+    assert "nothing to divide yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a run directory with events"),
+        (["nowhere", "--text", "--json"], "--text and --json: one form at a time"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""`dmt report` of real runs: finished, going on, stopped, killed and started again."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import dmt, run, started, steps_logged
+
+pytestmark = pytest.mark.slow
+
+ONE_RANK = {"cluster.gpus_per_node": 1, "checkpoint.export": False, "checkpoint.every_steps": 5}
+
+
+def report(run_dir: Path) -> dict[str, Any]:
+    ended = run(dmt("report", run_dir, "--json"), run_dir.parent)
+    assert ended.code == 0, ended.err
+    found: dict[str, Any] = json.loads(ended.out)
+    spent = [part for part in found["time_s"].values() if part is not None]
+    assert all(part >= 0 for part in spent)
+    assert sum(spent) == pytest.approx(found["total_s"])
+    return found
+
+
+def test_a_finished_run(ddp_run: Path) -> None:
+    found = report(ddp_run)
+    assert found["ending"]["state"] == "finished"
+    assert (found["steps"], found["tokens"], found["starts"]) == (20, 20 * 8 * 32, 1)
+    assert found["losses"]["last"]["value"] < found["losses"]["first"]["value"]
+    assert found["validation"]["step"] == found["saves"]["last_step"] == 20
+    spent = found["time_s"]
+    assert 0 < spent["productive"] < found["total_s"]
+    assert spent["evaluation"] > 0 and spent["saving"] > 0
+    assert (spent["loading"], spent["replayed"], spent["skipped"]) == (0, 0, 0)
+
+
+def test_a_run_that_goes_on_and_is_stopped(project: Project) -> None:
+    run_dir = project.folder / "reported-live"
+    command = project.command(run_dir.name, {**ONE_RANK, "training.steps": 1_000_000})
+    with started(command, project.folder) as running:
+        running.wait_for(lambda: steps_logged(run_dir) >= 7, "seven steps")
+        live = report(run_dir)
+        assert live["ending"]["state"] == "open"
+        assert live["steps"] >= 7 and live["time_s"]["productive"] > 0
+        running.process.send_signal(signal.SIGTERM)
+        running.end()
+    stopped = report(run_dir)
+    assert stopped["ending"] == {"state": "stopped", "exit_code": 75, "why": "SIGTERM"}
+    assert stopped["total_s"] > live["time_s"]["productive"]
+    assert stopped["saves"]["last_step"] == stopped["steps"] >= live["steps"]
+
+
+def test_a_run_that_was_killed_and_started_again(project: Project) -> None:
+    run_dir = project.folder / "reported-killed"
+    kill = {"DMT_FAILPOINTS": "step=kill@rank0,hit9"}
+    assert project.launch(run_dir.name, ONE_RANK, env=kill).code != 0
+    killed = report(run_dir)
+    assert killed["ending"]["state"] in ("open", "failed")
+    assert (killed["steps"], killed["saves"]["last_step"]) == (8, 5)
+    assert project.launch(run_dir.name, ONE_RANK).code == 0
+    again = report(run_dir)
+    assert again["ending"]["state"] == "finished"
+    assert (again["steps"], again["tokens"], again["starts"]) == (20, 20 * 8 * 32, 2)
+    assert again["time_s"]["replayed"] != 0, "steps 6 to 8 were done twice"
+    assert again["total_s"] > killed["total_s"]
+    assert again["idle_s"] > 0

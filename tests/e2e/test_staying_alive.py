@@ -1,0 +1,246 @@
+"""Deaths, hangs and signals in real runs: they go on by themselves to the same end."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ZERO_2, Project
+from tests.e2e.product import (
+    Command,
+    Ended,
+    assert_saved_and_stopped,
+    curve,
+    events,
+    settings,
+    started,
+    steps_logged,
+    tool,
+)
+from tests.processes import ROOT
+from toolkit.launchers.base import free_port
+
+pytestmark = pytest.mark.slow
+
+ENDLESS = {"training.steps": 100_000}
+OFTEN = {"checkpoint.every_steps": 4}
+LIMIT_S = 6.0
+RESTARTED_S = 240.0
+"""A run that is started two or three times."""
+WATCHED = {**OFTEN, "launch.hang_timeout_s": LIMIT_S}
+LAYOUTS: Mapping[str, Mapping[str, object]] = {
+    "ddp": {},
+    "zero-1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
+    "zero-2": ZERO_2,
+    "zero-3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
+    "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
+    "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
+}
+
+
+def assert_finished(ended: Ended, run_dir: Path, undisturbed: Path) -> None:
+    assert ended.code == 0, ended.err
+    assert curve(run_dir) == curve(undisturbed), "the same to the bit"
+    for resume in events(run_dir, "resume"):
+        assert resume["step"] % OFTEN["checkpoint.every_steps"] == 0
+    for replay in events(run_dir, "replay"):
+        assert replay["to_step"] - replay["from_step"] <= OFTEN["checkpoint.every_steps"]
+
+
+def kill_a_rank(
+    project: Project, name: str, changes: Mapping[str, object], chance: random.Random
+):
+    """Run with restarts, and kill -9 a rank at a random step."""
+    run_dir = project.folder / name
+    argv = project.command(name, {**OFTEN, **changes}, "--max-restarts", "3")
+    with started(argv, project.folder) as command:
+        stop_at = chance.randint(1, 18)
+        command.wait_for(lambda: steps_logged(run_dir) >= stop_at, f"step {stop_at}")
+        time.sleep(chance.random() * 0.03)
+        ranks = command.ranks()
+        if ranks:  # else it has ended already
+            ranks[chance.choice(sorted(ranks))].kill()
+        return command.end(RESTARTED_S)
+
+
+def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
+    # Frozen first, so that the run is not over before the kill.
+    run_dir = project.folder / "alive-kill"
+    argv = project.command(run_dir.name, OFTEN, "--max-restarts", "1")
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 5, "the fifth step")
+        ranks = command.ranks()
+        for rank in ranks.values():
+            rank.suspend()
+        ranks[1].kill()
+        ranks[0].resume()
+        ended = command.end(RESTARTED_S)
+    assert_finished(ended, run_dir, ddp_run)
+    (restart,) = events(run_dir, "restart")
+    assert (restart["attempt"], restart["reason"]) == (1, "rank 1 was killed by SIGKILL")
+    assert f"restart 1 of 1 from step {restart['from_step']}" in ended.err
+    (launch,) = events(run_dir, "launch")
+    first, second = events(run_dir, "start")
+    assert launch["time"] < first["time"] < restart["time"] < second["time"]
+    assert 0 < second["seconds"] < 60
+
+
+def test_a_crash_that_comes_back_stops_the_run_with_its_reason(project: Project):
+    # Each start crashes in its third step, behind no new checkpoint.
+    env = {"DMT_FAILPOINTS": "step=exit@rank0,hit3"}
+    name = "alive-crash"
+    with started(
+        project.command(name, OFTEN, "--max-restarts", "2"), project.folder, env
+    ) as run:
+        ended = run.end(RESTARTED_S)
+    assert ended.code == 4
+    assert len(events(project.folder / name, "restart")) == 2
+    assert "error: 2 restarts in a row without a new checkpoint behind step 0" in ended.err
+    assert "the last time rank 0 failed with exit code 1" in ended.err
+
+
+@contextmanager
+def stopped_rank(
+    project: Project, name: str, launcher: str, rank: int
+) -> Iterator[tuple[Command, Path]]:
+    """A run, one rank of which is stopped in its sixth step."""
+    run_dir = project.folder / name
+    argv = project.command(name, WATCHED, "--launcher", launcher, "--max-restarts", "1")
+    env = {"DMT_FAILPOINTS": f"step=stop@rank{rank},hit18"}
+    with started(argv, project.folder, env) as command:
+        yield command, run_dir
+
+
+def assert_hang_was_found(ended: Ended, run_dir: Path, rank: int) -> None:
+    (hang,) = events(run_dir, "hang")
+    assert hang["ranks"] == [rank]
+    (restart,) = events(run_dir, "restart")
+    assert restart["reason"] == f"rank {rank} hung in step {hang['step'] + 1}"
+    assert f"stopped or frozen: rank {rank}" in ended.err
+    for log in (run_dir / "logs" / "rank-0.log", run_dir / "logs" / "rank-1.log"):
+        assert "toolkit/train/loop.py" in log.read_text(), "stacks of every rank"
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_stopped_rank_is_found_and_the_run_goes_on(
+    project: Project, ddp_run: Path, launcher: str
+):
+    with stopped_rank(project, f"alive-stop-{launcher}", launcher, 1) as (command, run_dir):
+        command.wait_for(lambda: steps_logged(run_dir) >= 17, "the step before")
+        stopped_at = time.monotonic()
+        command.wait_for(lambda: events(run_dir, "hang"), "the hang")
+        assert time.monotonic() - stopped_at < 2 * LIMIT_S
+        ended = command.end(RESTARTED_S)
+    assert_finished(ended, run_dir, ddp_run)
+    assert_hang_was_found(ended, run_dir, 1)
+
+
+def test_torchruns_own_restart(project: Project, ddp_run: Path):
+    """Its restarted ranks meet again, though the store still has the dead ones' addresses."""
+    run_dir = project.folder / "alive-torchrun"
+    worker = [ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir]
+    torchrun = ["--max-restarts", "2", "--nproc-per-node", "2", "--master-port"]
+    argv = tool("torchrun", *torchrun, str(free_port()), *worker, *settings(OFTEN))
+    with started(argv, project.folder, {"DMT_FAILPOINTS": "step=kill@rank1,hit13"}) as command:
+        ended = command.end(RESTARTED_S)
+    assert_finished(ended, run_dir, ddp_run)
+    (restart,) = events(run_dir, "restart")
+    assert restart["attempt"] == 1
+
+
+def signal_and_end(
+    project: Project, name: str, launcher: str, number: signal.Signals, target: int | None
+) -> None:
+    """A signal to one rank, or to the launcher: saved everywhere at the same step."""
+    run_dir = project.folder / name
+    argv = project.command(name, ENDLESS, "--launcher", launcher, "--max-restarts", "3")
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        if target is None:
+            os.kill(command.process.pid, number)
+        else:
+            command.ranks()[target].send_signal(number)
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+    assert not events(run_dir, "restart")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "target"),
+    [
+        ("local", signal.SIGUSR1, 1),
+        ("torchrun", signal.SIGTERM, 0),
+        ("deepspeed", signal.SIGUSR1, None),
+    ],
+)
+def test_a_signal_stops_and_does_not_restart(project: Project, launcher, number, target):
+    signal_and_end(project, f"alive-{launcher}-{number.name}", launcher, number, target)
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project, launcher: str):
+    run_dir = project.folder / f"alive-grace-{launcher}"
+    changes = {**ENDLESS, "launch.grace_s": 2.0}
+    argv = project.command(run_dir.name, changes, "--launcher", launcher, "--max-restarts", "3")
+    env = {"DMT_FAILPOINTS": "step=hang@rank1,hit5"}
+    with started(argv, project.folder, env) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 3, "the third step")
+        time.sleep(0.5)
+        command.process.terminate()
+        sent = time.monotonic()
+        ended = command.end()
+    assert ended.code == 4
+    assert 2 < time.monotonic() - sent < 8
+    assert "error: not saved and gone within launch.grace_s (2 s): killed" in ended.err
+    assert not events(run_dir, "restart")
+    assert "failpoint" in (run_dir / "logs" / "rank-1.log").read_text(), "its stacks"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(project: Project) -> dict[str, Path]:
+    """A run of each layout that nothing happens to."""
+    for name, changes in LAYOUTS.items():
+        ended = project.launch(f"undisturbed-{name}", {**OFTEN, **changes})
+        assert ended.code == 0, ended.err
+    return {name: project.folder / f"undisturbed-{name}" for name in LAYOUTS}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_soak_kills(project: Project, undisturbed: Mapping[str, Path], layout: str):
+    """10 each: 60 kills at random moments."""
+    chance = random.Random(layout)
+    for trial in range(10):
+        name = f"soak-alive-{layout}-{trial}"
+        ended = kill_a_rank(project, name, LAYOUTS[layout], chance)
+        assert_finished(ended, project.folder / name, undisturbed[layout])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_soak_stops(project: Project, ddp_run: Path):
+    """SIGSTOP of a rank, 10 times over all launchers."""
+    for trial in range(10):
+        launcher, rank = ("local", "torchrun", "deepspeed")[trial % 3], trial // 3 % 2
+        with stopped_rank(project, f"soak-stop-{trial}", launcher, rank) as (command, run_dir):
+            ended = command.end(RESTARTED_S)
+        assert_finished(ended, run_dir, ddp_run)
+        assert_hang_was_found(ended, run_dir, rank)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_soak_signals(project: Project):
+    """SIGTERM and SIGUSR1 to a rank or the launcher, 20 times over all launchers."""
+    chance = random.Random(1)
+    for trial in range(20):
+        launcher = ("local", "torchrun", "deepspeed")[trial % 3]
+        number = (signal.SIGTERM, signal.SIGUSR1)[trial % 2]
+        target = chance.choice([None, 0, 1])
+        signal_and_end(project, f"soak-signal-{trial}", launcher, number, target)

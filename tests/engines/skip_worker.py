@@ -1,0 +1,116 @@
+"""Run by every rank of test_skipped_steps.py: spoils steps of each case, prints JSON on rank 0.
+
+    python -m tests.engines.skip_worker CASES_JSON
+
+Every case is trained twice from the same weights: once with faults, once with the batches
+of these steps left out. What follows must be equal to the bit.
+"""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engines.parity_worker import (
+    SEED,
+    Case,
+    global_batches,
+    micro_batches,
+    new_engine,
+)
+from toolkit.engines.base import StepResult
+from toolkit.engines.distributed import Ranks, end_process, join, leave
+
+STEPS = 8
+NAN_LOSS, NAN_GRADIENT, HIGH_LOSS = 2, 4, 6
+"""The spoiled steps: NaN in one rank's forward or backward, and a loss above its limit."""
+
+
+def spoiled_steps(case: Case) -> set[int]:
+    """In fp16 a NaN gradient rightly changes the loss scale, and with it what follows."""
+    return {NAN_LOSS, HIGH_LOSS} | ({NAN_GRADIENT} if case.precision != "fp16" else set())
+
+
+class Faults:
+    """Faults of one rank, the last, at the steps of the plan."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.step: int | None = None
+        """The step now done, when it is one to spoil."""
+        norms = [part for name, part in module.named_modules() if name.endswith("norm")]
+        norms[-1].register_forward_hook(self._spoil_output)
+        next(module.parameters()).register_hook(self._spoil_gradient)
+
+    def _spoil_output(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        return output * math.nan if self.step == NAN_LOSS else output
+
+    def _spoil_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient * math.inf if self.step == NAN_GRADIENT else gradient
+
+
+def trained_module(engine: Any) -> nn.Module:
+    """The model inside an engine."""
+    if hasattr(engine, "chunks"):
+        module: nn.Module = engine.chunks[-1]
+        return module
+    return engine.model if hasattr(engine, "replica") else engine.engine.module
+
+
+def train(
+    case: Case, ranks: Ranks, *, with_faults: bool
+) -> tuple[list[StepResult | None], Any]:
+    """The steps of a case, None where a batch was left out; the loss scaler at the end."""
+    engine, layout = new_engine(case, ranks, SEED)
+    faults = None
+    if with_faults and ranks.rank == ranks.world - 1:
+        faults = Faults(trained_module(engine))
+    results: list[StepResult | None] = []
+    for step, (inputs, labels) in enumerate(global_batches(case.steps)):
+        spoil = step in spoiled_steps(case)
+        if spoil and not with_faults:
+            results.append(None)
+            continue
+        if faults is not None:
+            faults.step = step if spoil else None
+        torch.manual_seed(step)
+        max_loss = 0.5 if step == HIGH_LOSS and with_faults else math.inf
+        batches = micro_batches(inputs, labels, ranks, layout)
+        results.append(engine.train_step(batches, 1e-3 * (step + 1), max_loss))
+    scaler = engine.counters().loss_scale
+    engine.close()
+    return results, scaler
+
+
+def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Why steps were skipped on each rank, and the applied steps of both runs."""
+    case = replace(case, steps=STEPS)
+    spoiled, spoiled_scaler = train(case, ranks, with_faults=True)
+    dropped, dropped_scaler = train(case, ranks, with_faults=False)
+    mine = {step: r.skipped for step, r in enumerate(spoiled) if r is not None and r.skipped}
+    skipped: list[Any] = [None] * ranks.world
+    dist.all_gather_object(skipped, mine)
+    return {
+        "skipped": skipped,
+        "scalers": [spoiled_scaler, dropped_scaler],
+        "spoiled": [[r.loss, r.grad_norm] for r in spoiled if r is not None and not r.skipped],
+        "dropped": [[r.loss, r.grad_norm] for r in dropped if r is not None],
+    }
+
+
+def main() -> None:
+    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+    ranks = join()
+    results = {case.name: compare(case, ranks) for case in cases}
+    leave()
+    if ranks.rank == 0:
+        print("RESULTS " + json.dumps(results))
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

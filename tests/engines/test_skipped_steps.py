@@ -1,0 +1,68 @@
+"""A batch that would spoil the weights is left out by all ranks, and nothing else changes.
+
+Regression for PAINS 17 (DeepSpeed#8415, #8035; Megatron-LM#3981).
+"""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from tests.engines.parity_worker import Case
+from tests.engines.skip_worker import (
+    HIGH_LOSS,
+    NAN_GRADIENT,
+    NAN_LOSS,
+    STEPS,
+    spoiled_steps,
+)
+from tests.engines.test_megatron_parity import megatron, zero
+from tests.processes import run_ranks
+
+WHY = {
+    str(NAN_LOSS): "the loss is not finite",
+    str(NAN_GRADIENT): "the gradients are not finite",
+    str(HIGH_LOSS): "the loss is above 0.5",
+}
+TWO = [
+    Case("ddp", 2),
+    *(Case("deepspeed", 2, stage=stage) for stage in range(4)),
+    *(Case("deepspeed", 2, stage=stage, precision="bf16") for stage in (0, 1, 2, 3)),
+    megatron(tensor=2),
+    megatron(pipeline=2),
+    megatron(stage=1),
+    Case("ddp", 2, precision="fp16"),
+    replace(megatron(tensor=2), precision="fp16"),
+]
+
+
+def check(cases: list[Case], world: int) -> None:
+    text = json.dumps([asdict(case) for case in cases])
+    output = run_ranks(["-m", "tests.engines.skip_worker", text], world, timeout_s=280)[0]
+    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
+    results: dict[str, Any] = json.loads(line.removeprefix("RESULTS "))
+    for case in cases:
+        print(case.name)
+        result = results[case.name]
+        steps = {str(step) for step in spoiled_steps(case)}
+        assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * world
+        assert len(result["dropped"]) == STEPS - len(steps)
+        assert result["spoiled"] == result["dropped"]
+        assert result["scalers"][0] == result["scalers"][1]
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    check(TWO, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_ops")
+def test_cpu_offload() -> None:
+    check([Case("deepspeed", 2, stage=stage, offload="cpu") for stage in (2, 3)], 2)
+
+
+@pytest.mark.slow
+def test_deepspeed_with_a_megatron_model() -> None:
+    check([zero(0), zero(2)], 4)

@@ -1,0 +1,157 @@
+"""`--max-restarts` with real processes: what is started again, how often, and what is not."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers.watching import wait_until
+from toolkit.launchers import supervisor
+from toolkit.launchers.supervisor import newest_step, working_gpus
+
+# Supervises a worker of one line: `$STARTS` counts its starts, `save(step)` commits.
+_SUPERVISE = """
+import sys
+from pathlib import Path
+from toolkit.launchers import supervisor
+from toolkit.launchers.local import LocalLauncher
+from toolkit.recipe.schema import ClusterSection
+
+supervisor._LONGEST_PAUSE_S = float(sys.argv[4])
+launcher = LocalLauncher()
+spec = lambda: launcher.spec(Path(sys.argv[1]), ClusterSection(), ("-c", sys.argv[2]))
+sys.exit(supervisor.supervise(launcher, spec(), spec, int(sys.argv[3])))
+"""
+_WORKER = """
+import os, sys
+from pathlib import Path
+run = Path({run!r})
+with (run / "starts").open("a") as file:
+    file.write(os.environ["MASTER_PORT"] + "\\n")
+starts = len((run / "starts").read_text().split())
+def save(step):
+    folder = run / "checkpoints" / f"step-{{step:08}}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_text("{{}}")
+{does}
+"""
+
+
+def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> Any:
+    worker = _WORKER.format(run=str(run), does=does)
+    return subprocess.Popen(
+        [sys.executable, "-c", _SUPERVISE, str(run), worker, str(max_restarts), str(pause_s)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_to_end(
+    run: Path, does: str, max_restarts: int
+) -> tuple[int, str, list[dict[str, Any]]]:
+    process = start(run, does, max_restarts)
+    errors = process.communicate(timeout=60)[1]
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines() if events.exists() else []
+    return process.returncode, errors, [json.loads(line) for line in lines]
+
+
+def ports(run: Path) -> list[str]:
+    return (run / "starts").read_text().split()
+
+
+def test_a_crash_without_progress_is_tried_again_so_often(tmp_path):
+    code, errors, events = run_to_end(tmp_path, "save(3); sys.exit(1)", 2)
+    assert code == 4
+    # The first start saved step 3: its failure has not used up anything.
+    assert len(ports(tmp_path)) == len(set(ports(tmp_path))) == 3
+    assert [(event["kind"], event["attempt"]) for event in events] == [
+        ("restart", 1),
+        ("restart", 2),
+    ]
+    assert {event["from_step"] for event in events} == {3}
+    assert {event["reason"] for event in events} == {"rank 0 failed with exit code 1"}
+    assert "error: 2 restarts in a row without a new checkpoint behind step 3" in errors
+    assert errors.count("rank 0 failed with exit code 1") == 3 + 2 + 1
+
+
+def test_progress_renews_the_restarts(tmp_path):
+    does = "save(starts); sys.exit(0 if starts == 4 else 1)"
+    code, _, events = run_to_end(tmp_path, does, 1)
+    assert code == 0
+    assert [(event["attempt"], event["from_step"]) for event in events] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]
+
+
+def test_half_a_checkpoint_is_no_progress(tmp_path):
+    does = "(run / 'checkpoints' / f'step-{starts:08}').mkdir(parents=True); sys.exit(1)"
+    code, _, events = run_to_end(tmp_path, does, 1)
+    assert (code, len(events)) == (4, 1)
+    assert newest_step(tmp_path / "checkpoints") == 0
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_what_is_no_failure_is_not_started_again(tmp_path, code):
+    assert run_to_end(tmp_path, f"sys.exit({code})", 3)[0] == code
+    assert len(ports(tmp_path)) == 1
+
+
+def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
+    code, errors, events = run_to_end(tmp_path, "sys.exit(1)", 0)
+    assert (code, events) == (4, [])
+    assert "restart" not in errors
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"), [("save(3); sys.exit(1)", 75), ("sys.exit(1)", 4)]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected, number):
+    process = start(tmp_path, does, 5, pause_s=60)
+    process.stderr.readline()  # "rank 0 failed", and the pause after it begins
+    assert "restart 1 of 5" in process.stderr.readline()
+    process.send_signal(number)
+    errors = process.communicate(timeout=10)[1]
+    assert process.returncode == expected
+    assert ("step 3 is saved" in errors) == (expected == 75)
+    assert len(ports(tmp_path)) == 1
+
+
+def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):
+    does = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); save(1); "
+        "time.sleep(60)"
+    )
+    process = start(tmp_path, does, 5)
+    wait_until(lambda: newest_step(tmp_path / "checkpoints") == 1, 20)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    process.communicate(timeout=20)
+    assert process.returncode == 4
+    assert len(ports(tmp_path)) == 1
+
+
+def test_gpus_are_asked_one_by_one(monkeypatch):
+    # Without a GPU, a probe that knows which numbers "work" takes the place of torch's.
+    probe = "import os; assert os.environ['CUDA_VISIBLE_DEVICES'] != '5'"
+    monkeypatch.setattr(supervisor, "_PROBE", probe)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert working_gpus(3) == ["4", "6"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert working_gpus(3) == ["0", "1", "2"]
+
+
+def test_a_gpu_that_hangs_does_not_work(monkeypatch):
+    monkeypatch.setattr(supervisor, "_PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(supervisor, "_PROBE_LIMIT_S", 0.2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert working_gpus(1) == []

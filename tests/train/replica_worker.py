@@ -1,0 +1,47 @@
+"""Run by every rank of test_replica_check.py: compares replicas before and after a bit flips.
+
+python -m tests.train.replica_worker CASES_JSON FLIPPED_RANK
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from tests.engines.parity_worker import SEED, Case, global_batches, micro_batches, new_engine
+from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.errors import DmtError
+from toolkit.train.replica_check import ReplicaCheck
+
+
+def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
+    """What the check says of equal replicas, and which error it raises for unequal ones."""
+    engine, layout = new_engine(case, ranks, SEED)
+    inputs, labels = next(global_batches(1))
+    engine.train_step(micro_batches(inputs, labels, ranks, layout), 1e-3)
+    check = ReplicaCheck(engine, layout, ranks.rank, agreed_step=0)
+    said = [check.check(1), check.check(2)]
+    name = None
+    if ranks.rank == flipped and (weights := list(engine.replicated_weights())):
+        name, weight = weights[-1]
+        weight.data.view(-1).view(torch.int32)[-1] ^= 1
+    try:
+        check.check(3)
+        error = None
+    except DmtError as found:
+        error = f"{type(found).__name__}: {found}"
+    engine.close()
+    return {"said": said, "error": error, "weight": name}
+
+
+def main() -> None:
+    ranks = join()
+    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+    print("RESULTS " + json.dumps([compare(case, ranks, int(sys.argv[2])) for case in cases]))
+    leave()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

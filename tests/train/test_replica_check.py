@@ -1,0 +1,107 @@
+"""Replicas that differ in one bit are found and named; parts of a model are not replicas."""
+
+import json
+import socket
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engines.parity_worker import Case
+from tests.engines.test_megatron_parity import MIXTRAL, megatron
+from tests.processes import run_ranks
+from toolkit.train import replica_check
+from toolkit.train.replica_check import Holding, digest, first_difference, odd_ranks
+
+HOST = socket.gethostname()
+
+
+def held(*rows: tuple[int, int, int]) -> list[Holding]:
+    """One rank per row: its model rank, and its digests of the weights `a` and `b`."""
+    return [Holding(part, "node", {"a": a, "b": b}) for part, a, b in rows]
+
+
+def test_the_odd_one_of_three_is_named() -> None:
+    holdings = held((0, 1, 2), (0, 1, 2), (0, 1, 9))
+    assert odd_ranks(holdings) == ([2], True)
+    assert first_difference(holdings) == "b"
+
+
+def test_of_two_nobody_knows_which_is_right() -> None:
+    holdings = held((0, 1, 2), (1, 5, 6), (0, 3, 2), (1, 5, 6))
+    assert odd_ranks(holdings) == ([0, 2], False)
+    assert first_difference(holdings) == "a"
+
+
+def test_other_parts_of_the_model_are_not_compared() -> None:
+    assert odd_ranks(held((0, 1, 2), (1, 3, 4), (0, 1, 2), (1, 3, 4))) == ([], True)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.integers(0, 20 * 7 - 1),
+    st.data(),
+)
+def test_every_bit_counts(dtype: torch.dtype, place: int, data: st.DataObject) -> None:
+    weight = torch.randn(20, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    integer = replica_check.BITS[weight.element_size()]
+    bit = data.draw(st.integers(0, 8 * weight.element_size() - 1))
+    other = weight.clone()
+    flat = other.view(-1).view(integer)
+    flat[place] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(integer)
+    assert not torch.equal(other.view(integer), weight.view(integer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_check, "CHUNK", 64)
+        assert int(digest(other)) != int(digest(weight))
+
+
+def test_order_counts() -> None:
+    """Shards that were gathered in the wrong order have the same sum."""
+    weight = torch.arange(6.0)
+    assert int(digest(weight)) != int(digest(weight[[3, 4, 5, 0, 1, 2]]))
+    assert int(digest(weight)) == int(digest(weight.clone()))
+    assert int(digest(weight.view(2, 3).t())) == int(digest(weight.view(2, 3).t().contiguous()))
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    cases = [
+        Case("ddp", 2),
+        Case("deepspeed", 2, stage=1),
+        megatron(tensor=2, expert=2, family=MIXTRAL),
+        megatron(pipeline=2),
+        megatron(tensor=2, pipeline=2),
+        Case("deepspeed", 2, stage=3),
+    ]
+    argv = ["-m", "tests.train.replica_worker", json.dumps([asdict(case) for case in cases])]
+    lines = [
+        line.removeprefix("RESULTS ")
+        for output in run_ranks([*argv, "3"], 4, timeout_s=200)
+        for line in output.splitlines()
+        if line.startswith("RESULTS ")
+    ]
+    by_rank = [json.loads(line) for line in lines]
+    for results in by_rank:
+        assert [r["said"] for r in results[:4]] == [[None, None]] * 4
+        assert "own part of the model" in results[4]["said"][0]
+        assert "weights are sharded" in results[5]["said"][0]
+        assert results[4]["said"][1] is results[5]["said"][1] is None, "said once"
+        assert results[4]["error"] is results[5]["error"] is None
+    for results in by_rank[1:]:
+        assert {r["error"] for r in results[:4]} == {"PeerFailed: another rank failed"}
+
+    errors = [result["error"] for result in by_rank[0][:4]]
+    weights = [result["weight"] for result in by_rank[3][:4]]
+    most = f"rank 3 ({HOST}): other weights than most replicas"
+    pair = "{} ({}), rank 3 ({}): weights differ between them"
+    for error, weight, who in zip(
+        errors,
+        weights,
+        [most, most, pair.format("rank 1", HOST, HOST), pair.format("rank 2", HOST, HOST)],
+        strict=True,
+    ):
+        assert error.startswith(f"RunFailed: step 3: {who}")
+        assert f"first in {weight}\n" in error
+        assert "last equal at step 2" in error

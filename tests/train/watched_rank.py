@@ -1,0 +1,62 @@
+"""One rank of the watchdog test: `watched_rank.py RUN_DIR LIMIT_S GRACE_S BEHAVIOUR@RANK`.
+
+It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
+rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs before the others'
+step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the
+limit, twice).
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from toolkit.train.run_dir import RunDirectory
+from toolkit.train.signals import StopRequest
+from toolkit.train.watchdog import Watchdog
+
+run, limit_s, grace_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
+behaviour, _, chosen = sys.argv[4].partition("@")
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+run.logs.mkdir(parents=True, exist_ok=True)
+
+
+def meet(step: int) -> None:
+    """Wait until every rank has come to this step."""
+    (run.path / f"at-{step}-{rank}").touch()
+    while len(list(run.path.glob(f"at-{step}-*"))) < world:
+        time.sleep(0.01)
+
+
+def misbehave() -> None:
+    (run.path / "began").write_text(str(time.time()))
+    if behaviour == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif behaviour == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(200):
+            time.sleep(0.05)
+            watchdog.mark("saving", 4)
+    elif behaviour == "slow":
+        for _ in range(2):
+            time.sleep(limit_s * 0.35)
+            watchdog.mark("slow", 4)
+    else:
+        time.sleep(60)
+
+
+with (
+    StopRequest() as stop,
+    Watchdog(run, rank, world, 0, stop, limit_s, grace_s or None) as watchdog,
+):
+    for step in range(10):
+        if step == 4 and behaviour == "behind" and rank == int(chosen):
+            misbehave()
+        watchdog.mark(f"step {step + 1}", step)
+        if step == 4 and behaviour != "behind" and rank == int(chosen):
+            misbehave()
+        meet(step)
+        time.sleep(0.05)
+        watchdog.mark(f"logging step {step + 1}", step + 1, 0.05)
+print("done")

@@ -1,0 +1,90 @@
+"""The same checkpoint with whole tensors in few files: for other tools, and for keeping."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.manifest import FileRecord, Manifest, record_of
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import QUANTITIES, key_of, whole_block
+from toolkit.checkpoint.store import STEP, folder_name, sync_folder
+from toolkit.checkpoint.verify import is_state_file
+from toolkit.errors import CheckpointError
+from toolkit.models.convert import appearing, check_destination
+from toolkit.models.convert.safetensors_stream import (
+    LARGEST_FILE_BYTES,
+    Entry,
+    in_files,
+    write_file,
+)
+
+
+def check_target(src: Path, dst: Path, nbytes: int) -> None:
+    """Refuse, before anything is read, a folder that cannot become the converted checkpoint.
+
+    Raises CheckpointError, or DataError where there is no room.
+    """
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists", fix="name a new folder")
+    step = folder_name(Manifest.read(src).step)
+    if dst.suffix == ".tmp" or (STEP.fullmatch(dst.name) and dst.name != step):
+        raise CheckpointError(
+            f"{dst.name} would not be taken for the checkpoint of {step}",
+            fix=f"name it {dst.parent / step}",
+        )
+    check_destination(src, dst, nbytes)
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    tick: Callable[[int], None] = lambda _: None,
+    limit: int = LARGEST_FILE_BYTES,
+) -> Manifest:
+    """Write the checkpoint `src` into `dst`: whole tensors, files of at most `limit` bytes.
+
+    A tensor larger than `limit` has a file of its own. All else is kept, so that a run
+    continues from `dst` as it does from `src`. Some rows of one tensor are in memory. `tick`
+    gets the bytes of every piece that was written. `dst` appears when it is complete.
+    Raises CheckpointError for a damaged checkpoint, DataError when writing fails.
+    """
+    manifest, state = Manifest.read(src), SavedState(src)
+    entries = [entry.telling(tick) for entry in _entries(state)]
+    files: dict[str, FileRecord] = {}
+    with appearing(dst) as hidden:
+        for number, content in enumerate(in_files(entries, limit)):
+            name, digest = f"state-{number:05d}.safetensors", hashlib.sha256()
+            write_file(hidden / name, content, digest)
+            files[name] = FileRecord((hidden / name).stat().st_size, digest.hexdigest())
+        for name in manifest.files:
+            if not is_state_file(name):
+                files[name] = _copy(src / name, hidden / name)
+        manifest = manifest.with_files(files)
+        manifest.write(hidden)
+        sync_folder(hidden)
+    sync_folder(dst.absolute().parent)
+    return manifest
+
+
+def _entries(state: SavedState) -> Iterator[Entry]:
+    """Every quantity of every tensor, under the name of its whole rectangle."""
+    for tensor, shape in state.shapes.items():
+        for quantity in QUANTITIES:
+            key = key_of(quantity, whole_block(tensor, shape))
+            yield Entry(key, torch.float32, shape, partial(state.in_pieces, quantity, tensor))
+
+
+def _copy(src: Path, dst: Path) -> FileRecord:
+    """Copy a small file to disk for good."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(src, dst)
+    for path in (dst, dst.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return record_of(dst)

@@ -1,0 +1,68 @@
+"""What lies in a folder of checkpoints, told without reading the tensors."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from toolkit.checkpoint.manifest import MANIFEST, Manifest, size_problem
+from toolkit.checkpoint.store import LATEST, STEP, CheckpointStore
+from toolkit.errors import CheckpointError
+
+State = Literal["finished", "damaged", "unfinished"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One folder among the checkpoints."""
+
+    folder: Path
+    state: State
+    """`finished` as far as names and sizes tell: nothing is hashed."""
+    manifest: Manifest | None
+    """None where it cannot be read, and of what is unfinished."""
+    nbytes: int
+    """Bytes on disk."""
+    modified_s: float
+    """When it was last written, in seconds since 1970."""
+    latest: bool
+    """`latest` names it."""
+    problem: str = ""
+    """Why it is not finished."""
+
+
+def overview(store: CheckpointStore) -> list[Listed]:
+    """Every checkpoint and what interrupted saves left, oldest step first."""
+    folders = sorted(path for path in store.folder.glob("step-????????*") if path.is_dir())
+    hint = store.folder / LATEST
+    latest = hint.read_text(encoding="utf-8", errors="replace") if hint.is_file() else ""
+    return [_look_at(folder, folder.name == latest.strip()) for folder in folders]
+
+
+def _look_at(folder: Path, latest: bool) -> Listed:
+    manifest, state, problem = _state_of(folder)
+    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    written = max([file.st_mtime for file in files], default=folder.stat().st_mtime)
+    nbytes = sum(file.st_size for file in files)
+    return Listed(folder, state, manifest, nbytes, written, latest, problem)
+
+
+def _state_of(folder: Path) -> tuple[Manifest | None, State, str]:
+    if not STEP.fullmatch(folder.name):
+        return None, "unfinished", _left_by(folder.name)
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        state: State = "damaged" if (folder / MANIFEST).exists() else "unfinished"
+        return None, state, error.message
+    problems = [size_problem(folder, *item) for item in manifest.files.items()]
+    problem = next(filter(None, problems), "")
+    return manifest, "damaged" if problem else "finished", problem
+
+
+def _left_by(name: str) -> str:
+    """What a folder is that has the name of no checkpoint."""
+    if name.endswith((".old.tmp", ".replaced.tmp")):
+        return "on its way out; the next save removes it"
+    if name.endswith(".tmp"):
+        return "being written, or left by a save that was interrupted; the next save removes it"
+    return "its name is not that of a checkpoint"

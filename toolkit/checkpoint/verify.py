@@ -1,0 +1,113 @@
+"""Is a checkpoint whole? Every byte, every tensor, every element exactly once."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoint.export import COMPANIONS, check_complete
+from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
+from toolkit.checkpoint.saved_state import SavedState, intersection
+from toolkit.checkpoint.shards import QUANTITIES, block_numel, block_shape, whole_block
+from toolkit.errors import CheckpointError
+from toolkit.models.families.tensors import Block
+
+_DTYPE = "F32"
+"""safetensors' name of the type of weights and moments."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found."""
+
+    problems: tuple[str, ...]
+    """What is wrong, one line each; none in a good checkpoint."""
+    notes: tuple[str, ...]
+    """What is there besides the checkpoint, and harmless."""
+
+
+def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verified:
+    """Hash every file, then look at which elements they hold; `tick` gets the bytes read.
+
+    Elements are looked at only where the files are what was written.
+    Raises CheckpointError when there is no manifest to compare with.
+    """
+    manifest = Manifest.read(folder)
+    found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
+    problems = [problem for problem in found if problem is not None]
+    extra = sorted(_present(folder) - manifest.files.keys() - {MANIFEST})
+    # Readers look for tensors in every file of this name.
+    told = {name: f"{name} is no file of this checkpoint" for name in extra}
+    problems += [text for name, text in told.items() if is_state_file(name)]
+    notes = tuple(text for name, text in told.items() if not is_state_file(name))
+    if not problems:
+        problems = list(_content_problems(SavedState(folder), manifest))
+    return Verified(tuple(problems), notes)
+
+
+def require_whole(folder: Path, tick: Callable[[int], None] = lambda _: None) -> None:
+    """Raise CheckpointError, with the first problem, unless the checkpoint verifies."""
+    if problems := verify(folder, tick).problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(
+            f"{folder} is damaged: {problems[0]}{more}",
+            fix=f"`dmt checkpoint verify {folder}` names everything; take an older checkpoint",
+        )
+
+
+def _present(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def is_state_file(name: str) -> bool:
+    """Is this path in a checkpoint one of those with the tensors?"""
+    return "/" not in name and Path(name).match("state-*.safetensors")
+
+
+def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
+    try:
+        yield from coverage_problems(state)
+        if any(name.startswith(f"{COMPANIONS}/") for name in manifest.files):
+            check_complete(state)
+        else:
+            yield f"it has no {COMPANIONS}/config.json, which says what model it is"
+    except CheckpointError as error:
+        yield error.message
+
+
+def coverage_problems(state: SavedState) -> Iterator[str]:
+    """Where weight and moments do not hold every element of each tensor exactly once."""
+    for tensor, shape in state.shapes.items():
+        whole = whole_block(tensor, shape)
+        for quantity in QUANTITIES:
+            parts = state.parts(quantity, tensor)
+            for part in parts:
+                if (part.dtype, part.shape) != (_DTYPE, block_shape(part.block)):
+                    yield (
+                        f"{part.file.name}: {part.key} holds {part.dtype} {list(part.shape)}, "
+                        "not what its name says"
+                    )
+            yield from _uncovered(quantity, whole, [part.block for part in parts])
+    for quantity, tensor in state.names():
+        if tensor not in state.shapes:
+            yield f"{quantity} of {tensor} is there, its weight is not"
+
+
+def _uncovered(quantity: str, whole: Block, parts: Sequence[Block]) -> Iterator[str]:
+    """Rectangles that are twice there or lie outside; else, whether some are missing.
+
+    Disjoint parts inside the whole with as many elements as it has are the whole.
+    """
+    reaching: list[Block] = []
+    for part in sorted(parts, key=lambda block: block.rows):
+        reaching = [other for other in reaching if other.rows[1] > part.rows[0]]
+        if any(intersection(part, other) for other in reaching):
+            yield f"{quantity} of {whole.tensor} has rows {part.rows} twice"
+            return
+        if intersection(part, whole) != part:
+            yield f"{quantity} of {whole.tensor} has rows {part.rows} outside of its weight"
+            return
+        reaching.append(part)
+    missing = block_numel(whole) - sum(map(block_numel, parts))
+    if missing:
+        numel = block_numel(whole)
+        yield f"{quantity} of {whole.tensor} lacks {missing:,} of {numel:,} elements"

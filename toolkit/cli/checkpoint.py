@@ -1,0 +1,332 @@
+"""`dmt checkpoint`: what checkpoints hold, whether they are whole, and where they can go."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
+from toolkit.checkpoint.overview import Listed, overview
+from toolkit.cli.bars import byte_progress, columns, print_hanging
+from toolkit.cli.options import ClusterOption, Overrides, RecipePath, load_on
+from toolkit.errors import EXIT_USER_ERROR
+from toolkit.plan.layout import degrees_text
+from toolkit.redact import redact
+from toolkit.units import byte_size
+
+if TYPE_CHECKING:
+    from toolkit.checkpoint.verify import Verified
+    from toolkit.train.fits import Row
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="What checkpoints hold, whether they are whole, and where they can go.\n\n"
+    "CKPT is a step-… folder; for a run directory or its checkpoints folder, the newest "
+    "finished checkpoint is meant.\n\n"
+    "Example: `dmt checkpoint list runs/tiny-llama-bytes`",
+)
+
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest one.")
+]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print machine output alone on standard output.")
+]
+_COLOURS = {
+    "finished": "green", "damaged": "red", "unfinished": "yellow",
+    "kept": "green", "changed": "yellow", "refused": "red",
+}  # fmt: skip
+
+
+@app.command("list")
+def list_(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or its checkpoints."),
+    ],
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a run, also those that are damaged or were never finished.
+
+    Looks at manifests and sizes; `dmt checkpoint verify` hashes.
+
+    Example: `dmt checkpoint list runs/tiny-llama-bytes`
+    """
+    store = store_of(path)
+    found = overview(store)
+    if as_json:
+        listed = [_listed(one) for one in found]
+        typer.echo(json.dumps({"folder": str(store.folder), "checkpoints": listed}))
+        return
+    console = Console(highlight=False)
+    if not found:
+        typer.echo(f"{store.folder} holds no checkpoints", err=True)
+        return
+    rows = [["step", "written", "size", "state", "layout"], *map(_cells, found)]
+    header, *lines = columns(rows, left=5)
+    console.print(Text(header, "dim"), soft_wrap=True)
+    for one, line in zip(found, lines, strict=True):
+        text = Text(line)
+        text.highlight_words([one.state], _COLOURS[one.state])
+        console.print(text, soft_wrap=True)
+        if one.problem:
+            print_hanging(console, Text("    "), one.problem)
+
+
+def _listed(one: Listed) -> dict[str, Any]:
+    manifest = one.manifest
+    known = {} if manifest is None else {
+        "step": manifest.step,
+        "engine": manifest.engine,
+        "model": manifest.model,
+        "layout": asdict(manifest.layout),
+    }  # fmt: skip
+    return {
+        "folder": one.folder.name,
+        **known,
+        "written": _time(one.modified_s).isoformat(),
+        "bytes": one.nbytes,
+        "state": one.state,
+        "problem": one.problem or None,
+        "latest": one.latest,
+    }
+
+
+def _cells(one: Listed) -> list[str]:
+    name = one.folder.name.removeprefix("step-").lstrip("0") or "0"
+    manifest = one.manifest
+    layout = (
+        ""
+        if manifest is None
+        else degrees_text(manifest.engine, manifest.model, manifest.layout)
+    )
+    state = f"{one.state}, latest" if one.latest else one.state
+    written = f"{_time(one.modified_s):%Y-%m-%d %H:%M}"
+    return [name, written, byte_size(one.nbytes), state, layout]
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds).astimezone()
+
+
+@app.command()
+def verify(checkpoint: Checkpoint, as_json: Json = False) -> None:
+    """Hash every file, and check that each element of each tensor is there exactly once.
+
+    Exits with 2 when anything is wrong, naming all of it.
+
+    Example: `dmt checkpoint verify runs/tiny-llama-bytes`
+    """
+    found = _find(checkpoint)
+    verified = _verified(found.folder, found.manifest.nbytes)
+    if as_json:
+        report = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
+        typer.echo(json.dumps(report))
+    else:
+        _print_verified(found, verified)
+    if verified.problems:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _verified(folder: Path, nbytes: int) -> "Verified":
+    from toolkit.checkpoint.verify import verify as check
+
+    with byte_progress("verify", nbytes) as tick:
+        return check(folder, tick)
+
+
+def _print_verified(found: Located, verified: "Verified") -> None:
+    for note in verified.notes:
+        _say(f"note: {note}")
+    for problem in verified.problems:
+        _say(f"✗ {problem}")
+    files, size = len(found.manifest.files), byte_size(found.manifest.nbytes)
+    if verified.problems:
+        count = len(verified.problems)
+        _say(f"{found.folder} is damaged: {count} problem{'s' * (count > 1)}")
+        return
+    typer.echo(
+        f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
+    )
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor with its shape and pieces.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds: step, layout, precision, versions, tensors.
+
+    Example: `dmt checkpoint inspect runs/tiny-llama-bytes --tensors`
+    """
+    from toolkit.cli.checkpoint_tables import contents, facts, tensor_rows
+
+    found = _find(checkpoint)
+    held = contents(found.folder)
+    if as_json:
+        typer.echo(json.dumps(_inspected(found, held if tensors else None)))
+        return
+    console = Console(highlight=False)
+    console.print(Text(str(found.folder), "bold"), soft_wrap=True)
+    for name, text in facts(found.manifest, held):
+        print_hanging(console, Text(f"  {name:<12} ", "dim"), redact(text))
+    if tensors:
+        for line in columns(tensor_rows(held), left=1):
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _inspected(found: Located, held: Any) -> dict[str, Any]:
+    report = {"folder": str(found.folder), **asdict(found.manifest)}
+    if held is not None:
+        report["tensors"] = {one.name: one._asdict() for one in held}
+    return report
+
+
+@app.command()
+def convert(checkpoint: Checkpoint, dst: Destination, as_json: Json = False) -> None:
+    """Write the same checkpoint with whole tensors, in files of at most 5 GB.
+
+    Runs continue from it as from the original, and every tool that reads safetensors can
+    read it. Both are verified. Some rows of one tensor are in memory.
+
+    Example: `dmt checkpoint convert runs/tiny-llama-bytes archive/step-00000200`
+    """
+    from toolkit.checkpoint import convert as conversion
+    from toolkit.checkpoint.saved_state import SavedState
+    from toolkit.checkpoint.verify import require_whole
+
+    found = _find(checkpoint)
+    nbytes = found.manifest.nbytes
+    conversion.check_target(found.folder, dst, nbytes)
+    # Hashes are written anew: damage must not become part of a good checkpoint.
+    with byte_progress("verify", nbytes) as tick:
+        require_whole(found.folder, tick)
+    with byte_progress("convert", SavedState(found.folder).nbytes) as tick:
+        manifest = conversion.convert(found.folder, dst, tick)
+    with byte_progress("verify", manifest.nbytes) as tick:
+        require_whole(dst, tick)
+    _wrote(dst, found, {"files": len(manifest.files), "bytes": manifest.nbytes}, as_json)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    dst: Destination,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            " /--no-verify", help="Do not hash the checkpoint first.", show_default=False
+        ),
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
+
+    Example: `dmt checkpoint export runs/tiny-llama-bytes model`
+    """
+    from toolkit.checkpoint import export as exporting
+    from toolkit.checkpoint.verify import require_whole
+    from toolkit.models.convert import check_destination
+
+    found = _find(checkpoint)
+    nbytes = exporting.exported_bytes(found.folder)
+    check_destination(found.folder, dst, nbytes)
+    if verify:
+        _say("verifying the checkpoint first (--no-verify leaves that out)")
+        with byte_progress("verify", found.manifest.nbytes) as tick:
+            require_whole(found.folder, tick)
+    with byte_progress("export", nbytes) as tick:
+        exporting.export(found.folder, dst, tick)
+    _wrote(dst, found, {"bytes": nbytes, "verified": verify}, as_json)
+
+
+def _wrote(dst: Path, found: Located, told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        report = {"folder": str(dst), "from": str(found.folder), "step": found.manifest.step}
+        typer.echo(json.dumps(report | told))
+        return
+    size = byte_size(told["bytes"])
+    typer.echo(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}")
+
+
+@app.command()
+def fits(
+    recipe: RecipePath,
+    checkpoint: Checkpoint,
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    cluster: ClusterOption = None,
+    as_json: Json = False,
+) -> None:
+    """Say before a launch what a run takes over from a checkpoint, and what not.
+
+    Exits with 2 when the recipe cannot continue from it. Starts and writes nothing.
+
+    Example: `dmt checkpoint fits recipes/tiny/llama-bytes.yaml runs/tiny-llama-bytes --set
+    parallel.zero.stage=3`
+    """
+    from toolkit.hardware.cluster_file import find_cluster
+    from toolkit.train.assignment import decide
+    from toolkit.train.fits import compare
+
+    where = None if cluster is None else find_cluster(cluster)
+    assignment = decide(load_on(recipe, overrides, where), None, where)
+    found = _find(checkpoint)
+    rows = compare(found, assignment)
+    refused = any(row.verdict == "refused" for row in rows)
+    if as_json:
+        report = {"folder": str(found.folder), "fits": not refused}
+        typer.echo(json.dumps(report | {"parts": [row._asdict() for row in rows]}))
+    else:
+        _print_rows(rows)
+        typer.echo(f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}")
+        if not refused:
+            launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
+            launch += [] if cluster is None else ["--cluster", cluster]
+            _say(_how_to_go_on(found, launch))
+    if refused:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _print_rows(rows: "Sequence[Row]") -> None:
+    console = Console(highlight=False)
+    width = max(len(row.what) for row in rows)
+    for row in rows:
+        verdict = (f"{row.verdict:<8} ", _COLOURS[row.verdict])
+        prefix = Text.assemble(verdict, (f"{row.what:<{width}}  ", "bold"))
+        print_hanging(console, prefix, redact(row.why))
+
+
+def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:
+    if found.folder.absolute().parent.name != CHECKPOINTS:
+        return "copy it into the checkpoints folder of a run directory to continue from it"
+    run = found.folder.absolute().parent.parent
+    newest = store_of(run).finished()[-1].name
+    if newest != found.folder.name:
+        return f"a launch continues from the newest, {newest}, unless that is removed"
+    return f"to continue: {shlex.join(['dmt', 'launch', *launch, '--run-dir', str(run)])}"
+
+
+def _find(path: Path) -> Located:
+    """What a path means; says so where it did not name a checkpoint itself."""
+    found = locate(path)
+    if found.newest_of is not None:
+        _say(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")
+    return found
+
+
+def _say(message: str) -> None:
+    typer.echo(redact(message), err=True)

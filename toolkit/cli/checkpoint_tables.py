@@ -1,0 +1,70 @@
+"""What `dmt checkpoint inspect` shows of a checkpoint."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.cli.check import human
+from toolkit.plan.layout import layout_text
+from toolkit.units import byte_size
+
+_STATE_BYTES = 3 * 4
+"""Per parameter: weight and two moments in fp32."""
+
+
+class Held(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: int
+    """Rectangles in which its weight is stored."""
+
+
+def contents(folder: Path) -> list[Held]:
+    """Every tensor of a checkpoint. Raises CheckpointError for files that are damaged."""
+    state = SavedState(folder)
+    return [
+        Held(name, shape, len(state.parts("weight", name)))
+        for name, shape in state.shapes.items()
+    ]
+
+
+def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]:
+    """What the manifest says, in words."""
+    recipe, training = manifest.recipe, manifest.recipe["training"]
+    yield "recipe", str(recipe["name"])
+    yield "step", f"{manifest.step:,}, of which {manifest.optimizer_steps:,} made an update"
+    length = training["sequence_length"]
+    tokens = human(manifest.consumed_samples * length)
+    yield "consumed", f"{manifest.consumed_samples:,} sequences of {length:,}: {tokens} tokens"
+    yield "layout", layout_text(manifest.engine, manifest.model, manifest.layout)
+    ranks = manifest.layout.world
+    yield "ranks", f"{ranks:,}"
+    scale = "" if manifest.loss_scale is None else f", loss scale {manifest.loss_scale}"
+    yield "precision", f"{training['precision']}; weights and moments in fp32{scale}"
+    parameters = sum(prod(one.shape) for one in held)
+    nbytes = byte_size(parameters * _STATE_BYTES)
+    told = f"{len(held):,}, {human(parameters)} parameters, {nbytes} with both moments"
+    yield "tensors", told
+    yield "files", f"{len(manifest.files):,}, {byte_size(manifest.nbytes)}"
+    yield "W&B run", manifest.wandb_id or "none"
+    yield "versions", ", ".join(_versions(manifest))
+
+
+def _versions(manifest: Manifest) -> Iterator[str]:
+    stated = manifest.versions
+    for name, version in {"dmt": stated.get("dmt"), "python": stated.get("python")}.items():
+        yield f"{name} {version}"
+    for name, version in stated.get("packages", {}).items():
+        if version is not None:
+            yield f"{name} {version}"
+
+
+def tensor_rows(held: Sequence[Held]) -> list[list[str]]:
+    """A header, and a line per tensor."""
+    lines = [[one.name, str(list(one.shape)), f"{one.pieces:,}"] for one in held]
+    return [["tensor", "shape", "pieces"], *lines]

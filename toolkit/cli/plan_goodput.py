@@ -1,0 +1,141 @@
+"""`dmt plan --mtbf`: how often to save, and what failures cost."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.text import Text
+
+from toolkit.cli.bars import columns
+from toolkit.errors import PlanError
+from toolkit.plan.saving import (
+    BARRIER_S,
+    BYTES_PER_PARAMETER,
+    DEFAULT_GBPS,
+    DEFAULT_RESTART_MIN,
+    Assumptions,
+    Job,
+    Row,
+    goodput_as_written,
+    rows,
+)
+from toolkit.units import duration
+
+
+def assumptions(
+    mtbf: float | None, gbps: float | None, restart_minutes: float | None
+) -> Assumptions | None:
+    """What the options say; None without `--mtbf`, on which the others depend."""
+    if mtbf is None:
+        if gbps is not None or restart_minutes is not None:
+            raise PlanError(
+                "--checkpoint-gbps and --restart-minutes: nothing is asked about failures",
+                fix="add --mtbf HOURS, the mean time between failures of one GPU",
+            )
+        return None
+    return Assumptions(
+        mtbf,
+        DEFAULT_GBPS if gbps is None else gbps,
+        DEFAULT_RESTART_MIN if restart_minutes is None else restart_minutes,
+    )
+
+
+def machine_output(job: Job, assumed: Assumptions) -> dict[str, Any]:
+    """The `goodput` object of `--json`."""
+    return {
+        "assumptions": asdict(assumed),
+        "checkpoint_bytes": job.checkpoint_bytes,
+        "recipe": {
+            "gpus": job.cluster.gpus,
+            "every_steps": job.every_steps,
+            "goodput": goodput_as_written(job, assumed),
+        },
+        "jobs": [one.machine_output() for one in rows(job, assumed)],
+    }
+
+
+def lines(job: Job, assumed: Assumptions) -> Iterator[Text]:
+    """The table, the recipe's own setting, and all that is assumed."""
+    yield Text("  failures: how often to save, and what is left for training", "dim")
+    found = list(rows(job, assumed))
+    for index, line in enumerate(table(found)):
+        own = index > 0 and found[index - 1].gpus == job.cluster.gpus
+        yield Text(f"  {line}", "dim" if index == 0 else "bold" if own else "")
+    (own_row,) = (one for one in found if one.gpus == job.cluster.gpus)
+    yield Text("")
+    yield from _advice(job, assumed, own_row)
+    yield Text("  assumed", "dim")
+    for text in _assumed(job, assumed):
+        yield Text(f"  - {text}")
+
+
+def table(found: list[Row]) -> list[str]:
+    """The header, and a line per number of GPUs; 80 columns wide at most."""
+    header = ["GPUs", "job MTBF", "save every", "steps", "goodput"]
+    cells = [[*header, "saving", "replay", "restart", "if sync"]]
+    for one in found:
+        shares = one.shares
+        lost = (shares.saving, shares.replay, shares.restart)
+        cells.append(
+            [
+                f"{one.gpus:,}",
+                duration(one.job.mtbf_s),
+                duration(one.interval_s),
+                "-" if one.interval_steps is None else f"{one.interval_steps:,}",
+                f"{shares.goodput:.1%}",
+                *(f"{share:.1%}" for share in lost),
+                f"{one.synchronous_goodput:.1%}",
+            ]
+        )
+    return columns(cells, left=0, gap=" ")
+
+
+def _advice(job: Job, assumed: Assumptions, best: Row) -> Iterator[Text]:
+    """What the recipe says now, and what would be best on its cluster."""
+    if best.interval_steps is None or job.step_s is None:
+        return
+    own = f"  this recipe on {job.cluster.gpus:,}: "
+    if job.steps is not None and job.steps <= best.interval_steps:
+        whole = duration(job.steps * job.step_s)
+        yield Text(f"{own}the whole run ({whole}) is shorter than the best interval")
+        return
+    written = goodput_as_written(job, assumed)
+    if job.every_steps is None or written is None:
+        now = "checkpoint.every_steps is not set, so a failure undoes everything"
+    else:
+        span = duration(job.every_steps * job.step_s)
+        now = f"checkpoint.every_steps is {job.every_steps:,} ({span}): goodput {written:.1%}"
+    proposal = f"--set checkpoint.every_steps={best.interval_steps}"
+    yield Text(f"{own}{now}; {best.shares.goodput:.1%} with {proposal}")
+
+
+def _assumed(job: Job, assumed: Assumptions) -> Iterator[str]:
+    """Everything that the numbers rest on."""
+    taken = job.checkpoint_bytes
+    checkpoint = f"{taken / 1e9:,.0f} GB" if taken >= 1e10 else f"{taken / 1e6:,.0f} MB"
+    yield (
+        f"--mtbf {assumed.mtbf_hours:,g}: hours between failures of one GPU with its share of "
+        "host, network, power and software; any failure stops the whole job "
+        "(Llama 3: 50,700)"
+    )
+    yield (
+        f"a checkpoint is {checkpoint}: {BYTES_PER_PARAMETER} bytes per parameter, fp32 "
+        "weights and both Adam moments"
+    )
+    yield (
+        f"--checkpoint-gbps {assumed.checkpoint_gbps:g}: GB/s that each node writes and reads, "
+        "all at once, however many there are"
+    )
+    yield (
+        f"--restart-minutes {assumed.restart_minutes:g}: from a failure until the ranks load "
+        "the checkpoint"
+    )
+    yield (
+        f"saves are asynchronous: training stops for {BARRIER_S:g} s and the copy to host "
+        "memory, and a save counts once it is written; `if sync`: it stops until then"
+    )
+    yield (
+        f"other sizes than {job.cluster.gpus:,}: the same model state spread evenly over that "
+        f"many GPUs, {job.cluster.gpus_per_node} to a node; whether the model fits and trains "
+        "well there is not asked, and its step time is not known"
+    )

@@ -1,0 +1,55 @@
+"""Where ranks meet when an elastic agent may start them again.
+
+torchrun's agents keep one key-value store over all restarts, and PyTorch looks up the ranks'
+addresses in it without saying of which start: restarted ranks find those of dead ones, and
+fail or wait until every restart is used up (torch 2.13). So each start agrees on a part of
+the store that is new. Its number cannot be the restart count: machines count differently.
+"""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_POLL_S = 0.02
+
+
+def needs_new_store() -> bool:
+    """Were these ranks started by agents that keep a store over restarts?"""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def new_store(rank: int, world: int, timeout: timedelta) -> Store:
+    """The agents' store under a prefix that only the ranks of this start know. Collective.
+
+    Rank 0 names the prefix, to each rank under the random name that this rank posted: what
+    earlier starts left is answered, too, but read by nobody. Raises TimeoutError.
+    """
+    store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
+    store.set_timeout(timeout)
+    me = uuid.uuid4().hex
+    if rank == 0:
+        _answer(store, me, world, time.monotonic() + timeout.total_seconds())
+        return PrefixStore(me, store)
+    store.set(f"dmt/here/{rank}", me)
+    prefix = store.get(f"dmt/prefix/{me}").decode()
+    store.set(f"dmt/joined/{prefix}/{rank}", "")
+    return PrefixStore(prefix, store)
+
+
+def _answer(store: Store, prefix: str, world: int, deadline: float) -> None:
+    """Tell every rank the prefix, until all have read it."""
+    missing = set(range(1, world))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"dmt/here/{rank}"]):
+                store.set(f"dmt/prefix/{store.get(f'dmt/here/{rank}').decode()}", prefix)
+            if store.check([f"dmt/joined/{prefix}/{rank}"]):
+                missing.discard(rank)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} did not come")
+        time.sleep(_POLL_S)

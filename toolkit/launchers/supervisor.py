@@ -1,0 +1,124 @@
+"""`--max-restarts`: a run that failed is started again, as long as that gets it further."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
+from toolkit.launchers.base import Launcher, LaunchSpec, tell
+from toolkit.launchers.outcome import events_offset
+from toolkit.launchers.process import POLL_S, StopSignals
+from toolkit.train import jsonl
+from toolkit.train.events import EventLog
+from toolkit.train.run_dir import RunDirectory
+
+_LONGEST_PAUSE_S = 30.0
+_PROBE_LIMIT_S = 120.0
+_PROBE = "import torch; torch.ones(8, device='cuda').sum().item()"
+
+
+def supervise(
+    launcher: Launcher, spec: LaunchSpec, again: Callable[[], LaunchSpec], max_restarts: int
+) -> int:
+    """Run `spec`; when it fails, run `again()`. Returns an exit code of errors.py.
+
+    At most `max_restarts` times in a row without a newer checkpoint than before. Only a
+    failure (4) is tried again, not what the user has to mend, and nothing after a signal.
+    """
+    run = RunDirectory(spec.run_dir)
+    attempt = 0
+    with StopSignals() as signals:
+        while True:
+            saved, offset = newest_step(run.checkpoints), events_offset(run.path)
+            outcome = launcher.run(spec, signals)
+            if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
+                return outcome.exit_code
+            step = newest_step(run.checkpoints)
+            attempt = 1 if step > saved else attempt + 1
+            reason = _reason(run, offset) or outcome.reason
+            if attempt > max_restarts:
+                tell(
+                    f"error: {max_restarts} restarts in a row without a new checkpoint behind "
+                    f"step {step}; the last time {reason}"
+                )
+                return EXIT_FAILED
+            pause_s = min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+            which = f"restart {attempt} of {max_restarts} from step {step}"
+            tell(f"{which}, in {pause_s:g} s: {reason}")
+            _pause(pause_s, signals)
+            if signals.stop_requested:
+                return _stopped(step)
+            spec = again()
+            EventLog(run.events).write(
+                "restart", attempt=attempt, reason=reason, from_step=step
+            )
+
+
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest committed checkpoint; 0 without one."""
+    folders = [path.parent.name for path in checkpoints.glob("step-????????/manifest.json")]
+    steps = [int(name[5:]) for name in folders if re.fullmatch(r"step-\d{8}", name)]
+    return max(steps, default=0)
+
+
+def _reason(run: RunDirectory, offset: int) -> str:
+    """What the watchdog found, if it was that which ended the last launch."""
+    hangs = [e for e in jsonl.read(run.events, offset) if e.get("kind") == "hang"]
+    if not hangs:
+        return ""
+    ranks = hangs[-1].get("ranks")
+    who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
+    return f"{who} in step {int(hangs[-1].get('step', 0)) + 1}"
+
+
+def _pause(seconds: float, signals: StopSignals) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not signals.stop_requested:
+        time.sleep(POLL_S)
+
+
+def _stopped(step: int) -> int:
+    if step == 0:
+        tell("stopped by a signal before a restart; nothing was saved")
+        return EXIT_FAILED
+    tell(
+        f"dmt: stopped by a signal before a restart; step {step} is saved\n"
+        f"  fix: start the same command again to resume"
+    )
+    return EXIT_RESUMABLE
+
+
+def working_gpus(planned: int) -> list[str]:
+    """Which GPUs compute something, by their names in CUDA_VISIBLE_DEVICES.
+
+    Each is asked in a process of its own: one that is broken may hang or crash whoever asks.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = names or [str(index) for index in range(planned)]
+    probes = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", _PROBE],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": name},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for name in names
+    }
+    deadline = time.monotonic() + _PROBE_LIMIT_S
+    return [name for name, probe in probes.items() if _succeeds(probe, deadline)]
+
+
+def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    try:
+        return probe.wait(max(0.0, deadline - time.monotonic())) == 0
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        with suppress(subprocess.TimeoutExpired):
+            probe.wait(1.0)  # No longer: in a driver's call that hangs, it does not die.
+        return False

@@ -1,0 +1,20 @@
+"""Models and tokenizers that come with Python code of their own are refused, in one wording.
+
+transformers runs such code only when told to (`trust_remote_code`); DMT never tells it to.
+"""
+
+from toolkit.errors import DataError
+
+
+def asks_to_run_code(error: Exception) -> bool:
+    """Does transformers refuse because it would have to run code from a repository?"""
+    return "trust_remote_code" in str(error)
+
+
+def runs_code(what: str) -> DataError:
+    """The error for `what`: "the tokenizer `x/y`"."""
+    return DataError(
+        f"{what} needs Python code from its own repository, and DMT does not run code that "
+        "comes with a model, a tokenizer or a checkpoint",
+        fix="use one that transformers itself implements (no `auto_map` in its config)",
+    )

@@ -1,0 +1,142 @@
+"""How often to save, and how much of the time is left for training, when machines fail.
+
+A job alternates between training and restarting. Failures come at random with a constant
+rate (a Poisson process): the job's mean time between failures M is that of one GPU divided
+by the number of GPUs. A save stops training for δ seconds (`stall_s`) and is of use once it
+is committed, w seconds later (`commit_s`): zero where training waits for the disk. A failure
+costs the work since the last committed save, and R seconds (`restart_s`) until training goes
+on, which a further failure starts anew.
+
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval",
+Communications of the ACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum
+checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What failures and saves cost one job. Seconds throughout."""
+
+    mtbf_s: float
+    """Mean time between failures of the whole job, M."""
+    stall_s: float
+    """Training stands still for a save, δ."""
+    commit_s: float
+    """From the end of the stall until the save counts, w."""
+    restart_s: float
+    """From a failure until training goes on, R."""
+
+    @property
+    def shortest_interval_s(self) -> float:
+        """One save is in flight at a time: the next one waits until it is committed."""
+        return max(0.0, self.commit_s - self.stall_s)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of a job goes; the shares add up to 1."""
+
+    goodput: float
+    """Training that is never done again."""
+    saving: float
+    """Training stands still for saves."""
+    replay: float
+    """Training that a failure undoes."""
+    restart: float
+    """Between a failure and training."""
+
+
+def young_interval_s(job: Failures) -> float:
+    """√(2δM): the best interval to first order, for δ and the interval ≪ M (Young 1974)."""
+    return math.sqrt(2 * job.stall_s * job.mtbf_s)
+
+
+def daly_interval_s(job: Failures) -> float:
+    """Seconds of training between saves that lose least time (Daly 2006).
+
+    A series in √(δ/2M), good to a few per cent for δ < M/2; M itself from δ = 2M on. It
+    depends on neither R nor w, and neither does the exact optimum of `expected_shares`.
+    """
+    if job.stall_s >= 2 * job.mtbf_s:
+        return job.mtbf_s
+    root = math.sqrt(job.stall_s / (2 * job.mtbf_s))
+    return young_interval_s(job) * (1 + root / 3 + root**2 / 9) - job.stall_s
+
+
+def best_interval_s(job: Failures) -> float:
+    """Daly's interval, but no shorter than a save takes."""
+    return max(daly_interval_s(job), job.shortest_interval_s)
+
+
+def expected_shares(job: Failures, interval_s: float) -> Shares:
+    """Where the time of a long job goes that saves after every `interval_s` of training.
+
+    Exact for the process that the module describes. Between two restarts training runs for
+    an exponential time of mean M; the k-th save counts if that is at least k(τ + δ) + w, so
+
+        work kept = τ · e^(−w/M) / (e^((τ+δ)/M) − 1)
+
+    and getting through R seconds without a failure takes M(e^(R/M) − 1). With w = 0 this is
+    Daly's complete model (2006): goodput = τ / (M e^(R/M) (e^((τ+δ)/M) − 1)).
+    """
+    mean, cycle = job.mtbf_s, interval_s + job.stall_s
+    running = math.exp(-job.restart_s / mean)
+    again = -math.expm1(-cycle / mean)
+    """Probability of a failure between two saves."""
+    kept = interval_s * math.exp(-(job.commit_s + cycle) / mean) / again
+    stalls = mean * (math.exp(-interval_s / mean) - math.exp(-cycle / mean)) / again
+    goodput, saving = running * kept / mean, running * stalls / mean
+    return Shares(goodput, saving, running - goodput - saving, 1 - running)
+
+
+def first_order_goodput(job: Failures, interval_s: float) -> float:
+    """1 − δ/τ − (τ/2 + w + R)/M: Young's reckoning, for R, w and τ ≪ M only.
+
+    The published estimates of large clusters are of this kind (Kokolis et al.,
+    arXiv:2410.21680: E[ETTR]). Below zero where failures are frequent: of no use there.
+    """
+    lost = interval_s / 2 + job.commit_s + job.restart_s
+    return 1 - job.stall_s / interval_s - lost / job.mtbf_s
+
+
+def simulated_shares(job: Failures, interval_s: float, failures: int, seed: int = 0) -> Shares:
+    """The same shares, counted event by event over so many failures; no formula involved."""
+    chance = random.Random(seed)
+    spent = {"useful": 0.0, "saving": 0.0, "replay": 0.0, "restart": 0.0}
+    for _ in range(failures):
+        left = chance.expovariate(1 / job.mtbf_s)
+        useful, trained, stalled = _until_failure(job, interval_s, left)
+        spent["useful"] += useful
+        spent["replay"] += trained - useful
+        spent["saving"] += stalled
+        while (survived := chance.expovariate(1 / job.mtbf_s)) < job.restart_s:
+            spent["restart"] += survived
+        spent["restart"] += job.restart_s
+    whole = sum(spent.values())
+    return Shares(*(seconds / whole for seconds in spent.values()))
+
+
+def _until_failure(job: Failures, interval_s: float, left: float) -> tuple[float, float, float]:
+    """Work that is kept, work that is done, and stalls of `left` seconds of running."""
+    now = kept = trained = stalled = 0.0
+    in_flight: list[tuple[float, float]] = []
+    """When a save is committed, and the work that it holds."""
+    while now < left:
+        step = min(interval_s, left - now)
+        now, trained = now + step, trained + step
+        stall = min(job.stall_s, left - now)
+        now, stalled = now + stall, stalled + stall
+        if now < left:
+            in_flight.append((now + job.commit_s, trained))
+        while in_flight and in_flight[0][0] < min(now, left):
+            kept = in_flight.pop(0)[1]
+    for committed, work in in_flight:
+        if committed < left:
+            kept = work
+    return kept, trained, stalled

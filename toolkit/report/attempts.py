@@ -1,0 +1,132 @@
+"""The starts of a run: its events, cut where `dmt launch` or a restart began anew."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+@dataclass
+class Attempt:
+    """One start of the workers, until they ended. Times are seconds since the epoch."""
+
+    events: list[Event] = field(default_factory=list)
+    automatic: bool = False
+    """Started again by the launcher, not by a person."""
+    noticed: float | None = None
+    """When the launcher restarted what came to its end here."""
+
+    def of(self, kind: str) -> list[Event]:
+        """Its events of one kind."""
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def started(self) -> float | None:
+        """When its training loop began; None when it never did."""
+        return next((time_of(event) for event in self.of("start")), None)
+
+    @property
+    def launched(self) -> float | None:
+        """When its processes were asked for; None in runs that did not record that."""
+        first = self.events[0]
+        return time_of(first) if begins(first) else None
+
+    @property
+    def load_s(self) -> float:
+        """Loading a checkpoint."""
+        return sum(number(event, "seconds") or 0.0 for event in self.of("load"))
+
+    @property
+    def began(self) -> float:
+        """When it began to take time."""
+        if self.launched is not None:
+            return self.launched
+        return time_of(self.events[0]) - self.load_s
+
+    @property
+    def last_event(self) -> float:
+        """The last time that it is known to have been alive."""
+        return max(time_of(event) for event in self.events)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are known to have been done at its end."""
+        return max((int(number(event, "step") or 0) for event in self.events), default=0)
+
+    @property
+    def first_step(self) -> int:
+        """Optimizer steps done when its training loop began."""
+        return int(next((number(event, "step") or 0 for event in self.of("start")), 0))
+
+
+def attempts(events: Sequence[Event]) -> list[Attempt]:
+    """The starts of a run, in the order of the file; events without a time are left out.
+
+    A start begins with `launch`, with a `restart` of the launcher, or, in runs that recorded
+    neither, with the `start` of a training loop.
+    """
+    found: list[Attempt] = []
+    for event in filter(_timed, events):
+        anew = event["kind"] == "start" and found and found[-1].started is not None
+        if begins(event) or anew or not found:
+            automatic = event["kind"] == "restart"
+            if found and automatic:
+                found[-1].noticed = time_of(event)
+            found.append(Attempt(automatic=automatic))
+        found[-1].events.append(event)
+    return found
+
+
+def begins(event: Event) -> bool:
+    """Whether processes are started here. A worker's own `restart`, with no attempt, says
+    that nothing was saved."""
+    return event["kind"] == "launch" or (event["kind"] == "restart" and "attempt" in event)
+
+
+def time_of(event: Event) -> float:
+    """Seconds since the epoch. Raises ValueError for a time that is none."""
+    return datetime.fromisoformat(str(event["time"])).timestamp()
+
+
+def number(event: Event, name: str) -> float | None:
+    """A field that is a number, also one written as `NaN`; None when it is missing."""
+    value = event.get(name)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def windows(
+    found: Sequence[Attempt], unlogged_tail_s: float
+) -> Iterator[tuple[Attempt, float, float]]:
+    """Each start with its begin and end.
+
+    A start ends with its last `end` event, or when the launcher restarted it. One that was
+    killed leaves neither: it lived until its last event and then for as long as the steps
+    took that were done again later, or, for the last start, `unlogged_tail_s`.
+    """
+    for index, one in enumerate(found):
+        following = found[index + 1] if index + 1 < len(found) else None
+        end = one.last_event
+        if one.noticed is not None:
+            end = one.noticed
+        elif not one.of("end"):
+            end += unlogged_tail_s if following is None else replay_s(following)
+        if following is not None:
+            end = min(end, following.began)
+        yield one, one.began, max(one.began, end)
+
+
+def replay_s(attempt: Attempt) -> float:
+    """Doing steps again that were done before a kill."""
+    return sum(number(event, "seconds") or 0.0 for event in attempt.of("replay"))
+
+
+def _timed(event: Event) -> bool:
+    try:
+        return bool(event["kind"]) and time_of(event) > 0
+    except (KeyError, ValueError):
+        return False

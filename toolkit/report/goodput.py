@@ -1,0 +1,168 @@
+"""Where the time of a run went: training that counts, and what was lost, by cause.
+
+    begin      launch, or a launcher's restart, of each start
+    start-up   until the training loop begins, less loading
+    loading    reading a checkpoint
+    training   the time of every step of metrics.jsonl, each step once
+    replayed   steps that were done again after a kill
+    saving     training stood still for a save
+    skipped    steps whose update was skipped
+    evaluation validation, which is wanted but trains nothing
+
+What is left is not accounted: waiting between these, writing logs, exporting, and the first
+doing of steps beyond what was replayed. Time in which nothing ran (between a stop and the next
+`dmt launch`) is not part of the run. A part that a run did not record stays None.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from toolkit.report.attempts import Attempt, Event, attempts, number, replay_s, windows
+
+Metrics = Mapping[str, Any]
+
+PARTS = (
+    "productive",
+    "start_up",
+    "loading",
+    "replayed",
+    "saving",
+    "skipped",
+    "evaluation",
+    "not_accounted",
+)
+"""What the time of a run is divided into, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of all starts of a run, by part."""
+
+    total_s: float
+    parts_s: Mapping[str, float | None]
+    """By name of `PARTS`; they add up to `total_s`. None: the run did not record it, and its
+    time is in another part (`not_accounted`, where nothing else takes it up)."""
+    idle_s: float
+    """Between starts nothing ran; not in `total_s`."""
+
+    @property
+    def share(self) -> float | None:
+        """Productive time over all time; None for a run that has not trained yet."""
+        productive = self.parts_s["productive"] or 0.0
+        return productive / self.total_s if self.total_s > 0 else None
+
+    def percentages(self) -> dict[str, float]:
+        """Of each part, to a tenth, rounded so that they add up to exactly 100."""
+        exact = {name: 1000 * (self.parts_s[name] or 0.0) / self.total_s for name in PARTS}
+        rounded = {name: int(value) for name, value in exact.items()}
+        largest_first = sorted(PARTS, key=lambda name: rounded[name] - exact[name])
+        for name in largest_first[: 1000 - sum(rounded.values())]:
+            rounded[name] += 1
+        return {name: tenths / 10 for name, tenths in rounded.items()}
+
+
+def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
+    """Divide the time of a run. Raises nothing for events or fields that are missing."""
+    found = attempts(events)
+    spans = list(windows(found, _unlogged_tail_s(found, metrics)))
+    steps_s = _steps_s(metrics)
+    skipped = _skipped_s(found, steps_s)
+    trained = sum(count * each for count, each in steps_s.values())
+    logged = steps_s or all(one.step == 0 for one in found)
+    parts: dict[str, float | None] = {
+        "productive": trained - skipped if logged else None,
+        "start_up": _start_up_s(spans),
+        "loading": _loading_s(found),
+        "replayed": _replayed_s(found),
+        "saving": _saving_s(found),
+        "skipped": skipped,
+        "evaluation": _evaluation_s(found),
+    }
+    known = sum(part or 0.0 for part in parts.values())
+    # The clock of a machine may be set back; what was measured was spent.
+    total = max(known, sum(end - begin for _, begin, end in spans))
+    idle = sum(max(0.0, after[1] - before[2]) for before, after in pairwise(spans))
+    return Goodput(total, {**parts, "not_accounted": total - known}, idle)
+
+
+def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
+    """By the last step of each line: how many steps it stands for, and seconds of one."""
+    found: dict[int, tuple[int, float]] = {}
+    before = 0
+    for line in metrics:
+        step, each = number(line, "step"), number(line, "step_time_s")
+        if step is None or each is None or step <= before:
+            continue
+        found[int(step)] = (int(step) - before, each)
+        before = int(step)
+    return found
+
+
+def _unlogged_tail_s(found: Sequence[Attempt], metrics: Sequence[Metrics]) -> float:
+    """How long the last start trained after its last event, as its metrics say."""
+    if not found:
+        return 0.0
+    last = found[-1].step
+    steps = _steps_s(metrics).items()
+    return sum(min(count, step - last) * each for step, (count, each) in steps if step > last)
+
+
+def _start_up_s(spans: Sequence[tuple[Attempt, float, float]]) -> float | None:
+    """From launch to loop, less loading; None where no start says when it was launched."""
+    if all(one.launched is None for one, _, _ in spans):
+        return None
+    waited = 0.0
+    for one, begin, end in spans:
+        ready = end if one.started is None else one.started
+        waited += max(0.0, ready - begin - one.load_s)
+    return waited
+
+
+def _loading_s(found: Sequence[Attempt]) -> float | None:
+    """None where a run went on from a checkpoint and did not say how long that took."""
+    if any(one.first_step > 0 and not one.of("load") for one in found):
+        return None
+    return sum(one.load_s for one in found)
+
+
+def _replayed_s(found: Sequence[Attempt]) -> float | None:
+    """None where steps were done again and nobody said for how long."""
+    for one in found:
+        again = [*one.of("resume"), *one.of("restart")]
+        dropped = any(number(event, "dropped_metrics_lines") for event in again)
+        if dropped and not one.of("replay"):
+            return None
+    return sum(replay_s(one) for one in found)
+
+
+def _saving_s(found: Sequence[Attempt]) -> float | None:
+    """Stalls. Runs that recorded only `seconds` saved synchronously: all of it was a stall."""
+    stalls = [
+        number(event, "seconds" if event.get("stall_s") is None else "stall_s")
+        for one in found
+        for event in one.of("save")
+    ]
+    return _added(stalls)
+
+
+def _evaluation_s(found: Sequence[Attempt]) -> float | None:
+    """None where validations did not say how long they took."""
+    return _added([number(event, "seconds") for one in found for event in one.of("evaluation")])
+
+
+def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:
+    """A skipped step takes as long as the others of its line."""
+    skipped = {number(event, "step") for one in found for event in one.of("skip")}
+    return sum(
+        each
+        for last, (count, each) in steps_s.items()
+        for step in range(last - count + 1, last + 1)
+        if step in skipped
+    )
+
+
+def _added(seconds: Sequence[float | None]) -> float | None:
+    """The sum; None where one of them is missing."""
+    return None if None in seconds else sum(each or 0.0 for each in seconds)

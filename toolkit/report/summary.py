@@ -1,0 +1,129 @@
+"""What a run has done so far: steps, tokens, loss, starts, checkpoints, and how it ended."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.report.attempts import Attempt, Event, attempts, number
+from toolkit.report.goodput import Metrics
+
+State = Literal["finished", "stopped", "failed", "open"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the last start ended. `open`: no end was recorded, so it runs or was killed."""
+
+    state: State
+    exit_code: int | None = None
+    why: str = ""
+    """The signal that stopped it, or the first error, with its rank."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Training loss at one step."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Checkpoints that were written."""
+
+    count: int
+    last_step: int | None
+    stall_s: float | None
+    """Mean stall of training; None where runs did not record it."""
+    commit_s: float | None
+    """Mean time until one was committed."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run directory."""
+
+    steps: int
+    """Optimizer steps done."""
+    tokens: int
+    """Of those steps that are logged, masked ones included."""
+    losses: tuple[Loss, Loss] | None
+    """First and last that are logged."""
+    validation: Loss | None
+    """The last one."""
+    starts: int
+    restarts: tuple[str, ...]
+    """Why the launcher restarted the workers, each time."""
+    saves: Saves
+    prediction: Mapping[str, Any] | None
+    """The last `prediction` event."""
+    ending: Ending
+
+
+def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
+    """Read a run's events and metrics; what is missing is left out."""
+    found = attempts(events)
+    losses = [loss for line in metrics if (loss := _loss(line)) is not None]
+    validations = [loss for event in _all(found, "evaluation") if (loss := _loss(event))]
+    restarts = [one.events[0].get("reason") for one in found if one.automatic]
+    predictions = _all(found, "prediction")
+    logged = int(number(metrics[-1], "step") or 0) if metrics else 0
+    return Summary(
+        steps=max([logged, *(one.step for one in found[-1:])]),
+        tokens=_tokens(metrics),
+        losses=(losses[0], losses[-1]) if losses else None,
+        validation=validations[-1] if validations else None,
+        starts=len(found),
+        restarts=tuple(str(reason or "no reason recorded") for reason in restarts),
+        saves=_saves(_all(found, "save")),
+        prediction=predictions[-1] if predictions else None,
+        ending=_ending(found[-1]) if found else Ending("open"),
+    )
+
+
+def _all(found: Sequence[Attempt], kind: str) -> list[Event]:
+    return [event for one in found for event in one.of(kind)]
+
+
+def _loss(record: Mapping[str, Any]) -> Loss | None:
+    step, value = number(record, "step"), number(record, "loss")
+    return None if step is None or value is None else Loss(int(step), value)
+
+
+def _tokens(metrics: Sequence[Metrics]) -> int:
+    """A line's speed and step time say how many tokens one of its steps has."""
+    total, before = 0.0, 0.0
+    for line in metrics:
+        step, rate = number(line, "step") or 0.0, number(line, "tokens_per_s") or 0.0
+        total += (step - before) * rate * (number(line, "step_time_s") or 0.0)
+        before = step
+    return round(total)
+
+
+def _saves(events: Sequence[Event]) -> Saves:
+    steps = [int(step) for event in events if (step := number(event, "step")) is not None]
+    return Saves(
+        len(events),
+        max(steps, default=None),
+        _mean([number(event, "stall_s") for event in events]),
+        _mean([number(event, "seconds") for event in events]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _ending(last: Attempt) -> Ending:
+    ends = [(int(number(event, "exit_code") or 0), event) for event in last.of("end")]
+    for code, event in ends:
+        if code not in (EXIT_DONE, EXIT_RESUMABLE):
+            error = event.get("error", "no message recorded")
+            return Ending("failed", code, f"rank {event.get('rank', 0)}: {error}")
+    if any(code == EXIT_RESUMABLE for code, _ in ends):
+        signals = dict.fromkeys(str(event.get("signal")) for event in last.of("signal"))
+        return Ending("stopped", EXIT_RESUMABLE, ", ".join(signals))
+    return Ending("finished", EXIT_DONE) if ends else Ending("open")

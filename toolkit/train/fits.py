@@ -1,0 +1,262 @@
+"""What a run that continues from a checkpoint takes over, told before anything is started."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from toolkit.checkpoint.locate import Located
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.models import huggingface as hf
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.plan.layout import layout_text, total_steps
+from toolkit.plan.planner import Plan, model_config
+from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
+from toolkit.train import jsonl
+from toolkit.train.assignment import Assignment
+from toolkit.train.environment import environment_report
+from toolkit.train.run_dir import differences, may_change, shown
+from toolkit.train.schedule import learning_rate
+
+Verdict = Literal["kept", "changed", "refused"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+_CURSOR = ("data", "training.sequence_length", "training.global_batch_size", "training.seed")
+"""Settings that decide which sequence comes next."""
+_DISTRIBUTION = ("parallel", "cluster", "launch", "training.micro_batch_size")
+"""Intent that the plan turned into a layout, by which it is compared."""
+_LENGTH = ("training.steps", "training.tokens", "training.epochs")
+
+
+class Row(NamedTuple):
+    """One part of a run's state."""
+
+    what: str
+    verdict: Verdict
+    """`kept`: goes on as it was; `changed`: goes on, but otherwise; `refused`: this recipe
+    cannot continue the run."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A checkpoint and the run that would continue from it."""
+
+    manifest: Manifest
+    saved: Shapes
+    """Tensors of the checkpoint."""
+    recipe: Recipe
+    plan: Plan
+    wanted: Shapes
+    """Tensors of the recipe's model, by their names in a checkpoint."""
+
+    def rows(self) -> list[Row]:
+        """Every part of the state, the weights first."""
+        settings = _Settings.of(self.manifest.recipe, self.recipe)
+        settings.take(*_DISTRIBUTION, free=True)  # told as layouts
+        return [
+            self._weights(settings.take("model")),
+            self._schedule(
+                settings.take(*_LENGTH, free=True), settings.take("optimizer", "schedule")
+            ),
+            self._cursor(settings.take(*_CURSOR)),
+            self._precision(settings.take("training.precision")),
+            self._loss_scale(),
+            self._random_streams(),
+            self._layout(),
+            self._versions(),
+            self._wandb(),
+            *_other_settings(settings.rest()),
+            *self._resume(),
+        ]
+
+    def _weights(self, changed: Sequence[str]) -> Row:
+        what = "weights and moments"
+        if problems := [*shape_problems(self.saved, self.wanted), *changed]:
+            return Row(what, "refused", "; ".join(problems))
+        count = sum(map(prod, self.saved.values()))
+        return Row(what, "kept", f"{len(self.saved):,} tensors, {count:,} parameters, in fp32")
+
+    def _schedule(self, length: Sequence[str], changed: Sequence[str]) -> Row:
+        what, step = "step and schedule", self.manifest.step
+        if changed:
+            return Row(what, "refused", "; ".join(changed))
+        total = total_steps(self.recipe.training)
+        if total is None:
+            told = f"goes on after step {step:,} of {self.recipe.training.epochs:g} epochs"
+            return Row(what, "changed" if length else "kept", "; ".join([told, *length]))
+        if step >= total:
+            return Row(
+                what, "changed", f"all {total:,} steps are done: nothing is left to train"
+            )
+        told = f"goes on after step {step:,} of {total:,}"
+        if not length:
+            return Row(what, "kept", told)
+        return Row(what, "changed", "; ".join([told, *length, *self._rates(total)]))
+
+    def _rates(self, total: int) -> Iterator[str]:
+        """Where another length of the run means another learning rate now."""
+        step, optimizer = self.manifest.step, self.recipe.optimizer
+        before = total_steps(TrainingSection(**self.manifest.recipe["training"]))
+        schedule = ScheduleSection(**self.manifest.recipe["schedule"])
+        if before is None or step >= before:
+            return
+        rates = [
+            learning_rate(step, steps, optimizer.learning_rate, schedule)
+            for steps in (before, total)
+        ]
+        if rates[0] != rates[1]:
+            yield f"next learning rate {rates[1]:.3g}, not {rates[0]:.3g}"
+
+    def _cursor(self, changed: Sequence[str]) -> Row:
+        if changed:
+            return Row("data cursor", "refused", "; ".join(changed))
+        consumed = self.manifest.consumed_samples
+        told = f"goes on after {consumed:,} sequences; a launch compares the data itself"
+        return Row("data cursor", "kept", told)
+
+    def _precision(self, changed: Sequence[str]) -> Row:
+        if changed:
+            return Row("precision", "refused", "; ".join(changed))
+        return Row("precision", "kept", self.recipe.training.precision)
+
+    def _loss_scale(self) -> Row:
+        if self.recipe.training.precision != "fp16":
+            return Row("loss scale", "kept", "none: only fp16 has one")
+        if self.manifest.loss_scale is None:
+            return Row("loss scale", "changed", "none was saved: the scaler begins anew")
+        told = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
+        return Row("loss scale", "kept", told)
+
+    def _random_streams(self) -> Row:
+        config = self.recipe.model.config or {}
+        drawn = [f"{key} {config[key]:g}" for key in DROPOUT_KEYS if config.get(key)]
+        if not drawn:
+            return Row("random streams", "kept", "no dropout: a step draws no random numbers")
+        told = f"{', '.join(drawn)}: drawn from seed, step and rank"
+        if self._same_layout:
+            return Row("random streams", "kept", told)
+        return Row("random streams", "changed", f"{told}, and another layout has other ranks")
+
+    @property
+    def _same_layout(self) -> bool:
+        then, now = self.manifest, self.plan
+        return (then.engine, then.model, then.layout) == (now.engine, now.model, now.layout)
+
+    def _layout(self) -> Row:
+        then = layout_text(self.manifest.engine, self.manifest.model, self.manifest.layout)
+        if self._same_layout:
+            return Row("layout", "kept", f"{then}: bitwise the run without a break")
+        now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
+        told = f"{then} then, {now} now: the same up to the rounding of sums"
+        return Row("layout", "changed", told)
+
+    def _versions(self) -> Row:
+        then, now = (_packages(one) for one in (self.manifest.versions, environment_report()))
+        changed = [
+            f"{name} {then.get(name) or 'absent'} then, {now.get(name) or 'absent'} now"
+            for name in sorted(then.keys() | now.keys())
+            if then.get(name) != now.get(name)
+        ]
+        if changed:
+            return Row("versions", "changed", "; ".join(changed))
+        return Row("versions", "kept", "the same packages as on this machine")
+
+    def _wandb(self) -> Row:
+        wandb, run_id = self.recipe.logging.wandb, self.manifest.wandb_id
+        if wandb is None or wandb.mode == "disabled":
+            return Row("W&B run", "kept", "the recipe logs to none")
+        if run_id is None:
+            return Row(
+                "W&B run", "changed", "none was saved: the run directory's, or a new one"
+            )
+        return Row("W&B run", "kept", run_id)
+
+    def _resume(self) -> Iterator[Row]:
+        if self.recipe.checkpoint.resume == "never":
+            yield Row("resume", "refused", "checkpoint.resume is never: set it to auto")
+
+
+def compare(found: Located, assignment: Assignment) -> list[Row]:
+    """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
+    recipe = assignment.recipe
+    config = hf.build_config(ModelSection(config=model_config(recipe.model)))
+    return Pairing(
+        found.manifest,
+        SavedState(found.folder).shapes,
+        recipe,
+        assignment.plan,
+        hf.checkpoint_shapes(config),
+    ).rows()
+
+
+def shape_problems(saved: Shapes, wanted: Shapes) -> Iterator[str]:
+    """How the tensors of a checkpoint differ from those of a model; empty when they agree."""
+    both = saved.keys() & wanted.keys()
+    other = sorted(name for name in both if saved[name] != wanted[name])
+    if other:
+        first = other[0]
+        yield (
+            f"{_count(other)} of another shape: {first} is {list(saved[first])} in the "
+            f"checkpoint, {list(wanted[first])} in the recipe's model"
+        )
+    if new := sorted(wanted.keys() - saved.keys()):
+        yield f"{_count(new)} not in the checkpoint: {_named(new)}"
+    if gone := sorted(saved.keys() - wanted.keys()):
+        yield f"{_count(gone)} not in the recipe's model: {_named(gone)}"
+
+
+def _count(names: Sequence[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}, …"
+
+
+def _packages(versions: Mapping[str, Any]) -> dict[str, str | None]:
+    return {"dmt": versions.get("dmt"), **versions.get("packages", {})}
+
+
+class _Settings:
+    """Settings that differ, each told once, in the row that it belongs to."""
+
+    def __init__(self, changed: dict[str, str]) -> None:
+        self._left = changed
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], recipe: Recipe) -> "_Settings":
+        """Compare as a manifest stores recipes: plain and without secrets."""
+        now = jsonl.plain(recipe.model_dump(mode="json"))
+        return cls(
+            {
+                key: f"{key}: {shown(old)} then, {shown(new)} now"
+                for key, old, new in differences(saved, now)
+            }
+        )
+
+    def take(self, *sections: str, free: bool = False) -> list[str]:
+        """The differences in some sections; they are not told again.
+
+        `free`: those that a resumed run may have, else those that it may not.
+        """
+        keys = [
+            key
+            for key in self._left
+            if any(key == one or key.startswith(f"{one}.") for one in sections)
+            and may_change(key) is free
+        ]
+        return [self._left.pop(key) for key in keys]
+
+    def rest(self) -> dict[str, str]:
+        """Those that no row told."""
+        return self._left
+
+
+def _other_settings(left: Mapping[str, str]) -> Iterator[Row]:
+    changed = [text for key, text in left.items() if may_change(key)]
+    if refused := [text for key, text in left.items() if not may_change(key)]:
+        yield Row("other settings", "refused", "; ".join(refused))
+    if changed:
+        yield Row("other settings", "changed", "; ".join(changed))

@@ -1,0 +1,52 @@
+"""Which losses are not learned from, and when a run with too many of them stops."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from toolkit.engines.base import StepResult
+from toolkit.errors import RunFailed
+from toolkit.recipe.schema import GuardSection
+from toolkit.train.together import on_every_rank
+
+HISTORY_STEPS = 50
+"""Steps whose losses a new one is compared with."""
+ENOUGH_STEPS = 10
+"""Below this the median says too little, and at the start of a run the loss falls fast."""
+
+
+class Guard:
+    """Judges the steps of one run, on every rank alike."""
+
+    def __init__(self, section: GuardSection) -> None:
+        self.section = section
+        self._skips: list[str] = []
+        """Why each of the last steps was skipped; empty after one that was not."""
+
+    def max_loss(self, recent_losses: Sequence[float]) -> float:
+        """Loss (nats) above which a step is a spike, after steps of `recent_losses`."""
+        factor = self.section.spike_factor
+        if factor is None or len(recent_losses) < ENOUGH_STEPS:
+            return math.inf
+        return factor * statistics.median(recent_losses)
+
+    def check(self, step: int, result: StepResult) -> None:
+        """Count skipped steps. Raises RunFailed after `max_skips_in_a_row` of them."""
+        if result.skipped is None:
+            self._skips.clear()
+            return
+        self._skips.append(result.skipped)
+        if len(self._skips) < self.section.max_skips_in_a_row:
+            return
+        first = step - len(self._skips) + 1
+        steps = f"step {step} was" if first == step else f"steps {first} to {step} were all"
+        reasons = "; ".join(dict.fromkeys(self._skips))
+        raise on_every_rank(
+            RunFailed(
+                f"{steps} skipped: {reasons}. The weights are those of step {first - 1}",
+                fix="look at the data of these steps, and at loss and grad_norm before them in "
+                "metrics.jsonl. In a new run: a lower optimizer.learning_rate, a longer "
+                "schedule.warmup_steps, or training.precision bf16 or fp32. For more patience: "
+                "guard.max_skips_in_a_row, guard.spike_factor",
+            )
+        )

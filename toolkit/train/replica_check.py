@@ -1,0 +1,153 @@
+"""Do ranks that must hold the same weights hold the same? If not, which one is odd?
+
+A flipped bit, a broken link or a nondeterministic kernel lets replicas drift apart without a
+word: every one goes on with its own weights. A digest per weight is compared here.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.engines.base import Engine
+from toolkit.errors import RunFailed
+from toolkit.plan.layout import Layout
+from toolkit.train.together import on_every_rank
+
+T = TypeVar("T")
+
+CHUNK = 2**22
+"""Elements that are digested at a time: a bound on memory."""
+MIXER = 0x5851F42D4C957F2D
+"""An odd number: multiplying by it loses no bit (Knuth's multiplier for 64 bits)."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of an element's size in bytes."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds."""
+
+    model_rank: int
+    """See `Layout.model_rank`."""
+    host: str
+    digests: dict[str, int]
+    """By name of the weight."""
+
+
+class ReplicaCheck:
+    """Compares the replicas of one run. `agreed_step` is the step it starts from."""
+
+    def __init__(self, engine: Engine, layout: Layout, rank: int, agreed_step: int) -> None:
+        self.engine = engine
+        self.model_ranks = [layout.model_rank(other) for other in range(layout.world)]
+        self.rank = rank
+        self.agreed_step = agreed_step
+        self._said_nothing_to_compare = False
+
+    def check(self, step: int) -> str | None:
+        """Compare now; collective. Returns what the user should be told, once.
+
+        Raises RunFailed naming the ranks that differ and the first weight in which they do.
+        """
+        digests = weight_digests(self.engine)
+        alone = len(set(self.model_ranks)) == len(self.model_ranks)
+        if alone or not digests:
+            said, self._said_nothing_to_compare = self._said_nothing_to_compare, True
+            return (
+                None
+                if said
+                else "guard.replica_check_every_steps: "
+                + (
+                    "every rank holds its own part of the model: there is nothing to compare"
+                    if alone
+                    else "the weights are sharded over the ranks: there is nothing to compare"
+                )
+            )
+        summaries = _gather(hash(tuple(digests.values())))
+        pairs = set(zip(self.model_ranks, summaries, strict=True))
+        if len(pairs) > len(set(self.model_ranks)):
+            mine = Holding(self.model_ranks[self.rank], socket.gethostname(), digests)
+            raise on_every_rank(_failure(_gather(mine), step, self.agreed_step))
+        self.agreed_step = step
+        return None
+
+
+def weight_digests(engine: Engine) -> dict[str, int]:
+    """A digest of every weight of which this rank holds all that its replicas hold."""
+    named = [(name, digest(weight)) for name, weight in engine.replicated_weights()]
+    if not named:
+        return {}
+    values = torch.stack([value for _, value in named]).tolist()
+    return {name: value for (name, _), value in zip(named, values, strict=True)}
+
+
+@torch.no_grad()
+def digest(weight: Tensor) -> Tensor:
+    """Digest of a tensor's bits and their order: int64 scalar on its device.
+
+    A sum of elements, read as integers and times odd numbers that follow from their place:
+    one that differs in a single bit always has another digest.
+    """
+    elements = weight.reshape(-1).view(BITS[weight.element_size()])
+    places = torch.arange(min(len(elements), CHUNK), device=weight.device) * 2 + 1
+    total = torch.zeros((), dtype=torch.int64, device=weight.device)
+    for chunk in torch.split(elements, CHUNK):
+        total = total * MIXER + (chunk.long() * places[: len(chunk)]).sum()
+    return total
+
+
+def odd_ranks(holdings: Sequence[Holding]) -> tuple[list[int], bool]:
+    """Ranks that differ from most of their replicas, and True.
+
+    Where no weights are held by more than half of the replicas (two that differ), all of
+    these replicas, and False.
+    """
+    odd: list[int] = []
+    clear = True
+    for model_rank in sorted({holding.model_rank for holding in holdings}):
+        replicas = [r for r, held in enumerate(holdings) if held.model_rank == model_rank]
+        held = {rank: tuple(holdings[rank].digests.values()) for rank in replicas}
+        (most_held, count), *_ = Counter(held.values()).most_common()
+        if 2 * count > len(replicas):
+            odd += [rank for rank in replicas if held[rank] != most_held]
+        else:
+            odd += replicas
+            clear = False
+    return odd, clear
+
+
+def first_difference(holdings: Sequence[Holding]) -> str:
+    """Name of the first weight that two replicas hold different, in the model's order."""
+    seen: dict[tuple[int, str], int] = {}
+    for holding in holdings:
+        for name, value in holding.digests.items():
+            if seen.setdefault((holding.model_rank, name), value) != value:
+                return name
+    raise AssertionError("asked only where replicas differ")
+
+
+def _failure(holdings: Sequence[Holding], step: int, agreed_step: int) -> RunFailed:
+    odd, clear = odd_ranks(holdings)
+    places = ", ".join(f"rank {rank} ({holdings[rank].host})" for rank in odd)
+    if clear:
+        differ = f"{places}: other weights than most replicas"
+    else:
+        differ = f"{places}: weights differ between them, and no majority says which are right"
+    return RunFailed(
+        f"step {step}: {differ}; first in {first_difference(holdings)}",
+        fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
+        f"step {agreed_step}: move later checkpoints away, and start the same command again",
+    )
+
+
+def _gather(value: T) -> list[T]:
+    """`value` of every rank."""
+    gathered = [value] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

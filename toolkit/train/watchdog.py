@@ -1,0 +1,289 @@
+"""Finding a rank that hangs: heartbeats of all ranks, and a time limit for each one's work.
+
+Every rank has a thread that rewrites RUN/heartbeats/rank-N.json. It goes on while the main
+thread waits or hangs, so a file that stands still means a process that does (SIGSTOP, a dead
+machine). The main thread marks what it begins and ends; without a mark for the time limit,
+every rank writes its stacks to its log, one of them says what all are doing, and all exit.
+
+Files are compared by their change, never by a clock: machines' clocks differ.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from toolkit.errors import EXIT_FAILED
+from toolkit.launchers.process import STACKS_SIGNAL, grace_over
+from toolkit.train.events import EventLog
+from toolkit.train.loop import Hooks, Progress, StepReport
+from toolkit.train.run_dir import RunDirectory
+from toolkit.train.signals import StopRequest
+
+LONGEST_BEAT_S = 10.0
+RANK_ZERO_BEAT_S = 1.0
+"""Rank 0's file also says which step a run that died had reached."""
+_BEATS_PER_LIMIT = 20
+_BEATS_TO_LOOK = 3
+"""A heartbeat that has not changed for so many beats stands still."""
+_LAUNCHER_GRACE_S = 1.0
+"""Where a launcher was asked to stop, it ends the ranks itself; this much later, we do."""
+_PAUSE_S = 1.0
+"""How much later than the rank with the message the others leave: the first one is shown."""
+
+
+@dataclass
+class Heartbeat:
+    """What a rank says of itself."""
+
+    rank: int
+    pid: int
+    host: str
+    step: int
+    """Optimizer steps done."""
+    first_step: int
+    """Where this start began."""
+    trained_s: float = 0.0
+    """Seconds in the steps since then."""
+    doing: str = ""
+    marks: int = 0
+    """Things begun and ended by the main thread."""
+    where: str = ""
+    """Innermost line of the main thread; only where the time limit is over."""
+    beats: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Replace this rank's file. Not fsynced: it is for ranks that run now."""
+        temporary = folder / f".rank-{self.rank}.tmp"
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(_file(folder, self.rank))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> "Heartbeat | None":
+        """A rank's heartbeat; None without a readable one."""
+        try:
+            data = json.loads(_file(folder, rank).read_text(encoding="utf-8"))
+            return cls(**{field.name: data[field.name] for field in fields(cls)})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def replayed(folder: Path, step: int) -> dict[str, Any] | None:
+    """What a run that continues at `step` has to do again: fields of a `replay` event.
+
+    None when nothing was lost. `seconds` is what these steps took on average, the first
+    one's warm-up included; at most one beat's steps are missing.
+    """
+    last = Heartbeat.read(folder, 0)
+    if last is None or last.step <= step:
+        return None
+    mean_s = last.trained_s / max(1, last.step - last.first_step)
+    seconds = round(mean_s * (last.step - step), 3)
+    return {"from_step": step, "to_step": last.step, "seconds": seconds}
+
+
+class Watchdog:
+    """Watches the main thread of this rank while entered; ends the process where it hangs.
+
+    Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log, and ends a
+    rank that was asked to stop and has not left `grace_s` later.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        rank: int,
+        world: int,
+        step: int,
+        stop: StopRequest,
+        limit_s: float,
+        grace_s: float | None,
+    ) -> None:
+        self._run = run
+        self._world = world
+        self._stop = stop
+        self._limit_s = limit_s
+        self._grace_s = grace_s
+        self._slow_beat_s = min(limit_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
+        self._beat_s = min(self._slow_beat_s, LONGEST_BEAT_S if rank else RANK_ZERO_BEAT_S)
+        self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), step, step)
+        self._idle_s = self._stopping_s = 0.0
+        """Counted in beats: a process that was frozen has not used up its time."""
+        self._main = threading.get_ident()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._run.heartbeats.mkdir(parents=True, exist_ok=True)
+        if self._mine.rank == 0:
+            self._claim.unlink(missing_ok=True)
+        self._log = self._run.rank_log(self._mine.rank).open("a", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
+        self.mark("starting", self._mine.step)
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+        self._beat()
+        faulthandler.unregister(STACKS_SIGNAL)
+        self._log.close()
+
+    def mark(self, doing: str, step: int, trained_s: float = 0.0) -> None:
+        """The main thread has begun or ended something: its time begins anew."""
+        self._mine.doing, self._mine.step = doing, step
+        self._mine.trained_s += trained_s
+        self._mine.marks += 1
+        self._idle_s = 0.0
+
+    @property
+    def _claim(self) -> Path:
+        """Made by the one rank (of those that share a disk) that tells of the hang."""
+        return self._run.heartbeats / "hang"
+
+    def _watch(self) -> None:
+        while not self._left.wait(self._beat_s):
+            self._idle_s += self._beat_s
+            self._beat()
+            if self._idle_s >= self._limit_s:
+                self._end_hung()
+            if self._grace_s is not None and self._stop.signal_name:
+                self._stopping_s += self._beat_s
+                if self._stopping_s >= self._grace_s + _LAUNCHER_GRACE_S:
+                    self._end(grace_over(self._grace_s))
+
+    def _beat(self) -> None:
+        self._mine.beats += 1
+        with suppress(OSError):  # A full disk is the checkpoint's to tell.
+            self._mine.write(self._run.heartbeats)
+
+    def _end_hung(self) -> None:
+        self._mine.where = _innermost(self._main)
+        self._beat()
+        before = self._all()
+        self._beat_for(_BEATS_TO_LOOK * self._slow_beat_s)
+        fields = diagnosis(before, self._all())
+        if self._is_first():
+            message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
+            with suppress(OSError):
+                EventLog(self._run.events).write("hang", **fields)
+            self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
+        self._dump()
+        self._beat_for(_PAUSE_S)
+        os._exit(EXIT_FAILED)
+
+    def _beat_for(self, seconds: float) -> None:
+        for _ in range(round(seconds / self._beat_s)):
+            time.sleep(self._beat_s)
+            self._beat()
+
+    def _all(self) -> dict[int, Heartbeat | None]:
+        return {r: Heartbeat.read(self._run.heartbeats, r) for r in range(self._world)}
+
+    def _is_first(self) -> bool:
+        try:
+            self._claim.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _end(self, message: str) -> None:
+        """Stacks, then the message: launchers show the end of the log."""
+        self._dump()
+        for file in (self._log, sys.stderr):
+            print(f"error: {message}", file=file, flush=True)
+        with suppress(OSError):
+            EventLog(self._run.events).write(
+                "end",
+                rank=self._mine.rank,
+                step=self._mine.step,
+                exit_code=EXIT_FAILED,
+                error=message,
+            )
+        os._exit(EXIT_FAILED)
+
+    def _dump(self) -> None:
+        with suppress(OSError):
+            faulthandler.dump_traceback(self._log, all_threads=True)
+
+
+def _innermost(thread: int) -> str:
+    """`file.py:line function` of a thread."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def diagnosis(
+    before: Mapping[int, Heartbeat | None], after: Mapping[int, Heartbeat | None]
+) -> dict[str, Any]:
+    """Which ranks hang, from two looks at all heartbeats: fields of a `hang` event.
+
+    `ranks`: those whose heartbeat stands still, else those that have done less than the
+    others, else none: then all wait in the same step, and `where` tells them apart. Ranks
+    whose file is on another machine's disk say nothing.
+    """
+    seen = {rank: beat for rank, beat in after.items() if beat is not None}
+    still = [r for r, beat in seen.items() if before[r] is not None and beat == before[r]]
+    furthest = max(beat.marks for beat in seen.values())
+    behind = [rank for rank, beat in seen.items() if beat.marks < furthest]
+    where = {rank: beat.where for rank, beat in seen.items() if beat.where}
+    step = max(beat.step for beat in seen.values())
+    if still:
+        message = f"stopped or frozen: rank {', '.join(map(str, still))}"
+    elif behind:
+        doing = [f"rank {rank} in {seen[rank].doing}" for rank in behind]
+        message = f"behind the others: {', '.join(doing)}"
+    else:
+        message = "all ranks live and have come as far as each other"
+    waiting = [f"rank {rank} at {place}" for rank, place in where.items()]
+    message += f" ({step} steps done); {', '.join(waiting)}"
+    return {"message": message, "ranks": still or behind, "step": step, "where": where}
+
+
+class Watched:
+    """The hooks of the loop, with a mark for the watchdog around each."""
+
+    def __init__(self, hooks: Hooks, watchdog: Watchdog) -> None:
+        self._hooks = hooks
+        self._watchdog = watchdog
+
+    def after_step(self, progress: Progress, report: StepReport) -> None:
+        """Mark the step, then log."""
+        step = progress.step
+        self._watchdog.mark(f"logging step {step}", step, report.seconds)
+        self._hooks.after_step(progress, report)
+
+    def save(self, progress: Progress, *, stopping: bool) -> None:
+        """Save, when due."""
+        self._watchdog.mark(f"saving step {progress.step}", progress.step)
+        self._hooks.save(progress, stopping=stopping)
+
+    def evaluate(self, progress: Progress) -> None:
+        """Validate, when due."""
+        self._watchdog.mark(f"validating at step {progress.step}", progress.step)
+        self._hooks.evaluate(progress)
+        self._watchdog.mark(f"step {progress.step + 1}", progress.step)
