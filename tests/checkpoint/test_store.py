@@ -15,9 +15,11 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import find_newest, load
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
+from toolkit.checkpoint.saver import _write_files as write_files
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
+from toolkit.models.convert.safetensors_stream import Entry
 
 COMPANIONS = {"hf/config.json": b"{}"}
 
@@ -100,6 +102,26 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert save(saver, 2).problem is None
 
 
+def test_a_rank_without_room_frees_what_it_took_at_once(tmp_path: Path) -> None:
+    """The run's metrics go to the same disk, and other ranks write on."""
+
+    def full() -> list[torch.Tensor]:
+        raise OSError(28, "No space left on device")
+
+    entry = Entry("a", torch.float32, (4,), full)
+    with pytest.raises(OSError, match="No space left"):
+        write_files(tmp_path, [entry], {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_state_may_overflow_in_its_sum(saver: Saver) -> None:
+    state = make_state()
+    state[0].get("exp_avg_sq").fill_(3e38)
+    saver.save(MANIFEST, state, {})
+    saved = saver.finished(wait=True)
+    assert saved is not None and saved.problem is None
+
+
 def test_a_state_that_is_not_finite_is_not_saved(saver: Saver) -> None:
     state = make_state()
     state[1].get("exp_avg")[3] = torch.nan
@@ -155,6 +177,8 @@ def test_none_where_one_was_expected_is_an_error(saver: Saver, tmp_path: Path) -
         lambda text: text.replace('"consumed_samples": 8', '"consumed_samples": 9'),
         lambda text: text.replace('"tp": 1', '"tp": 2'),
         lambda text: text[: len(text) // 2],
+        lambda text: text[:-1],
+        lambda text: text.replace("2.5", "2.50"),
     ],
 )
 def test_a_damaged_manifest_is_named(saver: Saver, tmp_path: Path, change) -> None:

@@ -1,6 +1,7 @@
 """Kills at random moments: a run that is started again becomes the undisturbed run."""
 
 import random
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,23 +88,26 @@ def test_a_kill(project: Project, undisturbed: Undisturbed, layout: str, trial: 
     """kill -9 of a random rank at a random moment."""
     asynchronous = trial % 2 == 0
     chance = random.Random(f"{layout}/{trial}")
-    name = f"killed-{layout}-{trial}"
-    run_dir = project.folder / name
     recipe = changes(layout, asynchronous=asynchronous)
     expected = undisturbed(layout)
-    ranks = start(project, name, recipe)
-    wait_for_a_moment(ranks, run_dir, chance, expected.seconds)
-    rank = kill_a_rank(ranks, chance)
-    codes = ranks.end(LIMIT_S)
+    for attempt in range(1, 10):
+        name = f"killed-{layout}-{trial}-{attempt}"
+        run_dir = project.folder / name
+        ranks = start(project, name, recipe)
+        wait_for_a_moment(ranks, run_dir, chance, expected.seconds / attempt)
+        rank = kill_a_rank(ranks, chance)
+        codes = ranks.end(LIMIT_S)
+        if -signal.SIGKILL in codes:
+            break  # else it had ended before the moment came
     done, saved = steps_logged(run_dir), (checkpoints(run_dir) or [0])[-1]
-    ended = any(event["exit_code"] == 0 for event in events(run_dir, "end"))
+    assert -signal.SIGKILL in codes
     finish(project, name, recipe)
     resumed = [event["step"] for event in events(run_dir, "load")]
     assert resumed == ([saved] if saved else []), "the newest complete checkpoint"
     lost = done - saved
     print(
-        f"{layout} asynchronous={asynchronous}: rank {rank} killed at step {done}"
-        f"{' after its end' if ended else ''}, exit codes {codes}, {lost} steps lost"
+        f"{layout} asynchronous={asynchronous}: rank {rank} killed at step {done}, "
+        f"exit codes {codes}, {lost} steps lost"
     )
     # Asynchronously, a save may have been in flight, and the next one not yet begun.
     assert lost <= (2 * EVERY_STEPS - 1 if asynchronous else EVERY_STEPS)
@@ -136,21 +140,17 @@ def kill_a_rank(ranks: ForkedRanks, chance: random.Random) -> int | None:
     return rank
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "place", "newest"),
     [
-        pytest.param("megatron-tp2", "renamed=kill@rank0", 12, marks=pytest.mark.slow),
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (
-                ("ddp", "begin=kill@rank1", 8),
-                ("zero2", "written=kill@rank1", 8),
-                ("zero3", "write=kill@rank0", 8),
-                ("megatron-tp2", "copied=kill@rank1", 8),
-                ("megatron-pp2", "manifest=kill@rank0", 8),
-                ("megatron-tp2", "latest=kill@rank0", 12),
-            )
-        ),
+        ("ddp", "begin=kill@rank1", 8),
+        ("zero2", "written=kill@rank1", 8),
+        ("zero3", "write=kill@rank0", 8),
+        ("megatron-tp2", "copied=kill@rank1", 8),
+        ("megatron-pp2", "manifest=kill@rank0", 8),
+        ("megatron-tp2", "renamed=kill@rank0", 12),
+        ("megatron-tp2", "latest=kill@rank0", 12),
     ],
 )
 def test_a_kill_in_the_third_save(

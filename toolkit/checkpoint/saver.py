@@ -166,7 +166,12 @@ def _write_files(
     name = f"state-{dist.get_rank():05d}.safetensors"
     digest = hashlib.sha256()
     failpoint("checkpoint.write")
-    write_file(folder / name, entries, digest)
+    try:
+        write_file(folder / name, entries, digest)
+    except OSError:
+        # Other ranks may write on for minutes: leave room for what else the run writes.
+        (folder / name).unlink(missing_ok=True)
+        raise
     failpoint("checkpoint.written")
     records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
     if dist.get_rank() == 0:
