@@ -130,6 +130,25 @@ def test_resumed_and_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
+    """The fp32 weights are saved; the 16-bit ones of the model follow from them."""
+    unbroken = [
+        *(Case("deepspeed", 2, stage=stage) for stage in (0, 1, 2, 3)),
+        Case("ddp", 2),
+        megatron(stage=0, family={}),
+        megatron(stage=1, family={}),
+        megatron(tensor=2, family={}),
+        zero(1),
+    ]
+    unbroken = [replace(case, steps=6, precision="bf16") for case in unbroken]
+    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
+    results = run([*unbroken, *resumed], world=2, timeout_s=280)
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
+        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
+
+
+@pytest.mark.slow
 def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
     """A resumed run draws what the unbroken one draws: random streams follow from the step."""
     family = {"attention_dropout": 0.3}

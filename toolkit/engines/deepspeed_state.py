@@ -56,11 +56,14 @@ def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
 
 def partitions(optimizer: Any, placed: Placed) -> Iterator[StateShard]:
     """Stages 1 and 2: of each parameter this rank holds a run of elements, or none."""
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    if masters is None:  # stage 1 in bf16 has an optimizer of its own
+        masters = optimizer.fp32_groups_flat_partition
     for parameter, place in placed:
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:
             continue
-        group = optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+        group = masters[fragment.param_group_index]
         inside = fragment.hp_fragment_address
         values = {
             name: flat.detach()[inside.start : inside.start + inside.numel]
