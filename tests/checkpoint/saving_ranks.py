@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.conftest import MANIFEST
 from tests.forked import ForkedRanks, preload
-from toolkit.checkpoint.resume import find_newest, load
+from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, whole_block
@@ -93,7 +93,7 @@ def _train(rank: int, start: Start) -> Told:
     shard = _half_of_the_state(rank, start.columns)
     found = find_newest(store, expected=False)
     if found is not None:
-        load([shard], SavedState(found.folder))
+        SavedState(found.folder).load(shard)
     resumed_at = 0 if found is None else found.manifest.step
     outcomes: list[Saved | None] = []
     for step in range(resumed_at + 1, STEPS + 1):

@@ -16,12 +16,14 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.shards import (
     QUANTITIES,
     StateShard,
+    as_stored,
     block_numel,
     cut,
     key_of,
     parameter_blocks,
     parse_key,
-    split_by_block,
+    stored_values,
+    with_offsets,
 )
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
@@ -64,8 +66,9 @@ def test_a_cut_is_the_run_of_elements_in_order(stack, start, length):
 @given(stacks())
 def test_what_is_stored_has_the_orientation_of_the_checkpoint(stack):
     flat = torch.cat([value_of(block).reshape(-1) for block in stack])
-    for block, values in split_by_block(stack, flat):
-        assert torch.equal(values, value_of(block))
+    for held, offset in with_offsets(stack):
+        block = as_stored(held)
+        assert torch.equal(stored_values(held, offset, flat), value_of(block))
         assert parse_key(key_of("exp_avg", block)) == ("exp_avg", block)
 
 
@@ -93,9 +96,9 @@ def store_in_pieces(folder: Path, chance: random.Random) -> None:
             places = sorted({0, len(flat), *chance.sample(range(len(flat)), 3)})
             for start, stop in pairwise(places):
                 part = cut(blocks, start, stop)
-                for block, values in split_by_block(part, flat[start:stop] + offset):
-                    key = key_of(quantity, block)
-                    files[chance.randrange(3)][key] = values.contiguous()
+                for block, place in with_offsets(part):
+                    values = stored_values(block, place, flat[start:stop] + offset)
+                    files[chance.randrange(3)][key_of(quantity, block)] = values.contiguous()
     for number, content in enumerate(files):
         save_file(content, folder / f"state-{number:05d}.safetensors")
     write_manifest(folder)

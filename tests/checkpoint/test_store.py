@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.conftest import MANIFEST, make_state
 from toolkit.checkpoint import store as store_module
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.resume import find_newest, load
+from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.saver import _write_files as write_files
@@ -48,7 +48,8 @@ def test_what_is_saved_is_found_and_loaded(saver: Saver, tmp_path: Path) -> None
     assert (tmp_path / "latest").read_text() == "step-00000005\n"
     assert (found.folder / "hf" / "config.json").read_bytes() == b"{}"
     other = make_state(99)
-    load(other, SavedState(found.folder))
+    for shard in other:
+        SavedState(found.folder).load(shard)
     for mine, theirs in zip(other, make_state(5), strict=True):
         for quantity in QUANTITIES:
             assert torch.equal(mine.get(quantity), theirs.get(quantity))
@@ -63,7 +64,8 @@ def test_an_asynchronous_save_is_not_touched_by_the_next_step(tmp_path: Path) ->
     assert saver.finished(wait=True)
     saver.close()
     other = make_state(2)
-    load(other, SavedState(tmp_path / "step-00000001"))
+    for shard in other:
+        SavedState(tmp_path / "step-00000001").load(shard)
     assert torch.equal(other[0].get("weight"), make_state(1)[0].get("weight"))
 
 
@@ -152,9 +154,41 @@ def test_damaged_ones_are_skipped_with_the_reason(saver: Saver, tmp_path: Path) 
     assert found is not None and found.manifest.step == 1
     (told,) = found.skipped
     assert told.startswith("step-00000002: state-00000.safetensors was changed")
-    shutil.rmtree(tmp_path / "step-00000001")
-    with pytest.raises(CheckpointError, match=r"continue from, but step-00000002: state-0"):
+    assert (tmp_path / "step-00000002.damaged" / "manifest.json").exists(), (
+        "kept, out of the way"
+    )
+    flip = tmp_path / "step-00000001" / "state-00000.safetensors"
+    flip.write_bytes(flip.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"continue from, but step-00000001: state-0"):
         find_newest(saver.store, expected=False)
+
+
+def test_damaged_ones_do_not_count_as_kept(saver: Saver, tmp_path: Path) -> None:
+    """transformers#25129: with keep=2, the good one must not go for the damaged one."""
+    for step in (50, 93):
+        save(saver, step)
+    (tmp_path / "step-00000093" / "state-00000.safetensors").unlink()
+    assert find_newest(saver.store, expected=True)
+    save(saver, 100)
+    names = [path.name for path in saver.store.finished()]
+    assert names == ["step-00000050", "step-00000100"]
+
+
+def test_a_folder_of_another_name_is_no_checkpoint_of_that_step(
+    saver: Saver, tmp_path: Path
+) -> None:
+    save(saver, 5)
+    for name in ("step-original", "step-00000009"):
+        shutil.copytree(tmp_path / "step-00000005", tmp_path / name)
+    found = find_newest(saver.store, expected=True)
+    assert found is not None and found.manifest.step == 5
+    assert found.skipped == ("step-00000009: its manifest says step 5",)
+
+
+def test_what_cannot_be_removed_does_not_stop_a_save(saver: Saver, tmp_path: Path) -> None:
+    (tmp_path / "step-00000002.old.tmp").write_text("a file where a folder was")
+    assert save(saver, 3).problem is None
+    assert [path.name for path in saver.store.finished()] == ["step-00000003"]
 
 
 def test_none_where_one_was_expected_is_an_error(saver: Saver, tmp_path: Path) -> None:

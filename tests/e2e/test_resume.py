@@ -97,6 +97,21 @@ def test_changed_data_are_refused(project: Project, ddp_run):
     assert steps_logged(run_dir) == 20
 
 
+def test_a_checkpoint_of_another_run_is_refused(own_project: Project, ddp_run):
+    """Its tensors would be cut to fit: a run with other weights, and no word of it."""
+    run_dir = own_project.folder / "other-model"
+    shutil.copytree(ddp_run / "checkpoints", run_dir / "checkpoints")
+    changes = {"training.steps": 22, "model.config.num_hidden_layers": 1}
+    ended = own_project.launch(run_dir.name, changes)
+    assert ended.code == 2, ended.err
+    assert "belongs to another run: model.config.num_hidden_layers was 2, is 1" in ended.err
+    assert "9 tensors are not in the recipe's model" in ended.err
+    assert not (run_dir / "metrics.jsonl").exists()
+    ended = own_project.launch(run_dir.name, {"training.steps": 22})
+    assert ended.code == 0, ended.err
+    assert steps_logged(run_dir) == 22
+
+
 def test_a_killed_rank(project: Project, ddp_run):
     """DeepSpeed#7741, transformers#25129: what a kill leaves is no checkpoint."""
     run_dir = project.folder / "killed"

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.resume import load
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
@@ -191,6 +190,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
         batches = micro_batches(inputs, labels, ranks, layout)
         torch.manual_seed(step)  # as the training loop does, for dropout
         results.append(engine.train_step(batches, 1e-3))
+    assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
     exported = None
@@ -237,7 +237,8 @@ def read_state(case: Case, ranks: Ranks, folder: Path, seed: int) -> tuple[Engin
     """A new engine that continues from a checkpoint."""
     saved = SavedState(folder)
     engine, layout = new_engine(case, ranks, seed, saved)
-    load(engine.state(), saved)
+    for shard in engine.state():
+        saved.load(shard)
     manifest = Manifest.read(folder)
     engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
     return engine, layout

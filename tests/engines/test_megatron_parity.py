@@ -149,6 +149,27 @@ def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resumed_on_four_ranks_to_the_bit(tmp_path: Path) -> None:
+    """Sums of four terms depend on their order. In hidden size 6, a rank holds padding only."""
+    thin = {"hidden_size": 6, "num_attention_heads": 1, "num_key_value_heads": 1}
+    unbroken = [
+        replace(case, steps=6, micro_batch=2)
+        for case in (
+            Case("ddp", 2, wide=True),
+            *(Case("deepspeed", 2, stage=stage, wide=True) for stage in (0, 1, 2, 3)),
+            Case("deepspeed", 2, stage=1, family=thin | {"num_hidden_layers": 1}),
+            Case("megatron", 2, stage=0, wide=True),
+            Case("megatron", 2, stage=1, wide=True),
+        )
+    ]
+    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
+    results = run([*unbroken, *resumed], world=4, timeout_s=280)
+    for one, other in zip(unbroken, resumed, strict=True):
+        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
+        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
+
+
+@pytest.mark.slow
 def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
     """A resumed run draws what the unbroken one draws: random streams follow from the step."""
     family = {"attention_dropout": 0.3}

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest, record_of
-from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.saved_state import SavedState, is_state_file
 from toolkit.checkpoint.shards import QUANTITIES, key_of, whole_block
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder
-from toolkit.checkpoint.verify import is_state_file
 from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.safetensors_stream import (

@@ -25,7 +25,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def exported_dtype(manifest: Manifest) -> torch.dtype:
     """The type that the recipe computes in, which is that of an exported model."""
-    return DTYPES.get(manifest.recipe["training"]["precision"], torch.float32)
+    return DTYPES.get(manifest.precision, torch.float32)
 
 
 def exported_bytes(folder: Path) -> int:
@@ -41,11 +41,14 @@ def export(folder: Path, dst: Path, tick: Callable[[int], None] = lambda _: None
     piece that was written. `dst` appears when it is complete and must not exist.
     Raises CheckpointError for a damaged checkpoint, DataError when writing fails.
     """
-    dtype, state = exported_dtype(Manifest.read(folder)), SavedState(folder)
+    manifest, state = Manifest.read(folder), SavedState(folder)
+    dtype = exported_dtype(manifest)
     config = check_complete(state)
     entries = [entry.telling(tick) for entry in _entries(state, dtype, config.model_type)]
     with appearing(dst) as hidden:
-        shutil.copytree(folder / COMPANIONS, hidden, dirs_exist_ok=True)
+        for name in manifest.files:
+            if Path(name).parent == Path(COMPANIONS):
+                shutil.copyfile(folder / name, hidden / Path(name).name)
         write_model(hidden, entries)
 
 

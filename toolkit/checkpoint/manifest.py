@@ -12,8 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from toolkit.errors import CheckpointError
 from toolkit.plan.layout import Layout
+from toolkit.recipe.schema import Count
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -25,7 +28,7 @@ _READ_BYTES = 1 << 20
 class FileRecord:
     """A file of a checkpoint, as it was meant to be written."""
 
-    size: int
+    size: Count
     """Bytes."""
     sha256: str
 
@@ -34,11 +37,11 @@ class FileRecord:
 class Manifest:
     """What a checkpoint holds."""
 
-    step: int
+    step: Count
     """Optimizer steps done, skipped ones included."""
-    consumed_samples: int
+    consumed_samples: Count
     """The data cursor: sequences consumed since step 0."""
-    optimizer_steps: int
+    optimizer_steps: Count
     """Updates that AdamW has made, which its bias correction counts."""
     loss_scale: dict[str, Any] | None
     """The loss scaler's state under fp16."""
@@ -62,6 +65,11 @@ class Manifest:
     def with_files(self, files: dict[str, FileRecord]) -> "Manifest":
         """The finished manifest."""
         return replace(self, files=dict(sorted(files.items())))
+
+    @property
+    def precision(self) -> str:
+        """What the recipe computes in."""
+        return str(self.recipe["training"]["precision"])
 
     @property
     def nbytes(self) -> int:
@@ -93,11 +101,11 @@ class Manifest:
             exact = text == _text(content)
             if content.pop("sha256") != _digest(content) or not exact:
                 raise ValueError("its text does not have the hash that it states")
-            content["files"] = {
-                _inside(n): FileRecord(**f) for n, f in content["files"].items()
-            }
-            content["recent_losses"] = tuple(content["recent_losses"])
-            return cls(**{**content, "layout": Layout(**content["layout"])})
+            manifest = TypeAdapter(cls).validate_python(content)
+            for name in manifest.files:
+                _check_inside(name)
+            assert manifest.precision, "stated"
+            return manifest
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} has no {MANIFEST}: it was never finished"
@@ -122,11 +130,10 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _inside(name: str) -> str:
-    """A path in the folder. Raises ValueError for one that leads out of it."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+def _check_inside(name: str) -> None:
+    """Raise ValueError for a path that leads out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         raise ValueError(f"it names a file outside its folder: {name!r:.80}")
-    return name
 
 
 def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileRecord:

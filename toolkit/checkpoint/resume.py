@@ -1,6 +1,9 @@
 """Finding the checkpoint to continue from: the newest one whose files are what was written."""
 
-from collections.abc import Callable, Iterable
+import os
+import socket
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.checkpoint.manifest import Manifest, problem_with
-from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.shards import StateShard
-from toolkit.checkpoint.store import CheckpointStore
+from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.errors import CheckpointError
 
 
@@ -36,6 +37,9 @@ def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
     for folder in folders:
         manifest, problems = _look_at(folder)
         if manifest is not None and not problems:
+            if dist.get_rank() == 0:
+                for damaged in folders[: len(skipped)]:
+                    store.set_aside(damaged)
             return Found(folder, manifest, tuple(skipped))
         skipped.append(f"{folder.name}: {problems[0]}")
     if not expected:
@@ -61,9 +65,35 @@ def _look_at(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:
     try:
-        return Manifest.read(folder), ""
+        manifest = Manifest.read(folder)
+        if folder_name(manifest.step) != folder.name:
+            return None, f"its manifest says step {manifest.step}"
+        return manifest, ""
     except CheckpointError as error:
         return None, error.message
+
+
+def check_shared_disk(folder: Path) -> None:
+    """Refuse a folder that not all ranks share; collective. Raises CheckpointError."""
+    mark: Path = _from_rank_0(lambda: _make_mark(folder))
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, None if mark.exists() else socket.gethostname())
+    if dist.get_rank() == 0:
+        mark.unlink(missing_ok=True)
+    for rank, host in enumerate(seen):
+        if host is not None:
+            raise CheckpointError(
+                f"rank {rank} on {host} does not see {folder} of rank 0, and every rank writes "
+                "its part of a checkpoint there",
+                fix="--run-dir on a disk that all machines share",
+            )
+
+
+def _make_mark(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".shared-", dir=folder)
+    os.close(descriptor)
+    return Path(name)
 
 
 def _from_rank_0(ask: Callable[[], Any]) -> Any:
@@ -71,9 +101,3 @@ def _from_rank_0(ask: Callable[[], Any]) -> Any:
     box: list[Any] = [ask() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     return box[0]
-
-
-def load(state: Iterable[StateShard], saved: SavedState) -> None:
-    """Give this rank's shards the saved values, whatever layout wrote them."""
-    for shard in state:
-        saved.load(shard)

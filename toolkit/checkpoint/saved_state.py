@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -26,7 +25,6 @@ from toolkit.checkpoint.shards import (
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 
-STATE_FILES = "state-*.safetensors"
 ELEMENTS_AT_ONCE = 1 << 24
 """Elements of one tensor that are in memory while it is copied."""
 _DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
@@ -46,6 +44,11 @@ class Part:
     shape: tuple[int, ...]
 
 
+def is_state_file(name: str) -> bool:
+    """Is this path in a checkpoint one of those with the tensors?"""
+    return "/" not in name and Path(name).match("state-*.safetensors")
+
+
 class SavedState:
     """The tensors of one checkpoint folder, from the files that its manifest names.
 
@@ -56,12 +59,17 @@ class SavedState:
         self.folder = folder
         self._handles: dict[Path, Any] = {}
 
+    def close(self) -> None:
+        """Let go of the files: one that is mapped keeps its space when it is removed."""
+        self._handles.clear()
+        self.__dict__.pop("_index", None)
+
     @cached_property
     def _index(self) -> dict[tuple[str, str], list[tuple[Block, Path, str]]]:
         """Quantity and tensor → its stored rectangles, each with its file and name there."""
         index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
         named = Manifest.read(self.folder).files
-        for path in (self.folder / name for name in named if fnmatch(name, STATE_FILES)):
+        for path in (self.folder / name for name in named if is_state_file(name)):
             for key in self._open(path).keys():  # noqa: SIM118 - no mapping
                 if (parsed := parse_key(key)) is None:
                     raise CheckpointError(f"{path} holds {key}, which is no part of a state")

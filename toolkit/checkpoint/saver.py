@@ -21,11 +21,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
-from toolkit.checkpoint.shards import QUANTITIES, StateShard, key_of, split_by_block
+from toolkit.checkpoint.shards import (
+    QUANTITIES,
+    StateShard,
+    as_stored,
+    block_shape,
+    key_of,
+    stored_values,
+    with_offsets,
+)
 from toolkit.checkpoint.store import CheckpointStore, sync_folder
 from toolkit.errors import CheckpointError
 from toolkit.failpoints import failpoint
 from toolkit.models.convert.safetensors_stream import Entry, write_file
+from toolkit.models.families.tensors import Block
 
 WRITING_TIMEOUT = timedelta(days=1)
 """How long a rank that has written its file waits for the slowest."""
@@ -73,11 +82,6 @@ class Saver:
         self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)
         if not self.asynchronous:
             self._in_flight.exception()  # waits
-
-    @property
-    def busy(self) -> bool:
-        """Is there a save whose outcome was not taken yet?"""
-        return self._in_flight is not None
 
     def finished(self, *, wait: bool = False) -> Saved | None:
         """The outcome of the save in flight, once; None while it goes on or without one.
@@ -136,27 +140,49 @@ class Saver:
 
 
 def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
-    """What this rank writes. Copies outlive the next training step; views need no memory."""
+    """What this rank writes: copies, which outlive the next training step, or what is taken
+    from the engine when its turn comes."""
     for shard in state:
         if not shard.saved_here:
             continue
         for quantity in QUANTITIES:
-            flat = shard.get(quantity)
-            assert flat.dtype == torch.float32, "master weights and moments are fp32"
+            values = _Values(shard, quantity)
             if copied:
-                flat = flat.to("cpu", copy=True)
-            for block, values in split_by_block(shard.blocks, flat):
-                key = key_of(quantity, block)
-                shape = tuple(values.shape)
-                yield Entry(key, torch.float32, shape, partial(_finite, values))
+                values.keep()
+            for block, offset in with_offsets(shard.blocks):
+                stored = as_stored(block)
+                pieces = partial(values.pieces, block, offset)
+                yield Entry(
+                    key_of(quantity, stored), torch.float32, block_shape(stored), pieces
+                )
 
 
-def _finite(values: Tensor) -> list[Tensor]:
-    """`values` on the host. Raises CheckpointError for a state that cannot be trained on."""
+class _Values:
+    """One quantity of a shard, as it is now or as it was when it was kept."""
+
+    def __init__(self, shard: StateShard, quantity: str) -> None:
+        self._shard = shard
+        self._quantity = quantity
+        self._kept: Tensor | None = None
+
+    def keep(self) -> None:
+        """Copy the values to host memory, unless they come from elsewhere anyway."""
+        values = self._shard.get(self._quantity)
+        self._kept = values.to("cpu", copy=True) if self._shard.in_memory else values
+
+    def pieces(self, block: Block, offset: int) -> list[Tensor]:
+        """One block's values on the host."""
+        flat = self._shard.get(self._quantity) if self._kept is None else self._kept
+        assert flat.dtype == torch.float32, "master weights and moments are fp32"
+        return [_finite(stored_values(block, offset, flat)).cpu()]
+
+
+def _finite(values: Tensor) -> Tensor:
+    """The same values. Raises CheckpointError for a state that cannot be trained on."""
     # A sum is several times faster than a look at each; it overflows where not all is lost.
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise CheckpointError("weights or moments are not finite, this is not saved")
-    return [values.cpu()]
+    return values
 
 
 def _write_files(

@@ -34,6 +34,9 @@ class StateShard:
         """Is this rank, among those that hold the same elements, the one that writes them?"""
         self._values = values
 
+    in_memory = True
+    """False where `get` fetches a copy from elsewhere."""
+
     def get(self, quantity: str) -> Tensor:
         """The fp32 values of `quantity`, flat; elements beyond the blocks are padding."""
         return self._values[quantity].detach().view(-1)
@@ -111,20 +114,29 @@ def _rectangles(block: Block, low: int, high: int) -> Iterator[Block]:
         low += rows * (end - column)
 
 
-def split_by_block(blocks: Sequence[Block], flat: Tensor) -> Iterator[tuple[Block, Tensor]]:
-    """Each block with its rectangle of `flat`, both turned the way the checkpoint stores it."""
+def with_offsets(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
+    """Each block with the place of its first element among those of all."""
     offset = 0
     for block in blocks:
-        stop = offset + block_numel(block)
-        values = flat[offset:stop]
-        offset = stop
-        if block.columns is None:
-            yield block, values
-        elif block.transposed:
-            turned = Block(block.tensor, block.columns, block.rows, transposed=False)
-            yield turned, values.view(-1, _width(block)).T
-        else:
-            yield block, values.view(-1, _width(block))
+        yield block, offset
+        offset += block_numel(block)
+
+
+def as_stored(block: Block) -> Block:
+    """The same rectangle, turned the way the checkpoint stores it."""
+    if not block.transposed:
+        return block
+    assert block.columns is not None, "a vector is not transposed"
+    return Block(block.tensor, block.columns, block.rows, transposed=False)
+
+
+def stored_values(block: Block, offset: int, flat: Tensor) -> Tensor:
+    """The block's rectangle of a shard's `flat` values, in the form of `as_stored`."""
+    values = flat[offset : offset + block_numel(block)]
+    if block.columns is None:
+        return values
+    rectangle = values.view(-1, _width(block))
+    return rectangle.T if block.transposed else rectangle
 
 
 def key_of(quantity: str, block: Block) -> str:

@@ -9,6 +9,7 @@ tell that a checkpoint was once there.
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
@@ -33,7 +34,13 @@ class CheckpointStore:
 
     def finished(self) -> list[Path]:
         """Folders that were finished, oldest first; whether they are whole, hashes tell."""
-        return sorted(path for path in self.folder.glob("step-????????") if path.is_dir())
+        found = self.folder.glob("step-*")
+        return sorted(path for path in found if STEP.fullmatch(path.name) and path.is_dir())
+
+    def set_aside(self, folder: Path) -> None:
+        """Rename a damaged checkpoint, so that it neither counts nor is looked at again."""
+        with suppress(OSError):  # a disk that cannot be written: it is skipped each time
+            folder.rename(folder.with_name(f"{folder.name}.damaged"))
 
     def expects_one(self) -> bool:
         """Was a checkpoint ever finished here?"""
@@ -45,9 +52,11 @@ class CheckpointStore:
 
     def begin(self, step: int) -> None:
         """Make room for a new checkpoint: what was interrupted before goes."""
-        for leftover in self.folder.glob("step-????????*.tmp"):
-            shutil.rmtree(leftover)
-        self.partial(step).mkdir(parents=True)
+        self._remove_leftovers()
+        partial = self.partial(step)
+        if partial.exists():
+            raise FileExistsError(f"{partial} is there and cannot be removed")
+        partial.mkdir(parents=True)
 
     def abandon(self, step: int) -> None:
         """Remove what was written of a checkpoint that failed."""
@@ -91,9 +100,15 @@ class CheckpointStore:
             leaving = old.with_name(f"{old.name}.old.tmp")
             old.rename(leaving)
             failpoint("checkpoint.prune")
-            shutil.rmtree(leaving)
-        for leftover in self.folder.glob("step-????????.*.tmp"):
+            shutil.rmtree(leaving, ignore_errors=True)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """What cannot be removed (NFS keeps files that somebody reads) harms nobody."""
+        for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
+            with suppress(OSError):
+                leftover.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -35,10 +35,7 @@ def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verifi
     found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
     problems = [problem for problem in found if problem is not None]
     extra = sorted(_present(folder) - manifest.files.keys() - {MANIFEST})
-    # Readers look for tensors in every file of this name.
-    told = {name: f"{name} is no file of this checkpoint" for name in extra}
-    problems += [text for name, text in told.items() if is_state_file(name)]
-    notes = tuple(text for name, text in told.items() if not is_state_file(name))
+    notes = tuple(f"{name} is no file of this checkpoint: nobody reads it" for name in extra)
     if not problems:
         problems = list(_content_problems(SavedState(folder), manifest))
     return Verified(tuple(problems), notes)
@@ -56,11 +53,6 @@ def require_whole(folder: Path, tick: Callable[[int], None] = lambda _: None) ->
 
 def _present(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
-
-
-def is_state_file(name: str) -> bool:
-    """Is this path in a checkpoint one of those with the tensors?"""
-    return "/" not in name and Path(name).match("state-*.safetensors")
 
 
 def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:

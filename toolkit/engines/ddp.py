@@ -47,6 +47,7 @@ class DdpEngine:
         if self.world > 1:
             device_ids = [self.device] if self.device.type == "cuda" else None
             self.replica = DistributedDataParallel(self.model, device_ids=device_ids)
+            self._settle_buckets()
         self.optimizer = torch.optim.AdamW(
             hf.parameter_groups(self.model, setup.optimizer.weight_decay),
             lr=setup.optimizer.learning_rate,
@@ -54,6 +55,17 @@ class DdpEngine:
             eps=setup.optimizer.eps,
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
+
+    def _settle_buckets(self) -> None:
+        """Do one backward pass for nothing.
+
+        DDP orders its gradient buckets anew behind the first one, and with them the sums over
+        ranks: the first step of a resumed run would differ from the unbroken one's in the last
+        digits.
+        """
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        torch.autograd.backward(hf.summed_loss(self.replica, MicroBatch(tokens, tokens)))
+        self.model.zero_grad()
 
     def train_step(
         self,

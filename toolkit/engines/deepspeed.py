@@ -26,6 +26,7 @@ from toolkit.engines.deepspeed_state import (
     stage_3_shards,
     undo_first_step,
     whole_parameters,
+    zeroed,
 )
 from toolkit.engines.deepspeed_veto import Veto, let_skip
 from toolkit.engines.distributed import global_tokens, to_device
@@ -139,15 +140,18 @@ class DeepSpeedEngine:
             return whole_parameters(self.optimizer, placed, self.copies, self.copy)
         if self.stage < 3:
             return partitions(self.optimizer, placed)
-        if self.optimizer.swap_optimizer and not self.optimizer.optimizer.state:
+        fresh = self.optimizer.swap_optimizer and not self.optimizer.optimizer.state
+        if fresh:
             self._allocate_swapped_moments()
-        return stage_3_shards(self.optimizer, placed, self.copy)
+        shards = stage_3_shards(self.optimizer, placed, self.copy)
+        return zeroed(shards) if fresh else shards
 
     def _allocate_swapped_moments(self) -> None:
         """Make a step that changes no weight: moments on NVMe exist only after a first one."""
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
         self.train_step([batch] * self.setup.layout.gradient_accumulation, 0.0)
+        adam.set_steps([self._adam], 0)
 
     @property
     def _adam(self) -> Any:

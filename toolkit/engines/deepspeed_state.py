@@ -59,6 +59,8 @@ def partitions(optimizer: Any, placed: Placed) -> Iterator[StateShard]:
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if masters is None:  # stage 1 in bf16 has an optimizer of its own
         masters = optimizer.fp32_groups_flat_partition
+    for weight in masters:  # also one of which this rank holds padding only: its step counts
+        adam.moments(optimizer.optimizer, weight)
     for parameter, place in placed:
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:
@@ -89,12 +91,22 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
         yield StateShard(blocks, values, saved_here=place.saved_here)
 
 
+def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
+    """The same shards with the moments of an optimizer that has not made a step."""
+    for shard in shards:
+        for quantity in ("exp_avg", "exp_avg_sq"):
+            shard.put(quantity, torch.zeros_like(shard.get(quantity)))
+        yield shard
+
+
 class SwappedShard(StateShard):
     """A stage-3 shard whose states are on NVMe outside the step, read and written one by one.
 
     DeepSpeed's own checkpoints do not bring back what was swapped: a resumed run would
     silently go on with other weights.
     """
+
+    in_memory = False
 
     def __init__(
         self, optimizer: Any, parameter: nn.Parameter, blocks: Any, *, saved_here: bool

@@ -5,20 +5,24 @@ import sys
 import time
 from collections.abc import Mapping
 
+from transformers import PretrainedConfig
+
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.resume import Found, find_newest, load
-from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest
+from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_FAILED, CheckpointError, RunFailed
+from toolkit.models import huggingface as hf
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
 from toolkit.train.events import EventLog
+from toolkit.train.fits import Shapes, shape_problems
 from toolkit.train.loop import Progress
-from toolkit.train.run_dir import RunDirectory
+from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
 from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
 
@@ -54,36 +58,71 @@ class RunCheckpoints:
         self.load_s: float | None = None
         """Seconds that loading took; None where nothing was loaded."""
         self._stall_s = 0.0
+        self._saved: SavedState | None = None
+        """The tensors of the checkpoint that the run continues from."""
 
-    def find(self) -> Found | None:
-        """The checkpoint that the run continues from.
+    def find(self, shapes: Shapes) -> Found | None:
+        """The checkpoint that the run continues from; `shapes` are the model's tensors there.
 
-        Raises CheckpointError when the recipe forbids to continue, when the data are others,
-        or when all checkpoints are damaged or gone.
+        Raises CheckpointError when the recipe forbids to continue, when recipe, model or data
+        are others, or when all checkpoints are damaged or gone.
         """
-        began_before = any(e.get("kind") == "save" for e in jsonl.read(self.directory.events))
-        found = find_newest(self.store, expected=began_before)
-        if found is None:
-            return None
-        if self.assignment.recipe.checkpoint.resume == "never":
+        check_shared_disk(self.store.folder)
+        if self.assignment.recipe.checkpoint.resume == "never" and self.store.expects_one():
             raise CheckpointError(
                 f"{self.store.folder} holds checkpoints and checkpoint.resume is never",
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
+        began_before = any(e.get("kind") == "save" for e in jsonl.read(self.directory.events))
+        found = find_newest(self.store, expected=began_before)
+        if found is None:
+            return None
+        for told in found.skipped:
+            self._warn(f"damaged checkpoint skipped: {told}")
+        self._saved = SavedState(found.folder)
+        self._check_same_run(found, shapes)
+        return found
+
+    def _check_same_run(self, found: Found, shapes: Shapes) -> None:
+        """Refuse the checkpoint of another run: its numbers would mean something else here."""
         if found.manifest.data_fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"{found.folder} was trained on other data: its cursor means nothing here",
                 fix="restore the data files, or start in another directory (--run-dir)",
             )
-        for told in found.skipped:
-            self._warn(f"damaged checkpoint skipped: {told}")
-        return found
+        now = jsonl.plain(self.assignment.recipe.model_dump(mode="json"))
+        problems = [
+            f"{key} was {shown(old)}, is {shown(new)}"
+            for key, old, new in differences(found.manifest.recipe, now)
+            # Data are compared as such; a release that did not know a setting had its default.
+            if not may_change(key)
+            and key.split(".")[0] not in ("name", "data")
+            and is_stated(old)
+        ]
+        if self.leader:
+            assert self._saved is not None
+            problems += shape_problems(self._saved.shapes, shapes)
+        if problems:
+            raise CheckpointError(
+                f"{found.folder} belongs to another run: {'; '.join(problems)}",
+                fix="start in another directory (--run-dir OTHER), or take its weights: "
+                f"`dmt checkpoint export {found.folder} MODEL` and model.init: pretrained",
+            )
+
+    def weights(self, config: PretrainedConfig) -> SavedWeights | None:
+        """The weights of the checkpoint that was found, to build the model with."""
+        if self._saved is None:
+            return None
+        return SavedWeights(self._saved, hf.parameter_shapes(config))
 
     def load(self, engine: Engine, found: Found) -> Progress:
         """Give the engine, which was built with the saved weights, the rest of its state."""
+        assert self._saved is not None, "found"
         began = time.monotonic()
         manifest = found.manifest
-        load(engine.state(), SavedState(found.folder))
+        for shard in engine.state():
+            self._saved.load(shard)
+        self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
         self.saved_at = manifest.step
         if self.leader:

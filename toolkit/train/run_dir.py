@@ -212,6 +212,11 @@ def shown(value: object) -> str:
     return "nothing" if value is _ABSENT else repr(value)
 
 
+def is_stated(value: object) -> bool:
+    """Is this, of two values that `differences` found, one that is there?"""
+    return value is not _ABSENT
+
+
 def may_change(key: str) -> bool:
     """May a resumed run have another value of this setting?"""
     return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)

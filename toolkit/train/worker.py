@@ -24,8 +24,6 @@ import transformers
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
-from toolkit.checkpoint.resume import Found
-from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.store import folder_name
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
@@ -36,6 +34,7 @@ from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     DmtError,
+    RunFailed,
     Stopped,
 )
 from toolkit.models import huggingface as hf
@@ -151,8 +150,8 @@ class _Worker:
         steps = total_steps(recipe.training, len(data.train))
         assert steps is not None, "known once the data is"
         checkpoints = self._checkpoints(config, data)
-        found = self.together.run(checkpoints.find)
-        engine = self._build_engine(config, found)
+        found = self.together.run(lambda: checkpoints.find(hf.checkpoint_shapes(config)))
+        engine = self._build_engine(config, checkpoints)
         if found is not None:
             self.progress = self.together.run(lambda: checkpoints.load(engine, found))
         progress = self.progress
@@ -171,7 +170,12 @@ class _Worker:
         observer = Observer(observed, reporter)
         shown = reporter.progress if reporter is not None else nullcontext()
         with shown, self._watchdog(stop) as watchdog:
-            train(self._job(engine, data, steps), progress, Watched(observer, watchdog), stop)
+            try:
+                hooks = Watched(observer, watchdog)
+                train(self._job(engine, data, steps), progress, hooks, stop)
+            except RunFailed:
+                checkpoints.tell(wait=True)  # raised on every rank: what is in flight is good
+                raise
             watchdog.mark("the last save and validation", progress.step)
             # A signal from here on changes nothing: what is left is short. Saved first,
             # so that not even a kill costs a step.
@@ -277,20 +281,20 @@ class _Worker:
             )
         )
 
-    def _build_engine(self, config: PretrainedConfig, found: Found | None) -> Engine:
+    def _build_engine(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> Engine:
         """The engine with its first weights: the saved ones where the run continues."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, _say))
-        weights = self.together.run(lambda: self._weights(config, found))
+        weights = self.together.run(lambda: self._weights(config, checkpoints))
         setup = self.together.run(
             lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
         )
         return build_engine(plan.engine, setup)
 
-    def _weights(self, config: PretrainedConfig, found: Found | None) -> WeightSource:
-        if found is not None:
-            return SavedWeights(SavedState(found.folder), hf.parameter_shapes(config))
+    def _weights(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> WeightSource:
+        if (saved := checkpoints.weights(config)) is not None:
+            return saved
         recipe = self.assignment.recipe
         return hf.weight_source(recipe.model, config, recipe.training.seed)
 
