@@ -182,7 +182,7 @@ def test_a_folder_of_another_name_is_no_checkpoint_of_that_step(
         shutil.copytree(tmp_path / "step-00000005", tmp_path / name)
     found = find_newest(saver.store, expected=True)
     assert found is not None and found.manifest.step == 5
-    assert found.skipped == ("step-00000009: its manifest says step 5",)
+    assert found.skipped == ("step-00000009: manifest.json says step 5",)
 
 
 def test_what_cannot_be_removed_does_not_stop_a_save(saver: Saver, tmp_path: Path) -> None:

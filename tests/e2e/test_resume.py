@@ -107,9 +107,10 @@ def test_a_checkpoint_of_another_run_is_refused(own_project: Project, ddp_run):
     assert "belongs to another run: model.config.num_hidden_layers was 2, is 1" in ended.err
     assert "9 tensors are not in the recipe's model" in ended.err
     assert not (run_dir / "metrics.jsonl").exists()
-    ended = own_project.launch(run_dir.name, {"training.steps": 22})
+    shutil.copytree(run_dir / "checkpoints", own_project.folder / "same-model" / "checkpoints")
+    ended = own_project.launch("same-model", {"training.steps": 22})
     assert ended.code == 0, ended.err
-    assert steps_logged(run_dir) == 22
+    assert steps_logged(own_project.folder / "same-model") == 22
 
 
 def test_a_killed_rank(project: Project, ddp_run):

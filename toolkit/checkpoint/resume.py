@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.checkpoint.manifest import Manifest, problem_with
+from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def _read(folder: Path) -> tuple[Manifest | None, str]:
     try:
         manifest = Manifest.read(folder)
         if folder_name(manifest.step) != folder.name:
-            return None, f"its manifest says step {manifest.step}"
+            return None, f"{MANIFEST} says step {manifest.step}"
         return manifest, ""
     except CheckpointError as error:
         return None, error.message
