@@ -5,6 +5,7 @@
     ├── PlanError                  2   the recipe cannot be laid out on this cluster
     ├── DataError                  2   the data or the tokenizer is not what the recipe says
     ├── CheckpointError            2   a checkpoint is missing, incomplete or does not match
+    ├── DirectoryInUse             2   another run is going on in the run directory
     ├── BackendUnavailable         3   a package, program, compiler or device is missing
     ├── RunFailed                  4   training started and failed
     └── Stopped                   75   stopped by a signal after saving; start again to resume
@@ -86,6 +87,12 @@ class DataError(DmtError):
 
 class CheckpointError(DmtError):
     """A checkpoint is missing, incomplete or does not belong to this run."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class DirectoryInUse(DmtError):
+    """Another run is going on in the run directory."""
 
     exit_code = EXIT_USER_ERROR
 

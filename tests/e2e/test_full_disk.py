@@ -1,5 +1,6 @@
-"""A disk that is full in the middle of a save costs checkpoints, not the run."""
+"""A disk that is full costs checkpoints and lines of the logs, not the run."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,21 @@ import pytest
 from tests.disks import make_room, small_file_system
 from tests.e2e.conftest import Project
 from tests.e2e.layouts import outcome
-from tests.e2e.product import checkpoints, events, steps_logged
+from tests.e2e.product import (
+    assert_saved_and_stopped,
+    checkpoints,
+    curve,
+    events,
+    started,
+    steps_logged,
+)
 
 pytestmark = pytest.mark.slow
 
 SMALL, LARGE = 1_000_000, 8_000_000
 """Bytes of a disk with room for two checkpoints, and for all that are kept."""
+PAGE = 4096
+"""Bytes of a disk with room for one file of a few lines."""
 
 
 @pytest.mark.parametrize(
@@ -43,3 +53,41 @@ def test_no_room_for_checkpoints(project: Project, ddp_run: Path, asynchronous: 
         assert events(run_dir, "load")[-1]["step"] == 8
         assert checkpoints(run_dir) == [12, 16, 20]
         assert outcome(run_dir) == outcome(ddp_run)
+
+
+def test_no_room_for_metrics_and_events(project: Project, ddp_run: Path) -> None:
+    run_dir = project.folder / "full-disk-metrics"
+    run_dir.mkdir()
+    logs = [run_dir / "metrics.jsonl", run_dir / "events.jsonl"]
+    argv = project.command(run_dir.name, {"training.steps": 100_000})
+    with small_file_system(run_dir / "small", 2 * PAGE) as disk:
+        for log in logs:
+            log.symlink_to(disk / log.name)
+        with started(argv, project.folder) as command:
+            command.wait_for(lambda: "could not be written" in command.printed(), "no room")
+            time.sleep(1.0)
+            before = steps_logged(run_dir)
+            assert before >= 5, "a page of lines"
+            make_room(disk, LARGE)
+            command.wait_for(lambda: steps_logged(run_dir) > before, "lines again")
+            command.interrupt()
+            ended = command.end()
+        assert_saved_and_stopped(ended, run_dir)
+        assert ended.err.count(f"warning: {logs[0]} could not be written") == 1
+        found, undisturbed = curve(run_dir), curve(ddp_run)
+        for step in range(1, before + 1):
+            assert found[step] == undisturbed[step]
+        assert before + 1 not in found, "a line that is missing"
+
+
+def test_the_reason_of_a_failure_is_told_on_a_full_disk(project: Project) -> None:
+    run_dir = project.folder / "full-disk-end"
+    run_dir.mkdir()
+    with small_file_system(run_dir / "small", PAGE) as disk:
+        (run_dir / "events.jsonl").symlink_to(disk / "events.jsonl")
+        (disk / "events.jsonl").write_text("{}\n" * (PAGE // 3) + "\n")
+        env = {"DMT_FAILPOINTS": "step=raise@rank0,hit3"}
+        ended = project.launch(run_dir.name, env=env)
+    assert ended.code == 4
+    assert ended.err.count("error: RuntimeError: failpoint step") == 1
+    assert "error: OSError" not in ended.err

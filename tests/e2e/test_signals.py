@@ -12,6 +12,7 @@ from tests.e2e.product import (
     Command,
     assert_saved_and_stopped,
     checkpoints,
+    events,
     settings,
     started,
     steps_logged,
@@ -101,3 +102,26 @@ def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
     assert ended.code == 0, ended.err
     assert checkpoints(run_dir) == [3]
     assert (run_dir / "export" / "tokenizer.json").exists()
+
+
+def test_the_third_ctrl_c_ends_a_save_that_hangs(project: Project):
+    run_dir = project.folder / "hanging-save"
+    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
+    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
+    env = {"DMT_FAILPOINTS": "checkpoint.write=hang@rank0,hit1"}
+    with started(argv, project.folder, env) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        command.interrupt()
+        command.wait_for(
+            lambda: list((run_dir / "checkpoints").glob("*.tmp")), "a save that has begun"
+        )
+        for _ in range(2):
+            time.sleep(0.2)
+            assert command.process.poll() is None
+            command.interrupt()
+        ended = command.end(20)
+    assert ended.code == 4
+    assert ended.err.count("error: ended by the third Ctrl-C") == 1
+    assert "Traceback" not in ended.err
+    assert events(run_dir, "end")[-1]["error"].startswith("ended by the third Ctrl-C")
+    assert checkpoints(run_dir) == []

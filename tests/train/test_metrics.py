@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import make_room, small_file_system
 from toolkit.train import jsonl
 from toolkit.train.events import EventLog
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
@@ -171,3 +172,22 @@ def test_mfu_against_a_published_run():
 
 def test_mfu_is_unknown_without_a_peak():
     assert mfu(1e9, 1e3, None, 8) is None
+
+
+def test_a_full_disk_costs_lines_and_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    with small_file_system(tmp_path / "disk", 4096) as disk:
+        log = MetricsLog(disk / "metrics.jsonl")
+        for step in range(1, 41):
+            log.write(replace(LINE, step=step))
+        assert log.path.stat().st_size == 4096, "the last line that was begun is torn"
+        fitted = steps(log.path)
+        assert fitted == list(range(1, len(fitted) + 1))
+        (told,) = capsys.readouterr().err.splitlines()
+        assert told.startswith(f"warning: {log.path} could not be written, lines will be ")
+        make_room(disk, 16384)
+        log.write(replace(LINE, step=41))
+        log.write(replace(LINE, step=42))
+        lines = [strict(line)["step"] for line in log.path.read_text().splitlines()]
+        assert lines == [*fitted, 41, 42]
+        assert capsys.readouterr().err == ""

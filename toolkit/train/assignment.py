@@ -17,6 +17,7 @@ from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.train.claim import refuse_if_claimed
 from toolkit.train.run_dir import RunDirectory
 
 
@@ -54,7 +55,11 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
 
 
 def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
-    """Write the run directory, or continue the one that is there."""
+    """Write the run directory, or continue the one that is there.
+
+    Raises DirectoryInUse, with nothing written, when a run is going on in it.
+    """
+    refuse_if_claimed(RunDirectory(assignment.run_dir))
     return RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,

@@ -1,6 +1,7 @@
 """`events.jsonl`: what happened to a run, one object per event."""
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -42,15 +43,17 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        jsonl.mend_tail(path)
+        with suppress(OSError):  # `write` tells of a file that cannot be written.
+            jsonl.mend_tail(path)
         self.path = path
 
     def write(self, kind: EventKind, **fields: Any) -> None:
         """Append the event with the present time (UTC, ISO 8601), unless `time` is given in
-        seconds since 1970; texts are redacted."""
+        seconds since 1970; texts are redacted. Raises nothing on a full disk: an event
+        must not end a run, nor hide the error that it is about."""
         at = datetime.fromtimestamp(fields.pop("time", time.time()), UTC)
         stamp = at.isoformat(timespec="milliseconds")
-        jsonl.append(self.path, {"time": stamp, "kind": kind, **fields})
+        jsonl.append_where_room(self.path, {"time": stamp, "kind": kind, **fields})
 
 
 def process_age_s() -> float:

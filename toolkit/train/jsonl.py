@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,33 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, "line cut short, is the disk full?", str(path))
     finally:
         os.close(descriptor)
+
+
+_failed: dict[Path, bool] = {}
+"""Files to which this process could not append: True while the last try was in vain."""
+
+
+def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
+    """As `append`, but a full disk costs the line, not the run.
+
+    The first failure on a file is told on standard error by rank 0. What a failure left of
+    a line is cut off before the next one is written.
+    """
+    try:
+        if _failed.get(path):
+            mend_tail(path)
+        append(path, record)
+    except OSError as error:
+        if path not in _failed and os.environ.get("RANK", "0") == "0":
+            print(
+                f"warning: {path} could not be written, lines will be missing there: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        _failed[path] = True
+    else:
+        if path in _failed:
+            _failed[path] = False
 
 
 def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:

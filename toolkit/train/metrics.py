@@ -55,8 +55,8 @@ class MetricsLog:
         return cls(path)
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line; it is in the file when this returns."""
-        jsonl.append(self.path, asdict(metrics))
+        """Append one line; it is in the file when this returns, if there was room for it."""
+        jsonl.append_where_room(self.path, asdict(metrics))
 
 
 def mfu(

@@ -60,6 +60,11 @@ class RunDirectory:
         return self.path / "command.txt"
 
     @property
+    def lock(self) -> Path:
+        """Locked by rank 0 while the run goes on; says who that is."""
+        return self.path / "lock"
+
+    @property
     def environment(self) -> Path:
         """Versions of what the last start ran with."""
         return self.path / "environment.json"
@@ -158,16 +163,18 @@ def _make_folders(run: RunDirectory) -> None:
         for folder in (run.path, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(
-            [
-                Problem(
-                    key="--run-dir",
-                    found=f"{run.path} ({error.strerror})",
-                    allowed="a folder that can be written",
-                    fix="--run-dir OTHER",
-                )
-            ]
-        ) from error
+        raise not_writable(run.path, error) from error
+
+
+def not_writable(path: Path, error: OSError) -> RecipeError:
+    """What to raise when something of a run directory cannot be written."""
+    problem = Problem(
+        key="--run-dir",
+        found=f"{path} ({error.strerror})",
+        allowed="a folder that can be written",
+        fix="--run-dir OTHER",
+    )
+    return RecipeError([problem])
 
 
 def _refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:

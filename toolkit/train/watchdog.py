@@ -185,8 +185,7 @@ class Watchdog:
         fields = diagnosis(before, self._all())
         if self._is_first():
             message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
-            with suppress(OSError):
-                EventLog(self._run.events).write("hang", **fields)
+            EventLog(self._run.events).write("hang", **fields)
             self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
         self._dump()
         self._beat_for(_PAUSE_S)
@@ -214,14 +213,13 @@ class Watchdog:
         self._dump()
         for file in (self._log, sys.stderr):
             print(f"error: {message}", file=file, flush=True)
-        with suppress(OSError):
-            EventLog(self._run.events).write(
-                "end",
-                rank=self._mine.rank,
-                step=self._mine.step,
-                exit_code=EXIT_FAILED,
-                error=message,
-            )
+        EventLog(self._run.events).write(
+            "end",
+            rank=self._mine.rank,
+            step=self._mine.step,
+            exit_code=EXIT_FAILED,
+            error=message,
+        )
         os._exit(EXIT_FAILED)
 
     def _dump(self) -> None:

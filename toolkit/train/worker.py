@@ -43,6 +43,7 @@ from toolkit.plan.layout import total_steps
 from toolkit.redact import redact
 from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.train.checkpoints import RunCheckpoints
+from toolkit.train.claim import claim
 from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 _PEER_LOST = re.compile(r"gloo/transport|by peer|ncclRemoteError")
 """In what PyTorch says of a collective whose other side died."""
+
+_INTERRUPTED = "ended by the third Ctrl-C; what was being saved is not a checkpoint"
 
 PEER_FAILED_PAUSE_S = 1.0
 """How much later than the rank with the message the others leave."""
@@ -83,7 +86,9 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         ranks = join()
         together = Together(ranks)
         assignment = together.rank_zero(lambda: make_assignment(ranks))
-        setup_rank_logging(RunDirectory(assignment.run_dir), ranks.rank)
+        directory = RunDirectory(assignment.run_dir)
+        together.rank_zero(lambda: claim(directory))
+        setup_rank_logging(directory, ranks.rank)
         worker = _Worker(assignment, ranks, together)
         worker.run()
         return worker.end(EXIT_DONE)
@@ -97,6 +102,13 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         if worker.ranks.rank == 0:
             _say(f"dmt: {error}")
         return worker.end(error.exit_code)
+    except KeyboardInterrupt:
+        # Left to Python, it would end in joining the thread of the save that hangs.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _say(f"error: {_INTERRUPTED}")
+        if worker is not None:
+            worker.record_end(exit_code=EXIT_FAILED, error=_INTERRUPTED)
+        return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
         code, message = _failure(error)
         _say(f"error: {message}")
@@ -190,7 +202,7 @@ class _Worker:
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
         if self.ranks.rank == 0:
-            self._write_end(exit_code=code)
+            self.record_end(exit_code=code)
         self._at_end.close()
         dist.barrier()
         leave()
@@ -205,10 +217,11 @@ class _Worker:
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
-        self._write_end(exit_code=code, error=message)
+        self.record_end(exit_code=code, error=message)
         self._at_end.__exit__(type(error), error, error.__traceback__)
 
-    def _write_end(self, **fields: Any) -> None:
+    def record_end(self, **fields: Any) -> None:
+        """Write the `end` event of this rank."""
         EventLog(self.directory.events).write(
             "end", rank=self.ranks.rank, step=self.progress.step, **fields
         )
