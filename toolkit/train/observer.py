@@ -21,7 +21,7 @@ from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
-from toolkit.train.replica_check import ReplicaCheck
+from toolkit.train.replica_check import ReplicaCheck, set_aside
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.sample_log import SampleLog, drop_later_samples
 from toolkit.train.tensorboard import TensorBoardLog
@@ -116,8 +116,13 @@ class Observer:
         self._seconds: list[float] = []
         """Of every step since this start."""
         self._validated_at = -1
+        self._skipping = False
+        """The last step was skipped: the weights are those of a step before."""
+        self._save_due = False
         layout, rank = run.plan.layout, run.ranks.rank
-        self._replicas = ReplicaCheck(run.engine, layout, rank, run.checkpoints.saved_at)
+        self._replicas = ReplicaCheck(
+            run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
+        )
         self._samples: SampleLog | None = None
         if run.recipe.logging.samples:
             data_rank = run.plan.layout.data_rank(run.ranks.rank)
@@ -127,6 +132,7 @@ class Observer:
         """Advance the bar; log (always the first step) and compare replicas when due."""
         self._window.add(report)
         self._seconds.append(report.seconds)
+        self._skipping = report.result.skipped is not None
         if self._samples is not None:
             self._samples.write(progress.step, report.samples)
         if self.reporter is not None:
@@ -149,6 +155,13 @@ class Observer:
         problem = self._replicas.check(step)
         if problem is not None and self.reporter is not None:
             self.reporter.warn(step, problem)
+
+    def _distrust(self, agreed_step: int) -> str:
+        """Set later checkpoints aside, also one that is still being written. Collective."""
+        self.run.checkpoints.tell(wait=True)
+        if self.reporter is None:
+            return ""
+        return set_aside(self.run.checkpoints.store.folder, agreed_step)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
@@ -188,10 +201,16 @@ class Observer:
             self.reporter.validated(progress.step, result, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
-        """Begin to save when due; when stopping, be done with it."""
+        """Begin to save when due; when stopping, be done with it.
+
+        What is due while steps are skipped waits for one that is not: saves without anything
+        new would push healthy checkpoints out, and renew the restarts of a run that is stuck.
+        """
         self.run.checkpoints.tell()
         every = self.run.recipe.checkpoint.every_steps
-        if stopping or (every and progress.step % every == 0):
+        self._save_due |= bool(every and progress.step % every == 0)
+        if stopping or (self._save_due and not self._skipping):
+            self._save_due = False
             self.run.checkpoints.save(self.run.engine, progress)
         if stopping:
             self.run.checkpoints.finish()

@@ -38,6 +38,7 @@ from toolkit.errors import (
     DmtError,
     Stopped,
 )
+from toolkit.launchers.outcome import PEER_LOST
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
@@ -112,7 +113,7 @@ def _failure(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if _PEER_LOST.search(str(error)):
         logger.info("a collective failed", exc_info=error)  # for the log, not the terminal
-        return EXIT_FAILED, "lost contact with another rank, whose message or log says why"
+        return EXIT_FAILED, PEER_LOST
     logger.error("training failed", exc_info=error)
     return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
 
@@ -201,7 +202,8 @@ class _Worker:
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
-        self._write_end(exit_code=code, error=message)
+        retry = {} if getattr(error, "retry", True) else {"retry": False}
+        self._write_end(exit_code=code, error=message, **retry)
         self._at_end.__exit__(type(error), error, error.__traceback__)
 
     def _write_end(self, **fields: Any) -> None:
