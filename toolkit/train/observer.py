@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
-from toolkit.train.loop import Progress, StepReport
+from toolkit.train.loop import Mark, Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
 from toolkit.train.replica_check import ReplicaCheck, set_aside
@@ -104,6 +105,8 @@ class Observed:
     checkpoints: RunCheckpoints
     prediction: Prediction | None
     """What the plan promises."""
+    mark: Mark
+    """For work that takes long."""
 
 
 class Observer:
@@ -196,7 +199,9 @@ class Observer:
             return
         self._validated_at = progress.step
         started = time.perf_counter()
-        result = self.run.engine.evaluate(self.run.validation())
+        self.run.mark("building the validation batches")
+        batches = Marked(self.run.validation(), self.run.mark)
+        result = self.run.engine.evaluate(batches)
         if self.reporter is not None:
             self.reporter.validated(progress.step, result, time.perf_counter() - started)
 
@@ -211,14 +216,18 @@ class Observer:
         self._save_due |= bool(every and progress.step % every == 0)
         if stopping or (self._save_due and not self._skipping):
             self._save_due = False
-            self.run.checkpoints.save(self.run.engine, progress)
+            self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
         if stopping:
-            self.run.checkpoints.finish()
+            self._finish_saving()
             self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
         """Save, unless that was done at this step already, and be done with it."""
-        self.run.checkpoints.save(self.run.engine, progress)
+        self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        self.run.mark("waiting until the last save is written")
         self.run.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
@@ -236,6 +245,25 @@ class Observer:
         if self.reporter is not None:
             fields = event_fields(prediction, measured)
             self.reporter.events.write("prediction", step=progress.step, **fields)
+
+
+class Marked(Sequence[MicroBatch]):
+    """Batches of which each one, when it is taken, is a mark: a long validation is no hang."""
+
+    def __init__(self, batches: Sequence[MicroBatch], mark: Mark) -> None:
+        self._batches = batches
+        self._mark = mark
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+        self._mark(f"validating, batch {index} of {len(self)}")
+        return self._batches[index]
 
 
 class _Window:
