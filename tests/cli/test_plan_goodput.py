@@ -100,10 +100,24 @@ def test_a_run_that_is_over_before_it_should_save(
         (["--restart-minutes", "5"], "nothing is asked about failures"),
         (["--checkpoint-gbps", "5"], "add --mtbf HOURS"),
         (["--mtbf", "50000", TINY], "--mtbf: one recipe on one cluster"),
-        (["--mtbf", "0"], "--mtbf"),
-        (["--mtbf", "5", "--checkpoint-gbps", "-1"], "--checkpoint-gbps"),
+        (["--mtbf", "0"], "--mtbf is 0; it is a number from 0.001 to 1,000,000,000"),
+        (["--mtbf", "nan"], "--mtbf is nan"),
+        (["--mtbf", "inf"], "--mtbf is inf"),
+        (["--mtbf", "5", "--checkpoint-gbps", "-1"], "--checkpoint-gbps is -1"),
+        (["--mtbf", "5", "--checkpoint-gbps", "1e300"], "--checkpoint-gbps is 1e+300"),
+        (["--mtbf", "5", "--restart-minutes", "inf"], "--restart-minutes is inf"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mtbf", ["0.001", "1e9"])
+@pytest.mark.parametrize(("gbps", "minutes"), [("0.001", "1e5"), ("1e6", "0")])
+def test_bounds_are_within_reach(
+    mtbf: str, gbps: str, minutes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--mtbf", mtbf, "--checkpoint-gbps", gbps, "--restart-minutes", minutes]
+    assert main(["plan", TINY, *options]) == 0
+    assert "nan" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.launchers.watching import wait_until
+from tests.launchers.watching import alive, wait_until
 from toolkit.launchers import supervisor
 from toolkit.launchers.outcome import PEER_LOST
 from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
@@ -164,6 +164,15 @@ def test_the_reason_of_a_restart(events, outcome, reason):
 def test_the_pause_has_a_limit_at_any_number_of_restarts():
     assert supervisor.pause_before(1) == 1
     assert supervisor.pause_before(5000) == supervisor._LONGEST_PAUSE_S
+
+
+def test_children_of_a_rank_that_died_do_not_stay(tmp_path):
+    does = (
+        "import subprocess; child = subprocess.Popen(['sleep', '60']); "
+        "(run / 'child').write_text(str(child.pid)); os._exit(1)"
+    )
+    assert run_to_end(tmp_path, does, 0)[0] == 4
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text())), 5)
 
 
 def test_without_restarts_a_failure_is_reported_as_before(tmp_path):

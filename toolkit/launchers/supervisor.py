@@ -131,14 +131,18 @@ def _stopped(step: int) -> int:
     return EXIT_RESUMABLE
 
 
+def visible_gpus(planned: int) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES; without any, those of the first `planned` GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return names or [str(index) for index in range(planned)]
+
+
 def working_gpus(planned: int) -> list[str]:
     """Which GPUs compute something, by their names in CUDA_VISIBLE_DEVICES.
 
     Each is asked in a process of its own: one that is broken may hang or crash whoever asks.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    names = names or [str(index) for index in range(planned)]
     probes = {
         name: subprocess.Popen(
             [sys.executable, "-c", _PROBE],
@@ -146,7 +150,7 @@ def working_gpus(planned: int) -> list[str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for name in names
+        for name in visible_gpus(planned)
     }
     deadline = time.monotonic() + _PROBE_LIMIT_S
     return [name for name, probe in probes.items() if _succeeds(probe, deadline)]
