@@ -33,7 +33,7 @@ def test_the_table_and_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert own[0] == "16,384"
     advice, assumed, *stated = rest.splitlines()
     assert re.match(
-        r"  this recipe on 16,384: checkpoint\.every_steps is 1,000 \(\d\.\d h\): "
+        r"  this recipe on 16,384: checkpoint\.every_steps is 25 \(\d\.\d min\): "
         rf"goodput \d\d\.\d%; {re.escape(own[6])} with "
         rf"--set checkpoint\.every_steps={own[5]}$",
         advice,
@@ -63,7 +63,7 @@ def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assumptions"] == {
         "mtbf_hours": 50_000, "checkpoint_gbps": 0.5, "restart_minutes": 3,
     }  # fmt: skip
-    assert found["recipe"]["every_steps"] == 1000
+    assert found["recipe"]["every_steps"] == 25
     own = next(job for job in found["jobs"] if job["gpus"] == 16_384)
     assert 0 < found["recipe"]["goodput"] < own["goodput"] < 1
     assert own["goodput"] + sum(own["lost"].values()) == pytest.approx(1)
