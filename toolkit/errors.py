@@ -53,6 +53,8 @@ class DmtError(Exception):
     """Base of every error that DMT raises on purpose."""
 
     exit_code: ClassVar[int] = EXIT_FAILED
+    retry: bool = True
+    """False: another start would meet it again, or do harm; `--max-restarts` leaves it."""
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message)
@@ -107,6 +109,10 @@ class RunFailed(DmtError):
     """Training started and failed."""
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, *, fix: str = "", retry: bool = True) -> None:
+        super().__init__(message, fix=fix)
+        self.retry = retry
 
 
 class Stopped(DmtError):

@@ -22,9 +22,20 @@ def test_a_restart_takes_the_gpus_that_work(tmp_path, monkeypatch, capsys):
     found = launch._still_possible(planned, recipe, None)
     assert found.plan.layout.world == 2
     assert found.plan.layout.global_batch == planned.plan.layout.global_batch
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6,7"
     assert "3 of 4 GPUs work" in capsys.readouterr().err
     assert len(launch._spec(found).rank_env) == 2
+
+
+def test_a_spare_gpu_takes_the_place_of_a_dead_one(tmp_path, monkeypatch):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    recipe = load_recipe(file, ["cluster.gpus_per_node=2", "cluster.gpu=h100-80gb"])
+    planned = decide(recipe, tmp_path / "run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(launch, "working_gpus", lambda _: ["4", "6"])
+    assert launch._still_possible(planned, recipe, None) is planned
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
 
 
 def test_processors_are_not_asked(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def test_the_table_and_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert own[0] == "16,384"
     advice, assumed, *stated = rest.splitlines()
     assert re.match(
-        r"  this recipe on 16,384: checkpoint\.every_steps is 1,000 \(\d\.\d h\): "
+        r"  this recipe on 16,384: checkpoint\.every_steps is 25 \(\d\.\d min\): "
         rf"goodput \d\d\.\d%; {re.escape(own[6])} with "
         rf"--set checkpoint\.every_steps={own[5]}$",
         advice,
@@ -63,7 +63,7 @@ def test_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["assumptions"] == {
         "mtbf_hours": 50_000, "checkpoint_gbps": 0.5, "restart_minutes": 3,
     }  # fmt: skip
-    assert found["recipe"]["every_steps"] == 1000
+    assert found["recipe"]["every_steps"] == 25
     own = next(job for job in found["jobs"] if job["gpus"] == 16_384)
     assert 0 < found["recipe"]["goodput"] < own["goodput"] < 1
     assert own["goodput"] + sum(own["lost"].values()) == pytest.approx(1)
@@ -100,10 +100,24 @@ def test_a_run_that_is_over_before_it_should_save(
         (["--restart-minutes", "5"], "nothing is asked about failures"),
         (["--checkpoint-gbps", "5"], "add --mtbf HOURS"),
         (["--mtbf", "50000", TINY], "--mtbf: one recipe on one cluster"),
-        (["--mtbf", "0"], "--mtbf"),
-        (["--mtbf", "5", "--checkpoint-gbps", "-1"], "--checkpoint-gbps"),
+        (["--mtbf", "0"], "--mtbf is 0; it is a number from 0.001 to 1,000,000,000"),
+        (["--mtbf", "nan"], "--mtbf is nan"),
+        (["--mtbf", "inf"], "--mtbf is inf"),
+        (["--mtbf", "5", "--checkpoint-gbps", "-1"], "--checkpoint-gbps is -1"),
+        (["--mtbf", "5", "--checkpoint-gbps", "1e300"], "--checkpoint-gbps is 1e+300"),
+        (["--mtbf", "5", "--restart-minutes", "inf"], "--restart-minutes is inf"),
     ],
 )
 def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mtbf", ["0.001", "1e9"])
+@pytest.mark.parametrize(("gbps", "minutes"), [("0.001", "1e5"), ("1e6", "0")])
+def test_bounds_are_within_reach(
+    mtbf: str, gbps: str, minutes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--mtbf", mtbf, "--checkpoint-gbps", gbps, "--restart-minutes", minutes]
+    assert main(["plan", TINY, *options]) == 0
+    assert "nan" not in capsys.readouterr().out

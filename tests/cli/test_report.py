@@ -47,6 +47,7 @@ def test_the_whole_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving (stalls)             0.80 s    0.9%
     skipped batches             2.00 s    2.3%  █
     evaluation                  1.00 s    1.2%
+    hangs and detection         0.00 s    0.0%
     not accounted               15.2 s   17.9%  ████
 """
     )

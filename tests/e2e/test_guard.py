@@ -50,7 +50,7 @@ def test_a_nan_batch_on_one_rank_is_skipped_once(project: Project, ddp_run: Path
 def test_a_flipped_bit_is_found_and_not_saved(project: Project):
     ended = with_fault(
         project, "flip@1,6", "flip", guard__replica_check_every_steps=4,
-        checkpoint__every_steps=4,
+        checkpoint__every_steps=1, checkpoint__keep=10,
     )  # fmt: skip
     assert ended.code != 0
     (message,) = [line for line in ended.err.splitlines() if line.startswith("error:")]
@@ -59,7 +59,13 @@ def test_a_flipped_bit_is_found_and_not_saved(project: Project):
     assert "no majority says which are right" in message
     assert message.endswith("; first in " + FLIPPED)
     assert "Weights were last equal at step 4" in ended.err
-    assert checkpoints(project.folder / "flip") == [4]
+    # A start would load all replicas from one that is corrupt, and find them equal.
+    assert checkpoints(project.folder / "flip") == [1, 2, 3, 4]
+    aside = sorted(p.name for p in (project.folder / "flip" / "checkpoints").glob("*.suspect"))
+    assert aside == [f"step-{step:08}.suspect" for step in (5, 6, 7)]
+    assert f"{', '.join(aside)}".replace(".suspect", "") + " got the ending" in ended.err
+    (end,) = [one for one in events(project.folder / "flip", "end") if "error" in one]
+    assert end["retry"] is False
 
 
 def test_a_run_that_skips_every_step_stops(project: Project):
@@ -68,14 +74,15 @@ def test_a_run_that_skips_every_step_stops(project: Project):
         "guard.max_skips_in_a_row": 3,
         "checkpoint.every_steps": 1,
     }
-    ended = project.launch("diverged", changes)
+    ended = run(project.command("diverged", changes, "--max-restarts", "2"), project.folder)
     assert ended.code == 4, ended.err
     run_dir = project.folder / "diverged"
     last = steps_logged(run_dir)
     assert f"error: steps {last - 2} to {last} were all skipped: " in ended.err
     assert ended.err.count("  fix: look at the data of these steps") == 1
     assert [event["step"] for event in events(run_dir, "skip")] == [last - 2, last - 1, last]
-    assert max(checkpoints(run_dir)) < last
+    assert max(checkpoints(run_dir)) == last - 3, "none while steps are skipped"
+    assert not events(run_dir, "restart")
     assert all(math.isfinite(loss) for loss, _ in list(curve(run_dir).values())[: last - 3])
     assert "Traceback" not in ended.err
 

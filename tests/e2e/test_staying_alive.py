@@ -49,7 +49,8 @@ def assert_finished(ended: Ended, run_dir: Path, undisturbed: Path) -> None:
     for resume in events(run_dir, "resume"):
         assert resume["step"] % OFTEN["checkpoint.every_steps"] == 0
     for replay in events(run_dir, "replay"):
-        assert replay["to_step"] - replay["from_step"] <= OFTEN["checkpoint.every_steps"]
+        # A save that is in flight when a rank dies is lost, too.
+        assert replay["to_step"] - replay["from_step"] <= 2 * OFTEN["checkpoint.every_steps"]
 
 
 def kill_a_rank(

@@ -5,14 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launchers.watching import wait_until
+from tests.launchers.watching import alive, wait_until
 from toolkit.launchers import supervisor
-from toolkit.launchers.supervisor import newest_step, working_gpus
+from toolkit.launchers.outcome import PEER_LOST
+from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
 
 # Supervises a worker of one line: `$STARTS` counts its starts, `save(step)` commits.
 _SUPERVISE = """
@@ -102,6 +104,75 @@ def test_half_a_checkpoint_is_no_progress(tmp_path):
 def test_what_is_no_failure_is_not_started_again(tmp_path, code):
     assert run_to_end(tmp_path, f"sys.exit({code})", 3)[0] == code
     assert len(ports(tmp_path)) == 1
+
+
+def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
+    end = '{"kind": "end", "rank": 0, "exit_code": 4, "error": "no", "retry": false}'
+    does = f"(run / 'events.jsonl').write_text('{end}' + chr(10)); sys.exit(4)"
+    code, errors, events = run_to_end(tmp_path, does, 3)
+    assert (code, len(ports(tmp_path))) == (4, 1)
+    assert "not started again" in errors
+    assert [event["kind"] for event in events] == ["end"]
+
+
+def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
+    process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
+    process.communicate(timeout=60)
+    (restart,) = [json.loads(x) for x in (tmp_path / "events.jsonl").read_text().splitlines()]
+    written = (tmp_path / "events.jsonl").stat().st_mtime
+    assert written - datetime.fromisoformat(restart["time"]).timestamp() > 0.9
+
+
+def end(rank: int, error: str) -> dict[str, Any]:
+    return {"kind": "end", "rank": rank, "exit_code": 4, "error": error}
+
+
+START = {"kind": "start", "world": 3}
+
+
+@pytest.mark.parametrize(
+    ("events", "outcome", "reason"),
+    [
+        ([], "rank 1 failed with exit code 1", "rank 1 failed with exit code 1"),
+        (
+            [end(1, PEER_LOST), end(2, "MemoryError: no room\n  fix: more")],
+            "rank 1 failed with exit code 4",
+            "rank 2: MemoryError: no room",
+        ),
+        ([end(0, PEER_LOST)], "rank 1 was killed by SIGKILL", "rank 1 was killed by SIGKILL"),
+        (
+            [START, end(0, PEER_LOST), end(2, PEER_LOST)],
+            "rank 0 failed with exit code 4",
+            "rank 1 was killed, or its machine is gone",
+        ),
+        (
+            [START, end(0, PEER_LOST)],
+            "rank 0 failed with exit code 4",
+            "a rank was killed, or its machine is gone",
+        ),
+        (
+            [{"kind": "hang", "ranks": [1], "step": 4}, end(0, "hang: nothing done")],
+            "rank 0 failed with exit code 4",
+            "rank 1 hung in step 5",
+        ),
+    ],
+)
+def test_the_reason_of_a_restart(events, outcome, reason):
+    assert failure_reason(events, outcome) == reason
+
+
+def test_the_pause_has_a_limit_at_any_number_of_restarts():
+    assert supervisor.pause_before(1) == 1
+    assert supervisor.pause_before(5000) == supervisor._LONGEST_PAUSE_S
+
+
+def test_children_of_a_rank_that_died_do_not_stay(tmp_path):
+    does = (
+        "import subprocess; child = subprocess.Popen(['sleep', '60']); "
+        "(run / 'child').write_text(str(child.pid)); os._exit(1)"
+    )
+    assert run_to_end(tmp_path, does, 0)[0] == 4
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text())), 5)
 
 
 def test_without_restarts_a_failure_is_reported_as_before(tmp_path):

@@ -411,6 +411,13 @@ MISTAKES = {
         "remove",
         at="output_router_logits",
     ),
+    "restarts that may not continue": M(
+        "checkpoint:\n",
+        "checkpoint:\n  resume: never\n",
+        "checkpoint.resume",
+        "to auto",
+        at="resume",
+    ),
     "fsdp engine": M("engine: auto", "engine: fsdp", "parallel.engine", "to deepspeed"),
 }  # fmt: skip
 EXTRA = {
@@ -423,6 +430,10 @@ EXTRA = {
     "sequence that tensor cannot split": ("sequence: auto", "sequence: true\n  tensor: 2"),
     "more stages than layers": ("engine: auto", "pipeline: 2"),
     "a model that megatron lacks": ("engine: auto", "model: megatron"),
+    "restarts that may not continue": (
+        "launcher: local",
+        "launcher: local\n  max_restarts: 2",
+    ),
 }
 """A second replacement that a mistake needs to be one."""
 

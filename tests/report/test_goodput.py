@@ -32,6 +32,7 @@ def test_every_cause_of_a_killed_and_restarted_run() -> None:
         "saving": 0.8,
         "skipped": 2,
         "evaluation": 1,
+        "hung": 0,
         "not_accounted": 85 - 38 - 18 - 2 - 8 - 0.8 - 2 - 1,
     }
     assert found.share == pytest.approx(38 / 85)
@@ -153,6 +154,42 @@ def test_a_clock_that_goes_back_does_not_make_parts_exceed_the_whole() -> None:
     found = goodput(log, metrics(10, 2.0))
     assert parts(found)["productive"] == 20
     assert found.total_s == 20 + 5 and found.parts_s["not_accounted"] == 0
+
+
+def test_a_hang_is_lost_from_the_halt_to_the_restart() -> None:
+    log = [
+        event(0, "launch"),
+        event(10, "start", step=0, seconds=9.0),
+        # Five steps of 2 s; the sixth halts at 20, which is found 30 s later.
+        event(50, "hang", step=5, ranks=[1], idle_s=30.0),
+        event(51, "end", rank=0, step=5, exit_code=4, error="hang: nothing done"),
+        event(53, "restart", attempt=1, reason="rank 1 hung in step 6", from_step=0),
+        event(60, "start", step=0, seconds=4.0),
+        event(60, "replay", from_step=0, to_step=5, seconds=10.0),
+        event(80, "end", rank=0, step=10, exit_code=0),
+    ]
+    found = parts(goodput(log, metrics(10, 2.0)))
+    assert found["hung"] == 53 - 20
+    assert found["start_up"] == 10 + (60 - 53)
+    assert found["not_accounted"] == 0
+
+
+def test_start_up_under_another_launcher() -> None:
+    """No `launch`: `start` says how old its process was."""
+    log = [
+        event(12, "start", step=0, seconds=10.0),
+        event(32, "save", step=10, seconds=1.0, stall_s=0.0),
+        event(32, "end", step=10, exit_code=75),
+        event(40, "restart", attempt=1, reason="the agent", from_step=10),
+        event(45, "start", step=10, seconds=5.0),
+        event(45, "load", step=10, seconds=2.0),
+        event(65, "end", step=20, exit_code=0),
+    ]
+    found = goodput(log, metrics(20, 2.0))
+    assert parts(found)["start_up"] == 10 + (5 - 2)
+    assert (found.total_s, found.idle_s) == (38 + 25, 0)
+    summary = summarize(log, [])
+    assert (summary.starts, summary.restarts, summary.restarts_after_stop) == (2, (), 1)
 
 
 def test_torn_and_foreign_lines_change_nothing() -> None:

@@ -3,6 +3,7 @@
 import json
 import socket
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from tests.engines.parity_worker import Case
 from tests.engines.test_megatron_parity import MIXTRAL, megatron
 from tests.processes import run_ranks
 from toolkit.train import replica_check
-from toolkit.train.replica_check import Holding, digest, first_difference, odd_ranks
+from toolkit.train.replica_check import (
+    Holding,
+    digest,
+    first_difference,
+    odd_ranks,
+    set_aside,
+)
 
 HOST = socket.gethostname()
 
@@ -63,6 +70,24 @@ def test_order_counts() -> None:
     assert int(digest(weight)) != int(digest(weight[[3, 4, 5, 0, 1, 2]]))
     assert int(digest(weight)) == int(digest(weight.clone()))
     assert int(digest(weight.view(2, 3).t())) == int(digest(weight.view(2, 3).t().contiguous()))
+
+
+def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> None:
+    for step in (4, 8, 12):
+        (tmp_path / f"step-{step:08}").mkdir()
+    (tmp_path / "step-00000008.suspect").mkdir()
+    assert set_aside(tmp_path, 4) == (
+        "step-00000008, step-00000012 got the ending .suspect: saved since then; "
+        "start the same command again"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-00000004",
+        "step-00000008.suspect",
+        "step-00000008.suspect1",
+        "step-00000012.suspect",
+    }
+    assert "no checkpoint is left" in set_aside(tmp_path, 3)
+    assert set_aside(tmp_path, 0) == "start the same command again"
 
 
 @pytest.mark.slow

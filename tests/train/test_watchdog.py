@@ -72,6 +72,7 @@ def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(t
         assert ranks.seconds_since_it_began() < 2 * LIMIT_S + 1  # and the pause of the second
         hang = ranks.event("hang")
         assert (hang["ranks"], hang["step"]) == ([1], 4)
+        assert LIMIT_S <= hang["idle_s"] < 1.2 * LIMIT_S
         assert all("meet" in ranks.log(rank) for rank in (0, 2))
         assert "meet" in hang["where"]["0"]
         error = ranks.event("end")["error"]
@@ -98,6 +99,28 @@ def test_a_rank_that_is_behind_is_named(tmp_path):
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
         assert ranks.event("hang")["ranks"] == [0]
         assert "behind the others: rank 0" in ranks.event("end")["error"]
+
+
+def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
+    """None of its Python threads runs then."""
+    with Ranks(tmp_path, "lock@1") as ranks:
+        assert ranks.codes(0, 1, 2) == [4, 1, 4]
+        assert ranks.seconds_since_it_began() < 3 * LIMIT_S
+        assert ranks.event("hang")["ranks"] == [1]
+        assert "misbehave" in ranks.log(1)
+
+
+@pytest.mark.parametrize("behaviour", ["disk@1", "broken@1"])
+def test_nothing_keeps_a_hung_rank_from_ending(tmp_path, behaviour):
+    with Ranks(tmp_path, behaviour) as ranks:
+        assert ranks.codes(1) == [4]
+        assert ranks.seconds_since_it_began() < 2 * LIMIT_S + 1
+        assert ranks.codes(0, 2) == [4, 4]
+
+
+def test_a_rank_that_waits_for_one_that_is_watched_has_no_limit(tmp_path):
+    with Ranks(tmp_path, "wait@1") as ranks:
+        assert ranks.codes(0, 1, 2) == [0, 0, 0]
 
 
 def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
@@ -136,6 +159,12 @@ def test_a_heartbeat_that_changes_is_alive_and_one_that_is_missing_unknown():
     before = {0: BEAT, 1: replace(BEAT, rank=1), 2: None}
     after = {0: replace(BEAT, beats=6), 1: replace(BEAT, rank=1), 2: None}
     assert diagnosis(before, after)["ranks"] == [1]
+
+
+def test_no_heartbeat_at_all():
+    nothing = {0: None, 1: None}
+    assert diagnosis(nothing, nothing)["message"] == "no heartbeat can be read"
+    assert diagnosis({}, {0: BEAT})["ranks"] == []
 
 
 def test_what_is_done_again_after_a_death(tmp_path):

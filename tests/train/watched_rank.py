@@ -3,18 +3,22 @@
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
 rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs before the others'
 step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the
-limit, twice).
+limit, twice), `lock` (sleeps in C and keeps the interpreter's lock), `disk` (hangs, and so does
+what it writes heartbeats to), `broken` (hangs, and finding out why fails). `wait`: all wait
+for 1.3 times the limit, and say so.
 """
 
+import ctypes
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+from toolkit.train import watchdog as module
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
-from toolkit.train.watchdog import Watchdog
+from toolkit.train.watchdog import Heartbeat, Watchdog
 
 run, limit_s, grace_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
 behaviour, _, chosen = sys.argv[4].partition("@")
@@ -42,7 +46,13 @@ def misbehave() -> None:
         for _ in range(2):
             time.sleep(limit_s * 0.35)
             watchdog.mark("slow", 4)
+    elif behaviour == "lock":
+        ctypes.PyDLL(None).sleep(60)
     else:
+        if behaviour == "disk":
+            Heartbeat.write = lambda *_: time.sleep(60)
+        if behaviour == "broken":
+            module.diagnosis = lambda *_: 1 / 0
         time.sleep(60)
 
 
@@ -51,10 +61,13 @@ with (
     Watchdog(run, rank, world, 0, stop, limit_s, grace_s or None) as watchdog,
 ):
     for step in range(10):
+        if step == 4 and behaviour == "wait":
+            watchdog.wait("waiting", step)
+            time.sleep(1.3 * limit_s)
         if step == 4 and behaviour == "behind" and rank == int(chosen):
             misbehave()
         watchdog.mark(f"step {step + 1}", step)
-        if step == 4 and behaviour != "behind" and rank == int(chosen):
+        if step == 4 and behaviour not in ("behind", "wait") and rank == int(chosen):
             misbehave()
         meet(step)
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import LaunchSpec
 from toolkit.launchers.outcome import events_offset
-from toolkit.launchers.supervisor import supervise, working_gpus
+from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
 from toolkit.plan.ledger import summary
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
@@ -119,15 +119,16 @@ def _still_possible(
     planned = recipe.cluster.gpus_per_node
     if recipe.cluster.gpu == "cpu":
         return assignment
-    names = working_gpus(planned)
+    visible, names = visible_gpus(planned), working_gpus(planned)
+    if names != visible:
+        # All that work: ranks take the first ones, and the others are there next time.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     if len(names) < planned:
         _tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
         assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
         for reason in assignment.plan.reasons:
             _tell(reason)
         assignments.write(assignment, ["dmt", *sys.argv[1:]])
-        used = names[: assignment.recipe.cluster.gpus_per_node]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(used)
     return assignment
 
 

@@ -100,7 +100,6 @@ def plan(
     mtbf: Annotated[
         float | None,
         typer.Option(
-            min=1e-3,
             metavar="HOURS",
             help="Also say how often to save and what failures cost: mean time between "
             "failures of one GPU with all that it needs (Llama 3: 50,700).",
@@ -108,11 +107,11 @@ def plan(
     ] = None,
     checkpoint_gbps: Annotated[
         float | None,
-        typer.Option(min=1e-3, help="With --mtbf: GB/s of storage per node. Default: 1."),
+        typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1."),
     ] = None,
     restart_minutes: Annotated[
         float | None,
-        typer.Option(min=0.0, help="With --mtbf: from failure to loading. Default: 10."),
+        typer.Option(help="With --mtbf: from failure to loading. Default: 10."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print machine output alone on standard output.")

@@ -34,10 +34,25 @@ def assumptions(
             )
         return None
     return Assumptions(
-        mtbf,
-        DEFAULT_GBPS if gbps is None else gbps,
-        DEFAULT_RESTART_MIN if restart_minutes is None else restart_minutes,
+        _within("--mtbf", mtbf, 1e-3, 1e9),
+        _within("--checkpoint-gbps", DEFAULT_GBPS if gbps is None else gbps, 1e-3, 1e6),
+        _within(
+            "--restart-minutes",
+            DEFAULT_RESTART_MIN if restart_minutes is None else restart_minutes,
+            0.0,
+            1e5,
+        ),
     )
+
+
+def _within(option: str, value: float, low: float, high: float) -> float:
+    """`value`. Raises PlanError outside of the bounds, and for NaN."""
+    if not low <= value <= high:
+        raise PlanError(
+            f"{option} is {value:g}; it is a number from {low:g} to {high:,.0f}",
+            fix=f"write it in the unit that `dmt plan --help` names for {option}",
+        )
+    return value
 
 
 def machine_output(job: Job, assumed: Assumptions) -> dict[str, Any]:

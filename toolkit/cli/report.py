@@ -28,6 +28,7 @@ _LABELS = {
     "saving": "saving (stalls)",
     "skipped": "skipped batches",
     "evaluation": "evaluation",
+    "hung": "hangs and detection",
     "not_accounted": "not accounted",
 }
 
@@ -97,11 +98,12 @@ def _rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
             "validation",
             f"{summary.validation.value:.4f} at step {summary.validation.step:,}",
         )
-    automatic = len(summary.restarts)
-    yield (
-        "starts",
-        f"{summary.starts:,}, {automatic:,} of them by the launcher after a failure",
+    starts = (
+        f"{summary.starts:,}, {len(summary.restarts):,} of them by the launcher after a failure"
     )
+    if summary.restarts_after_stop:
+        starts += f", {summary.restarts_after_stop:,} although a signal had stopped the run"
+    yield "starts", starts
     for reason in summary.restarts:
         yield "", f"- {reason}"
     yield "checkpoints", _checkpoints(summary)

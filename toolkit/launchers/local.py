@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -179,11 +180,11 @@ class _Ranks:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """Kill the ranks that are left, each with the children in its process group."""
+        """Kill the ranks that are left and, of all ranks, the children in the process group."""
         for process in self._processes:
-            if process.poll() is None:
+            with suppress(ProcessLookupError):  # No process of that group is left.
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
 
 
 def _start(spec: LaunchSpec, rank: int) -> "subprocess.Popen[str]":

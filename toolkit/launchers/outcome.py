@@ -18,6 +18,9 @@ from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.run_dir import RunDirectory
 
+PEER_LOST = "lost contact with another rank, whose message or log says why"
+"""What a rank says of a failure that began elsewhere."""
+
 _KEPT_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024

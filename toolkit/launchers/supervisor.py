@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import Launcher, LaunchSpec, tell
-from toolkit.launchers.outcome import events_offset
+from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.launchers.process import POLL_S, StopSignals
 from toolkit.train import jsonl
 from toolkit.train.events import EventLog
@@ -28,7 +29,8 @@ def supervise(
     """Run `spec`; when it fails, run `again()`. Returns an exit code of errors.py.
 
     At most `max_restarts` times in a row without a newer checkpoint than before. Only a
-    failure (4) is tried again, not what the user has to mend, and nothing after a signal.
+    failure (4) is tried again, not what the user has to mend, nothing after a signal, and no
+    failure of which a rank said that another start is of no use.
     """
     run = RunDirectory(spec.run_dir)
     attempt = 0
@@ -38,16 +40,20 @@ def supervise(
             outcome = launcher.run(spec, signals)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
+            ended_at, events = time.time(), jsonl.read(run.events, offset)
+            if any(event.get("retry") is False for event in _ends(events)):
+                tell("not started again: it would not help, the message above says what may")
+                return EXIT_FAILED
             step = newest_step(run.checkpoints)
             attempt = 1 if step > saved else attempt + 1
-            reason = _reason(run, offset) or outcome.reason
+            reason = failure_reason(events, outcome.reason)
             if attempt > max_restarts:
                 tell(
                     f"error: {max_restarts} restarts in a row without a new checkpoint behind "
                     f"step {step}; the last time {reason}"
                 )
                 return EXIT_FAILED
-            pause_s = min(2.0 ** (attempt - 1), _LONGEST_PAUSE_S)
+            pause_s = pause_before(attempt)
             which = f"restart {attempt} of {max_restarts} from step {step}"
             tell(f"{which}, in {pause_s:g} s: {reason}")
             _pause(pause_s, signals)
@@ -55,8 +61,18 @@ def supervise(
                 return _stopped(step)
             spec = again()
             EventLog(run.events).write(
-                "restart", attempt=attempt, reason=reason, from_step=step
+                # From here on the time is the restart's: the pause and asking the GPUs, too.
+                "restart",
+                time=ended_at,
+                attempt=attempt,
+                reason=reason,
+                from_step=step,
             )
+
+
+def pause_before(attempt: int) -> float:
+    """Seconds before a restart: doubled each time, up to a limit."""
+    return min(2.0 ** min(attempt - 1, 10), _LONGEST_PAUSE_S)
 
 
 def newest_step(checkpoints: Path) -> int:
@@ -66,14 +82,36 @@ def newest_step(checkpoints: Path) -> int:
     return max(steps, default=0)
 
 
-def _reason(run: RunDirectory, offset: int) -> str:
-    """What the watchdog found, if it was that which ended the last launch."""
-    hangs = [e for e in jsonl.read(run.events, offset) if e.get("kind") == "hang"]
-    if not hangs:
-        return ""
-    ranks = hangs[-1].get("ranks")
-    who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
-    return f"{who} in step {int(hangs[-1].get('step', 0)) + 1}"
+def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
+    """Why a launch failed, in a line: a hang, else what a rank said, else the launcher's word.
+
+    A rank that was killed says nothing, but its peers say that they lost it.
+    """
+    hangs = [event for event in events if event.get("kind") == "hang"]
+    if hangs:
+        ranks = hangs[-1].get("ranks")
+        who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
+        return f"{who} in step {int(hangs[-1].get('step', 0)) + 1}"
+    failed = [event for event in _ends(events) if event.get("error")]
+    for event in failed:
+        first_line = str(event["error"]).partition("\n")[0]
+        if first_line != PEER_LOST:
+            return f"rank {event.get('rank', 0)}: {first_line}"
+    if not failed or " was killed by " in outcome:
+        return outcome
+    return f"{_silent(events)} was killed, or its machine is gone"
+
+
+def _silent(events: Sequence[Mapping[str, Any]]) -> str:
+    """The rank that left without a word, where it is the only one."""
+    worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
+    heard = {event.get("rank") for event in _ends(events)}
+    silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
+    return f"rank {silent[0]}" if len(silent) == 1 else "a rank"
+
+
+def _ends(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event.get("kind") == "end"]
 
 
 def _pause(seconds: float, signals: StopSignals) -> None:
@@ -93,14 +131,18 @@ def _stopped(step: int) -> int:
     return EXIT_RESUMABLE
 
 
+def visible_gpus(planned: int) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES; without any, those of the first `planned` GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return names or [str(index) for index in range(planned)]
+
+
 def working_gpus(planned: int) -> list[str]:
     """Which GPUs compute something, by their names in CUDA_VISIBLE_DEVICES.
 
     Each is asked in a process of its own: one that is broken may hang or crash whoever asks.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    names = names or [str(index) for index in range(planned)]
     probes = {
         name: subprocess.Popen(
             [sys.executable, "-c", _PROBE],
@@ -108,7 +150,7 @@ def working_gpus(planned: int) -> list[str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for name in names
+        for name in visible_gpus(planned)
     }
     deadline = time.monotonic() + _PROBE_LIMIT_S
     return [name for name, probe in probes.items() if _succeeds(probe, deadline)]

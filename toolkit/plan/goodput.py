@@ -34,8 +34,8 @@ class Failures:
 
     @property
     def shortest_interval_s(self) -> float:
-        """One save is in flight at a time: the next one waits until it is committed."""
-        return max(0.0, self.commit_s - self.stall_s)
+        """One save is in flight at a time: the next one begins when it is committed."""
+        return self.commit_s
 
 
 @dataclass(frozen=True)

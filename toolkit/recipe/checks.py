@@ -241,6 +241,14 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 
+def _restarts(recipe: Recipe) -> Iterator[Problem]:
+    restarts = recipe.launch.max_restarts
+    if restarts and recipe.checkpoint.resume == "never":
+        allowed = "auto with launch.max_restarts: a restart continues from a checkpoint"
+        fix = "set checkpoint.resume to auto, or launch.max_restarts to 0"
+        yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
+
+
 _LENGTH = ("training.steps", "training.tokens", "training.epochs")
 _STEPS = (*_LENGTH, "training.global_batch_size", "training.sequence_length")
 _SPREAD = (
@@ -275,4 +283,5 @@ RULES: tuple[Rule, ...] = (
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
     ),
+    Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+
 Event = Mapping[str, Any]
 
 
@@ -29,9 +31,15 @@ class Attempt:
 
     @property
     def launched(self) -> float | None:
-        """When its processes were asked for; None in runs that did not record that."""
+        """When its processes were asked for, or, under another launcher, began to run; None in
+        runs that did not record that."""
         first = self.events[0]
-        return time_of(first) if begins(first) else None
+        if begins(first):
+            return time_of(first)
+        for event in self.of("start"):
+            if (age_s := number(event, "seconds")) is not None:
+                return time_of(event) - age_s
+        return None
 
     @property
     def load_s(self) -> float:
@@ -44,6 +52,20 @@ class Attempt:
         if self.launched is not None:
             return self.launched
         return time_of(self.events[0]) - self.load_s
+
+    @property
+    def stopped(self) -> bool:
+        """It saved and left after a signal; nothing failed."""
+        codes = {number(event, "exit_code") for event in self.of("end")}
+        return EXIT_RESUMABLE in codes and codes <= {EXIT_DONE, EXIT_RESUMABLE}
+
+    @property
+    def hung(self) -> float | None:
+        """When it came to a halt; None where nothing hung. The event is written when that is
+        found, `idle_s` later."""
+        for event in self.of("hang"):
+            return time_of(event) - (number(event, "idle_s") or 0.0)
+        return None
 
     @property
     def last_event(self) -> float:

@@ -8,6 +8,7 @@
     saving     training stood still for a save
     skipped    steps whose update was skipped
     evaluation validation, which is wanted but trains nothing
+    hung       from the halt of a rank until its run was ended, or started again
 
 What is left is not accounted: waiting between these, writing logs, exporting, and the first
 doing of steps beyond what was replayed. Time in which nothing ran (between a stop and the next
@@ -31,6 +32,7 @@ PARTS = (
     "saving",
     "skipped",
     "evaluation",
+    "hung",
     "not_accounted",
 )
 """What the time of a run is divided into, in the order of the report."""
@@ -79,6 +81,7 @@ def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
         "saving": _saving_s(found),
         "skipped": skipped,
         "evaluation": _evaluation_s(found),
+        "hung": _hung_s(spans),
     }
     known = sum(part or 0.0 for part in parts.values())
     # The clock of a machine may be set back; what was measured was spent.
@@ -118,6 +121,15 @@ def _start_up_s(spans: Sequence[tuple[Attempt, float, float]]) -> float | None:
         ready = end if one.started is None else one.started
         waited += max(0.0, ready - begin - one.load_s)
     return waited
+
+
+def _hung_s(spans: Sequence[tuple[Attempt, float, float]]) -> float:
+    """From each halt to the end of that start."""
+    return sum(
+        max(0.0, end - max(begin, one.hung))
+        for one, begin, end in spans
+        if one.hung is not None
+    )
 
 
 def _loading_s(found: Sequence[Attempt]) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -55,7 +56,9 @@ class Summary:
     """The last one."""
     starts: int
     restarts: tuple[str, ...]
-    """Why the launcher restarted the workers, each time."""
+    """Why the launcher restarted the workers, each time that they had failed."""
+    restarts_after_stop: int
+    """Restarts by another tool's launcher, which takes exit code 75 for a failure."""
     saves: Saves
     prediction: Mapping[str, Any] | None
     """The last `prediction` event."""
@@ -67,7 +70,8 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
     found = attempts(events)
     losses = [loss for line in metrics if (loss := _loss(line)) is not None]
     validations = [loss for event in _all(found, "evaluation") if (loss := _loss(event))]
-    restarts = [one.events[0].get("reason") for one in found if one.automatic]
+    automatic = [(before, one) for before, one in pairwise(found) if one.automatic]
+    restarts = [one.events[0].get("reason") for before, one in automatic if not before.stopped]
     predictions = _all(found, "prediction")
     logged = int(number(metrics[-1], "step") or 0) if metrics else 0
     return Summary(
@@ -77,6 +81,7 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
         validation=validations[-1] if validations else None,
         starts=len(found),
         restarts=tuple(str(reason or "no reason recorded") for reason in restarts),
+        restarts_after_stop=len(automatic) - len(restarts),
         saves=_saves(_all(found, "save")),
         prediction=predictions[-1] if predictions else None,
         ending=_ending(found[-1]) if found else Ending("open"),

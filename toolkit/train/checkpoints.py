@@ -21,7 +21,7 @@ from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
 from toolkit.train.events import EventLog
 from toolkit.train.fits import Shapes, shape_problems
-from toolkit.train.loop import Progress
+from toolkit.train.loop import Mark, Progress
 from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
 from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
@@ -136,13 +136,18 @@ class RunCheckpoints:
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
             posted.save(self.directory.wandb_state)
 
-    def save(self, engine: Engine, progress: Progress) -> None:
-        """Begin to save, unless that was done at this step already."""
+    def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
+        """Begin to save, unless that was done at this step already.
+
+        `mark` is told what it begins with.
+        """
         if self.saved_at == progress.step:
             return
         self.saved_at = progress.step
         began = time.monotonic()
+        mark("waiting for the save before")
         self.tell(wait=True)
+        mark(f"saving step {progress.step}")
         self.saver.save(self._manifest(engine, progress), engine.state(), self.companions)
         self._stall_s = time.monotonic() - began
 

@@ -34,7 +34,8 @@ class EventLog:
     Launchers and the W&B follower read these events; they rely on
 
     - `end` with `exit_code` (and `rank`, and `error` when it failed): written by rank 0
-      however the run ends, and by any other rank that fails;
+      however the run ends, and by any other rank that fails; `retry: false` where another
+      start would meet the same failure, or do harm;
     - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began)
       when the first step is ready, `restart` when a run that failed is started again (with
       `attempt`, `reason` and `from_step`), `replay` where steps are done again (`from_step`

@@ -48,5 +48,6 @@ class Guard:
                 "metrics.jsonl. In a new run: a lower optimizer.learning_rate, a longer "
                 "schedule.warmup_steps, or training.precision bf16 or fp32. For more patience: "
                 "guard.max_skips_in_a_row, guard.spike_factor",
+                retry=False,  # The same batches come again.
             )
         )

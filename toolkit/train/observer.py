@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,10 @@ from toolkit.recipe.schema import Recipe
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
-from toolkit.train.loop import Progress, StepReport
+from toolkit.train.loop import Mark, Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
-from toolkit.train.replica_check import ReplicaCheck
+from toolkit.train.replica_check import ReplicaCheck, set_aside
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.sample_log import SampleLog, drop_later_samples
 from toolkit.train.tensorboard import TensorBoardLog
@@ -104,6 +105,8 @@ class Observed:
     checkpoints: RunCheckpoints
     prediction: Prediction | None
     """What the plan promises."""
+    mark: Mark
+    """For work that takes long."""
 
 
 class Observer:
@@ -116,8 +119,13 @@ class Observer:
         self._seconds: list[float] = []
         """Of every step since this start."""
         self._validated_at = -1
+        self._skipping = False
+        """The last step was skipped: the weights are those of a step before."""
+        self._save_due = False
         layout, rank = run.plan.layout, run.ranks.rank
-        self._replicas = ReplicaCheck(run.engine, layout, rank, run.checkpoints.saved_at)
+        self._replicas = ReplicaCheck(
+            run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
+        )
         self._samples: SampleLog | None = None
         if run.recipe.logging.samples:
             data_rank = run.plan.layout.data_rank(run.ranks.rank)
@@ -127,6 +135,7 @@ class Observer:
         """Advance the bar; log (always the first step) and compare replicas when due."""
         self._window.add(report)
         self._seconds.append(report.seconds)
+        self._skipping = report.result.skipped is not None
         if self._samples is not None:
             self._samples.write(progress.step, report.samples)
         if self.reporter is not None:
@@ -149,6 +158,13 @@ class Observer:
         problem = self._replicas.check(step)
         if problem is not None and self.reporter is not None:
             self.reporter.warn(step, problem)
+
+    def _distrust(self, agreed_step: int) -> str:
+        """Set later checkpoints aside, also one that is still being written. Collective."""
+        self.run.checkpoints.tell(wait=True)
+        if self.reporter is None:
+            return ""
+        return set_aside(self.run.checkpoints.store.folder, agreed_step)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
@@ -183,23 +199,35 @@ class Observer:
             return
         self._validated_at = progress.step
         started = time.perf_counter()
-        result = self.run.engine.evaluate(self.run.validation())
+        self.run.mark("building the validation batches")
+        batches = Marked(self.run.validation(), self.run.mark)
+        result = self.run.engine.evaluate(batches)
         if self.reporter is not None:
             self.reporter.validated(progress.step, result, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
-        """Begin to save when due; when stopping, be done with it."""
+        """Begin to save when due; when stopping, be done with it.
+
+        What is due while steps are skipped waits for one that is not: saves without anything
+        new would push healthy checkpoints out, and renew the restarts of a run that is stuck.
+        """
         self.run.checkpoints.tell()
         every = self.run.recipe.checkpoint.every_steps
-        if stopping or (every and progress.step % every == 0):
-            self.run.checkpoints.save(self.run.engine, progress)
+        self._save_due |= bool(every and progress.step % every == 0)
+        if stopping or (self._save_due and not self._skipping):
+            self._save_due = False
+            self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
         if stopping:
-            self.run.checkpoints.finish()
+            self._finish_saving()
             self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
         """Save, unless that was done at this step already, and be done with it."""
-        self.run.checkpoints.save(self.run.engine, progress)
+        self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
+        self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        self.run.mark("waiting until the last save is written")
         self.run.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
@@ -217,6 +245,25 @@ class Observer:
         if self.reporter is not None:
             fields = event_fields(prediction, measured)
             self.reporter.events.write("prediction", step=progress.step, **fields)
+
+
+class Marked(Sequence[MicroBatch]):
+    """Batches of which each one, when it is taken, is a mark: a long validation is no hang."""
+
+    def __init__(self, batches: Sequence[MicroBatch], mark: Mark) -> None:
+        self._batches = batches
+        self._mark = mark
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
+        self._mark(f"validating, batch {index} of {len(self)}")
+        return self._batches[index]
 
 
 class _Window:

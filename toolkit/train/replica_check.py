@@ -4,10 +4,12 @@ A flipped bit, a broken link or a nondeterministic kernel lets replicas drift ap
 word: every one goes on with its own weights. A digest per weight is compared here.
 """
 
+import itertools
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -41,13 +43,25 @@ class Holding:
 
 
 class ReplicaCheck:
-    """Compares the replicas of one run. `agreed_step` is the step it starts from."""
+    """Compares the replicas of one run. `agreed_step` is the step it starts from.
 
-    def __init__(self, engine: Engine, layout: Layout, rank: int, agreed_step: int) -> None:
+    `distrust` is called on every rank with the last step that agreed, before a difference is
+    told, and returns what became of later checkpoints.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layout: Layout,
+        rank: int,
+        agreed_step: int,
+        distrust: Callable[[int], str],
+    ) -> None:
         self.engine = engine
         self.model_ranks = [layout.model_rank(other) for other in range(layout.world)]
         self.rank = rank
         self.agreed_step = agreed_step
+        self._distrust = distrust
         self._said_nothing_to_compare = False
 
     def check(self, step: int) -> str | None:
@@ -73,7 +87,9 @@ class ReplicaCheck:
         pairs = set(zip(self.model_ranks, summaries, strict=True))
         if len(pairs) > len(set(self.model_ranks)):
             mine = Holding(self.model_ranks[self.rank], socket.gethostname(), digests)
-            raise on_every_rank(_failure(_gather(mine), step, self.agreed_step))
+            holdings = _gather(mine)
+            advice = self._distrust(self.agreed_step)
+            raise on_every_rank(_failure(holdings, step, self.agreed_step, advice))
         self.agreed_step = step
         return None
 
@@ -132,7 +148,34 @@ def first_difference(holdings: Sequence[Holding]) -> str:
     raise AssertionError("asked only where replicas differ")
 
 
-def _failure(holdings: Sequence[Holding], step: int, agreed_step: int) -> RunFailed:
+def set_aside(checkpoints: Path, agreed_step: int) -> str:
+    """Rename every checkpoint after `agreed_step` to `step-N.suspect`; say what to do then.
+
+    A start would take a corrupt checkpoint for good: all of its replicas are loaded from it.
+    """
+    folders = sorted(path for path in checkpoints.glob("step-????????") if path.is_dir())
+    suspect = [path for path in folders if int(path.name[5:]) > agreed_step]
+    try:
+        for folder in suspect:
+            folder.rename(_free(folder))
+    except OSError as error:
+        return f"move checkpoints after it away yourself ({error}) before you start again"
+    renamed = ", ".join(path.name for path in suspect)
+    said = f"{renamed} got the ending .suspect: saved since then; " if suspect else ""
+    if suspect and suspect == folders:
+        return f"{said}no checkpoint is left from before: start anew in another directory"
+    return f"{said}start the same command again"
+
+
+def _free(folder: Path) -> Path:
+    """A name that an earlier find does not have yet."""
+    names = (f"{folder.name}.suspect{number or ''}" for number in itertools.count())
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
+
+
+def _failure(
+    holdings: Sequence[Holding], step: int, agreed_step: int, advice: str
+) -> RunFailed:
     odd, clear = odd_ranks(holdings)
     places = ", ".join(f"rank {rank} ({holdings[rank].host})" for rank in odd)
     if clear:
@@ -142,7 +185,8 @@ def _failure(holdings: Sequence[Holding], step: int, agreed_step: int) -> RunFai
     return RunFailed(
         f"step {step}: {differ}; first in {first_difference(holdings)}",
         fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
-        f"step {agreed_step}: move later checkpoints away, and start the same command again",
+        f"step {agreed_step}; {advice}",
+        retry=False,  # On the same machines, that would be.
     )
 
 

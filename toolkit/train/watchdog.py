@@ -5,6 +5,10 @@ thread waits or hangs, so a file that stands still means a process that does (SI
 machine). The main thread marks what it begins and ends; without a mark for the time limit,
 every rank writes its stacks to its log, one of them says what all are doing, and all exit.
 
+Three threads, so that nothing that blocks keeps this rank from ending: one writes heartbeats (a
+disk may be gone), one counts the time, and one of faulthandler's, which needs no interpreter,
+ends the process where the counting stands still (code in C that holds the interpreter's lock).
+
 Files are compared by their change, never by a clock: machines' clocks differ.
 """
 
@@ -39,6 +43,11 @@ _LAUNCHER_GRACE_S = 1.0
 """Where a launcher was asked to stop, it ends the ranks itself; this much later, we do."""
 _PAUSE_S = 1.0
 """How much later than the rank with the message the others leave: the first one is shown."""
+_TELLING_S = 10.0
+"""How long a rank that is to end may take to write down why: the disk may be what hangs."""
+_STUCK_LIMITS = 2.0
+"""Time limits after which a rank that cannot even count is ended. More than one: a job that was
+paused as a whole looks the same when it goes on."""
 
 
 @dataclass
@@ -122,9 +131,12 @@ class Watchdog:
         self._mine = Heartbeat(rank, os.getpid(), socket.gethostname(), step, step)
         self._idle_s = self._stopping_s = 0.0
         """Counted in beats: a process that was frozen has not used up its time."""
+        self._waiting = False
         self._main = threading.get_ident()
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._watch, self._write)
+        ]
 
     def __enter__(self) -> "Watchdog":
         self._run.heartbeats.mkdir(parents=True, exist_ok=True)
@@ -134,7 +146,9 @@ class Watchdog:
         faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
         self.mark("starting", self._mine.step)
         self._beat()
-        self._thread.start()
+        self._count_on()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -144,8 +158,11 @@ class Watchdog:
         traceback: TracebackType | None,
     ) -> None:
         self._left.set()
-        self._thread.join()
-        self._beat()
+        for thread in self._threads:
+            thread.join(_TELLING_S)  # One may wait for a disk that is gone.
+        faulthandler.cancel_dump_traceback_later()
+        if not self._threads[-1].is_alive():
+            self._beat()
         faulthandler.unregister(STACKS_SIGNAL)
         self._log.close()
 
@@ -155,16 +172,32 @@ class Watchdog:
         self._mine.trained_s += trained_s
         self._mine.marks += 1
         self._idle_s = 0.0
+        self._waiting = False
+
+    def wait(self, doing: str, step: int) -> None:
+        """The main thread waits for another rank, which is watched itself: no limit here."""
+        self.mark(doing, step)
+        self._waiting = True
 
     @property
     def _claim(self) -> Path:
         """Made by the one rank (of those that share a disk) that tells of the hang."""
         return self._run.heartbeats / "hang"
 
+    def _write(self) -> None:
+        while not self._left.wait(self._beat_s):
+            self._beat()
+
+    def _count_on(self) -> None:
+        """Put off the end by faulthandler's thread."""
+        limit_s = _STUCK_LIMITS * self._limit_s
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self._log)
+
     def _watch(self) -> None:
         while not self._left.wait(self._beat_s):
-            self._idle_s += self._beat_s
-            self._beat()
+            self._count_on()
+            if not self._waiting:
+                self._idle_s += self._beat_s
             if self._idle_s >= self._limit_s:
                 self._end_hung()
             if self._grace_s is not None and self._stop.signal_name:
@@ -178,23 +211,31 @@ class Watchdog:
             self._mine.write(self._run.heartbeats)
 
     def _end_hung(self) -> None:
+        looking_s = _BEATS_TO_LOOK * self._slow_beat_s
+        try:
+            self._end_within(looking_s + _PAUSE_S + _TELLING_S)
+            self._tell_of_hang(looking_s)
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _end_within(self, seconds: float) -> None:
+        """Exit then, whatever comes in between."""
+        last_resort = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _tell_of_hang(self, looking_s: float) -> None:
+        idle_s = self._idle_s
         self._mine.where = _innermost(self._main)
-        self._beat()
         before = self._all()
-        self._beat_for(_BEATS_TO_LOOK * self._slow_beat_s)
+        time.sleep(looking_s)  # Heartbeats go on in their own thread.
         fields = diagnosis(before, self._all())
         if self._is_first():
             message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
-            EventLog(self._run.events).write("hang", **fields)
+            EventLog(self._run.events).write("hang", idle_s=round(idle_s, 3), **fields)
             self._end(f"{message}\n  the ranks' stacks are in {self._run.logs}/rank-*.log")
         self._dump()
-        self._beat_for(_PAUSE_S)
-        os._exit(EXIT_FAILED)
-
-    def _beat_for(self, seconds: float) -> None:
-        for _ in range(round(seconds / self._beat_s)):
-            time.sleep(self._beat_s)
-            self._beat()
+        time.sleep(_PAUSE_S)
 
     def _all(self) -> dict[int, Heartbeat | None]:
         return {r: Heartbeat.read(self._run.heartbeats, r) for r in range(self._world)}
@@ -210,6 +251,13 @@ class Watchdog:
 
     def _end(self, message: str) -> None:
         """Stacks, then the message: launchers show the end of the log."""
+        try:
+            self._end_within(_TELLING_S)
+            self._tell(message)
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _tell(self, message: str) -> None:
         self._dump()
         for file in (self._log, sys.stderr):
             print(f"error: {message}", file=file, flush=True)
@@ -220,7 +268,6 @@ class Watchdog:
             exit_code=EXIT_FAILED,
             error=message,
         )
-        os._exit(EXIT_FAILED)
 
     def _dump(self) -> None:
         with suppress(OSError):
@@ -245,7 +292,9 @@ def diagnosis(
     whose file is on another machine's disk say nothing.
     """
     seen = {rank: beat for rank, beat in after.items() if beat is not None}
-    still = [r for r, beat in seen.items() if before[r] is not None and beat == before[r]]
+    if not seen:
+        return {"message": "no heartbeat can be read", "ranks": [], "step": 0, "where": {}}
+    still = [r for r, beat in seen.items() if before.get(r) == beat]
     furthest = max(beat.marks for beat in seen.values())
     behind = [rank for rank, beat in seen.items() if beat.marks < furthest]
     where = {rank: beat.where for rank, beat in seen.items() if beat.where}

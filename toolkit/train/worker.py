@@ -37,6 +37,7 @@ from toolkit.errors import (
     RunFailed,
     Stopped,
 )
+from toolkit.launchers.outcome import PEER_LOST
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
@@ -45,7 +46,7 @@ from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.claim import claim
 from toolkit.train.events import EventLog, process_age_s
-from toolkit.train.loop import Job, Progress, train
+from toolkit.train.loop import Job, Mark, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
@@ -123,7 +124,7 @@ def _failure(error: Exception) -> tuple[int, str]:
         return error.exit_code, str(error)
     if _PEER_LOST.search(str(error)):
         logger.info("a collective failed", exc_info=error)  # for the log, not the terminal
-        return EXIT_FAILED, "lost contact with another rank, whose message or log says why"
+        return EXIT_FAILED, PEER_LOST
     logger.error("training failed", exc_info=error)
     return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
 
@@ -147,7 +148,10 @@ class _Worker:
         self.together = together
         self.directory = RunDirectory(assignment.run_dir)
         self.progress = Progress()
+        self._mark: Mark = lambda _: None  # until the watchdog is there
         self._stop: StopRequest | None = None
+        self._watching = ExitStack()
+        """Ends with the process: a rank that cannot leave hangs, too."""
         self._at_end = ExitStack()
         """What is closed when the `end` event is written: W&B reads that event."""
 
@@ -169,6 +173,8 @@ class _Worker:
         progress = self.progress
 
         self._stop = stop = self._at_end.enter_context(StopRequest())
+        watchdog = self._watchdog(stop)
+        self._mark = lambda doing: watchdog.mark(doing, progress.step)
         reporter = self._start_reporter(progress, steps, checkpoints)
         observed = Observed(
             recipe,
@@ -178,34 +184,40 @@ class _Worker:
             self._validation(data),
             checkpoints,
             self.assignment.prediction,
+            self._mark,
         )
         observer = Observer(observed, reporter)
         shown = reporter.progress if reporter is not None else nullcontext()
-        with shown, self._watchdog(stop) as watchdog:
+        self._watching.enter_context(watchdog)
+        with shown:
             try:
                 hooks = Watched(observer, watchdog)
                 train(self._job(engine, data, steps), progress, hooks, stop)
-            except RunFailed:
+            except (RunFailed, PeerFailed):
                 checkpoints.tell(wait=True)  # raised on every rank: what is in flight is good
                 raise
-            watchdog.mark("the last save and validation", progress.step)
             # A signal from here on changes nothing: what is left is short. Saved first,
             # so that not even a kill costs a step.
             observer.save_now(progress)
             observer.evaluate_now(progress)
             observer.compare(progress)
+        self._mark("closing")
         checkpoints.close()
         engine.close()
         if recipe.checkpoint.export:
+            if self.ranks.rank != 0:
+                watchdog.wait("waiting for the export", progress.step)
             self.together.run(lambda: self._export(checkpoints))
 
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
+        self._mark("leaving")
         if self.ranks.rank == 0:
             self.record_end(exit_code=code)
         self._at_end.close()
         dist.barrier()
         leave()
+        self._watching.close()
         return code
 
     def record_signal(self) -> None:
@@ -217,7 +229,8 @@ class _Worker:
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
-        self.record_end(exit_code=code, error=message)
+        retry = {} if getattr(error, "retry", True) else {"retry": False}
+        self.record_end(exit_code=code, error=message, **retry)
         self._at_end.__exit__(type(error), error, error.__traceback__)
 
     def record_end(self, **fields: Any) -> None:
@@ -339,9 +352,10 @@ class _Worker:
     def _export(self, checkpoints: RunCheckpoints) -> None:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
+            self._mark("exporting")
             shutil.rmtree(self.directory.export, ignore_errors=True)
             last = checkpoints.store.folder / folder_name(self.progress.step)
-            export(last, self.directory.export)
+            export(last, self.directory.export, lambda _: self._mark("exporting"))
 
 
 def _say(message: str) -> None:
