@@ -38,6 +38,7 @@ from toolkit.errors import (
     DmtError,
     Stopped,
 )
+from toolkit.failpoints import failpoint
 from toolkit.launchers.outcome import PEER_LOST
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
@@ -196,6 +197,7 @@ class _Worker:
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
         self._mark("leaving")
+        failpoint("leaving")
         if self.ranks.rank == 0:
             self._write_end(exit_code=code)
         self._at_end.close()
@@ -336,6 +338,7 @@ class _Worker:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
             self._mark("exporting")
+            failpoint("export")
             shutil.rmtree(self.directory.export, ignore_errors=True)
             last = checkpoints.store.folder / folder_name(self.progress.step)
             export(last, self.directory.export, lambda _: self._mark("exporting"))
