@@ -183,6 +183,17 @@ def test_a_signal_stops_and_does_not_restart(project: Project, launcher, number,
     signal_and_end(project, f"alive-{launcher}-{number.name}", launcher, number, target)
 
 
+@pytest.mark.parametrize(("place", "rank"), [("export", 0), ("leaving", 1)])
+def test_a_hang_after_the_last_step_is_found(project: Project, place: str, rank: int):
+    changes = {"training.steps": 2, "launch.hang_timeout_s": LIMIT_S}
+    env = {"DMT_FAILPOINTS": f"{place}=hang@rank{rank}"}
+    ended = project.launch(f"alive-{place}", changes, env=env)
+    assert ended.code == 4
+    assert "error: hang: nothing done for 6 s" in ended.err
+    (hang,) = events(project.folder / f"alive-{place}", "hang")
+    assert "failpoint" in hang["where"][str(rank)]
+
+
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_ranks_that_do_not_leave_within_the_grace_are_killed(project: Project, launcher: str):
     run_dir = project.folder / f"alive-grace-{launcher}"

@@ -41,8 +41,7 @@ def supervise(
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
             ended_at, events = time.time(), jsonl.read(run.events, offset)
-            if any(event.get("retry") is False for event in _ends(events)):
-                tell("not started again: it would not help, the message above says what may")
+            if _would_come_again(events):
                 return EXIT_FAILED
             step = newest_step(run.checkpoints)
             attempt = 1 if step > saved else attempt + 1
@@ -60,14 +59,17 @@ def supervise(
             if signals.stop_requested:
                 return _stopped(step)
             spec = again()
-            EventLog(run.events).write(
-                # From here on the time is the restart's: the pause and asking the GPUs, too.
-                "restart",
-                time=ended_at,
-                attempt=attempt,
-                reason=reason,
-                from_step=step,
-            )
+            # From `ended_at` on the time is the restart's: the pause and asking the GPUs, too.
+            fields = {"attempt": attempt, "reason": reason, "from_step": step}
+            EventLog(run.events).write("restart", time=ended_at, **fields)
+
+
+def _would_come_again(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a rank said so of its failure; the user is told."""
+    found = any(event.get("retry") is False for event in _ends(events))
+    if found:
+        tell("not started again: it would not help, the message above says what may")
+    return found
 
 
 def pause_before(attempt: int) -> float:

@@ -37,6 +37,7 @@ from toolkit.errors import (
     RunFailed,
     Stopped,
 )
+from toolkit.failpoints import failpoint
 from toolkit.launchers.outcome import PEER_LOST
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
@@ -212,6 +213,7 @@ class _Worker:
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
         self._mark("leaving")
+        failpoint("leaving")
         if self.ranks.rank == 0:
             self.record_end(exit_code=code)
         self._at_end.close()
@@ -353,6 +355,7 @@ class _Worker:
         """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
         if self.ranks.rank == 0:
             self._mark("exporting")
+            failpoint("export")
             shutil.rmtree(self.directory.export, ignore_errors=True)
             last = checkpoints.store.folder / folder_name(self.progress.step)
             export(last, self.directory.export, lambda _: self._mark("exporting"))
