@@ -3,7 +3,8 @@
 It leaves `pid-RANK` and `env-RANK` in RUN_DIR, and writes events as a worker does.
 Behaviours: `done`; `sleep` (until SIGTERM, then 75); `stubborn` (ignores SIGTERM);
 `early` (still importing: no handlers, no events); `fail=RANK:CODE` (that rank fails
-after a moment, the others sleep; with ` stubborn` behind it, they ignore SIGTERM).
+after a moment, the others sleep; with ` stubborn` behind it, they ignore SIGTERM; with
+` telling`, it says why, as a worker does).
 """
 
 import json
@@ -24,9 +25,9 @@ def event(kind: str, **fields: object) -> None:
         file.write(json.dumps({"kind": kind, "rank": rank, **fields}) + "\n")
 
 
-def leave(code: int) -> None:
+def leave(code: int, **error: str) -> None:
     (run_dir / f"asked-{rank}").write_text(str(asked))
-    event("end", exit_code=code)
+    event("end", exit_code=code, **error)
     sys.exit(code)
 
 
@@ -53,6 +54,9 @@ while time.monotonic() - began < 60:
         failing, code = behaviour.split()[0].removeprefix("fail=").split(":")
         if rank == int(failing) and time.monotonic() - began > 0.3:
             print("the reason it failed", flush=True)
+            if "telling" in behaviour:
+                print("error: told by itself", file=sys.stderr, flush=True)
+                leave(int(code), error="told by itself")
             leave(int(code))
     if asked and "stubborn" not in behaviour:
         time.sleep(0.3)  # Saving.

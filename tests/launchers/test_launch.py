@@ -75,6 +75,25 @@ def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
+def test_what_rank_0_told_is_not_told_again(start, name):
+    exit_code, errors = start(name, "fail=0:4 telling").end()
+    assert exit_code == 4
+    assert errors.count("error: ") == 1
+    assert "error: told by itself" in errors
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("behaviour", ["fail=0:4", "fail=1:4 telling"])
+def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, name, behaviour):
+    # What was told in an earlier launch does not count.
+    earlier = {"kind": "end", "rank": 0, "exit_code": 4, "error": "told then"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(earlier) + "\n")
+    exit_code, errors = start(name, behaviour).end()
+    assert exit_code == 4
+    assert f"error: rank {behaviour[5]} failed with exit code 4" in errors
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
     launch = start(name, "early")
     pids = launch.worker_pids()

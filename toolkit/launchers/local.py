@@ -20,7 +20,7 @@ from toolkit.launchers.base import (
     tell,
     worker_command,
 )
-from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.launchers.outcome import RankExit, events_offset, report_failure
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     POLL_S,
@@ -83,6 +83,7 @@ class _Ranks:
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._run_dir = spec.run_dir
+        self._offset = events_offset(spec.run_dir)
         run = RunDirectory(spec.run_dir)
         run.logs.mkdir(parents=True, exist_ok=True)
         self._processes: list[subprocess.Popen[str]] = []
@@ -127,7 +128,7 @@ class _Ranks:
         for copier in self._copiers:
             copier.join(timeout=1.0)
         if self._failed is not None:
-            return report_failure(self._run_dir, self._failed)
+            return report_failure(self._run_dir, self._offset, self._failed)
         codes = {process.returncode for process in self._processes}
         return Outcome(EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE)
 

@@ -49,18 +49,28 @@ def failure_code(code: int) -> int:
     return code if code in _KEPT_CODES else EXIT_FAILED
 
 
-def report_failure(run_dir: Path, failed: RankExit) -> Outcome:
+def report_failure(run_dir: Path, offset: int, failed: RankExit) -> Outcome:
     """Name the rank and show the end of its log.
 
-    Rank 0 has the terminal: what it told the user there is not told again.
+    Rank 0 has the terminal: what it told the user there is not told again. `offset`: where
+    the events of this launch begin.
     """
-    if failed.rank == 0 and failed.code in _KEPT_CODES:
-        return Outcome(failed.code, failed.describe())
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    if failed.rank == 0 and (failed.code in _KEPT_CODES or _told(events, failed)):
+        return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
     tail = _tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
     tell(f"error: {failed.describe()}{shown}")
     return Outcome(failure_code(failed.code), failed.describe())
+
+
+def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
+    """Did the rank itself say why it failed, or did it die without a word?"""
+    return any(
+        _is_end(event, failed.code) and event.get("rank") == failed.rank and "error" in event
+        for event in events
+    )
 
 
 def _tail(path: Path) -> str:
@@ -91,7 +101,7 @@ def outcome_from_events(
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)
     if failed := _first_failure(events):
-        return report_failure(run_dir, failed)
+        return report_failure(run_dir, offset, failed)
     if launcher_code in (EXIT_DONE, EXIT_RESUMABLE):
         return Outcome(launcher_code)
     saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
