@@ -101,7 +101,7 @@ class _Place:
 
 
 class CheckpointTensors:
-    """The checkpoint tensors of a model by name, as views into its parameters.
+    """Where the checkpoint tensors of a model lie in its flattened parameters.
 
     `shapes` are the model's parameters; the names are those of `checkpoint_names`.
     """
@@ -123,27 +123,6 @@ class CheckpointTensors:
         length = prod(place.shape[1:])
         start = place.start + rows[0] * length
         return place.parameter, start, place.start + rows[1] * length, length
-
-    def write(self, state: dict[str, Tensor], stack: Sequence[Block], value: Tensor) -> None:
-        """Write a stack of blocks into `state`'s full parameters, adding missing ones."""
-        row = 0
-        for block in stack:
-            place = self._places[block.tensor]
-            if place.parameter not in state:
-                shape = self.shapes[place.parameter]
-                state[place.parameter] = torch.empty(shape, dtype=value.dtype)
-            stop = place.start + prod(place.shape)
-            target = state[place.parameter].view(-1)[place.start : stop].view(place.shape)
-            rows = block.rows[1] - block.rows[0]
-            _rectangle(target, block).copy_(value[row : row + rows])
-            row += rows
-
-
-def _rectangle(tensor: Tensor, block: Block) -> Tensor:
-    """The view of a whole checkpoint tensor that `block` names, in the block's orientation."""
-    oriented = tensor.T if block.transposed else tensor
-    rows = oriented[block.rows[0] : block.rows[1]]
-    return rows if block.columns is None else rows[:, block.columns[0] : block.columns[1]]
 
 
 # --- random ---------------------------------------------------------------------------
