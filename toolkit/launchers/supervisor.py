@@ -99,9 +99,10 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
         first_line = str(event["error"]).partition("\n")[0]
         if first_line != PEER_LOST:
             return f"rank {event.get('rank', 0)}: {first_line}"
-    if not failed or " was killed by " in outcome:
+    silent = _silent(events)
+    if not failed or " was killed by " in outcome or outcome.startswith(f"{silent} "):
         return outcome
-    return f"{_silent(events)} was killed, or its machine is gone"
+    return f"{silent} was killed, or its machine is gone"
 
 
 def _silent(events: Sequence[Mapping[str, Any]]) -> str:
