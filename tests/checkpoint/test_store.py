@@ -174,6 +174,16 @@ def test_damaged_ones_do_not_count_as_kept(saver: Saver, tmp_path: Path) -> None
     assert names == ["step-00000050", "step-00000100"]
 
 
+def test_a_step_that_is_damaged_twice_is_set_aside_twice(saver: Saver, tmp_path: Path) -> None:
+    save(saver, 50)
+    for _ in range(2):
+        save(saver, 93)
+        (tmp_path / "step-00000093" / "state-00000.safetensors").unlink()
+        assert find_newest(saver.store, expected=True)
+        assert [path.name for path in saver.store.finished()] == ["step-00000050"]
+    assert (tmp_path / "step-00000093.damaged1").is_dir()
+
+
 def test_a_folder_of_another_name_is_no_checkpoint_of_that_step(
     saver: Saver, tmp_path: Path
 ) -> None:

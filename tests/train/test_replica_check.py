@@ -19,7 +19,7 @@ from toolkit.train.replica_check import (
     digest,
     first_difference,
     odd_ranks,
-    set_aside,
+    set_aside_after,
 )
 
 HOST = socket.gethostname()
@@ -76,7 +76,7 @@ def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> N
     for step in (4, 8, 12):
         (tmp_path / f"step-{step:08}").mkdir()
     (tmp_path / "step-00000008.suspect").mkdir()
-    assert set_aside(tmp_path, 4) == (
+    assert set_aside_after(tmp_path, 4) == (
         "step-00000008, step-00000012 got the ending .suspect: saved since then; "
         "start the same command again"
     )
@@ -86,8 +86,8 @@ def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> N
         "step-00000008.suspect1",
         "step-00000012.suspect",
     }
-    assert "no checkpoint is left" in set_aside(tmp_path, 3)
-    assert set_aside(tmp_path, 0) == "start the same command again"
+    assert "no checkpoint is left" in set_aside_after(tmp_path, 3)
+    assert set_aside_after(tmp_path, 0) == "start the same command again"
 
 
 @pytest.mark.slow

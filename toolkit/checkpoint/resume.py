@@ -4,6 +4,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
-from toolkit.checkpoint.store import CheckpointStore, folder_name
+from toolkit.checkpoint.store import CheckpointStore, folder_name, set_aside
 from toolkit.errors import CheckpointError
 
 
@@ -39,7 +40,8 @@ def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
         if manifest is not None and not problems:
             if dist.get_rank() == 0:
                 for damaged in folders[: len(skipped)]:
-                    store.set_aside(damaged)
+                    with suppress(OSError):  # a disk that cannot be written: skipped each time
+                        set_aside(damaged, "damaged")
             return Found(folder, manifest, tuple(skipped))
         skipped.append(f"{folder.name}: {problems[0]}")
     if not expected:

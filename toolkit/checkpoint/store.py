@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import Manifest
@@ -25,6 +26,21 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a folder of `CheckpointStore.finished`."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def set_aside(folder: Path, reason: str) -> None:
+    """Rename a checkpoint to `step-N.REASON`: it neither counts nor is looked at again.
+
+    An earlier one of that name stays. Raises OSError.
+    """
+    names = (f"{folder.name}.{reason}{number or ''}" for number in count())
+    free = next(path for name in names if not (path := folder.with_name(name)).exists())
+    folder.rename(free)
+
+
 class CheckpointStore:
     """The checkpoints of a run; `keep` of the newest stay. Not collective: rank 0's work."""
 
@@ -36,11 +52,6 @@ class CheckpointStore:
         """Folders that were finished, oldest first; whether they are whole, hashes tell."""
         found = self.folder.glob("step-*")
         return sorted(path for path in found if STEP.fullmatch(path.name) and path.is_dir())
-
-    def set_aside(self, folder: Path) -> None:
-        """Rename a damaged checkpoint, so that it neither counts nor is looked at again."""
-        with suppress(OSError):  # a disk that cannot be written: it is skipped each time
-            folder.rename(folder.with_name(f"{folder.name}.damaged"))
 
     def expects_one(self) -> bool:
         """Was a checkpoint ever finished here?"""

@@ -1,7 +1,6 @@
 """`--max-restarts`: a run that failed is started again, as long as that gets it further."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import Launcher, LaunchSpec, tell
 from toolkit.launchers.outcome import PEER_LOST, events_offset
@@ -79,9 +80,8 @@ def pause_before(attempt: int) -> float:
 
 def newest_step(checkpoints: Path) -> int:
     """The step of the newest committed checkpoint; 0 without one."""
-    folders = [path.parent.name for path in checkpoints.glob("step-????????/manifest.json")]
-    steps = [int(name[5:]) for name in folders if re.fullmatch(r"step-\d{8}", name)]
-    return max(steps, default=0)
+    folders = CheckpointStore(checkpoints, keep=1).finished()
+    return max((step_of(path) for path in folders if (path / MANIFEST).exists()), default=0)
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:

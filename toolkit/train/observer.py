@@ -22,7 +22,7 @@ from toolkit.train.events import EventLog
 from toolkit.train.loop import Mark, Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.progress import ProgressReport
-from toolkit.train.replica_check import ReplicaCheck, set_aside
+from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.sample_log import SampleLog, drop_later_samples
 from toolkit.train.tensorboard import TensorBoardLog
@@ -164,7 +164,7 @@ class Observer:
         self.run.checkpoints.tell(wait=True)
         if self.reporter is None:
             return ""
-        return set_aside(self.run.checkpoints.store.folder, agreed_step)
+        return set_aside_after(self.run.checkpoints.store.folder, agreed_step)
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result

@@ -4,7 +4,6 @@ A flipped bit, a broken link or a nondeterministic kernel lets replicas drift ap
 word: every one goes on with its own weights. A digest per weight is compared here.
 """
 
-import itertools
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
 from toolkit.engines.base import Engine
 from toolkit.errors import RunFailed
 from toolkit.plan.layout import Layout
@@ -148,16 +148,16 @@ def first_difference(holdings: Sequence[Holding]) -> str:
     raise AssertionError("asked only where replicas differ")
 
 
-def set_aside(checkpoints: Path, agreed_step: int) -> str:
+def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
     """Rename every checkpoint after `agreed_step` to `step-N.suspect`; say what to do then.
 
     A start would take a corrupt checkpoint for good: all of its replicas are loaded from it.
     """
-    folders = sorted(path for path in checkpoints.glob("step-????????") if path.is_dir())
-    suspect = [path for path in folders if int(path.name[5:]) > agreed_step]
+    folders = CheckpointStore(checkpoints, keep=1).finished()
+    suspect = [folder for folder in folders if step_of(folder) > agreed_step]
     try:
         for folder in suspect:
-            folder.rename(_free(folder))
+            set_aside(folder, "suspect")
     except OSError as error:
         return f"move checkpoints after it away yourself ({error}) before you start again"
     renamed = ", ".join(path.name for path in suspect)
@@ -165,12 +165,6 @@ def set_aside(checkpoints: Path, agreed_step: int) -> str:
     if suspect and suspect == folders:
         return f"{said}no checkpoint is left from before: start anew in another directory"
     return f"{said}start the same command again"
-
-
-def _free(folder: Path) -> Path:
-    """A name that an earlier find does not have yet."""
-    names = (f"{folder.name}.suspect{number or ''}" for number in itertools.count())
-    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 def _failure(
