@@ -2,17 +2,16 @@
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.manifest import FileRecord, Manifest, record_of
+from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
 from toolkit.checkpoint.shards import QUANTITIES, key_of, whole_block
-from toolkit.checkpoint.store import STEP, folder_name, sync_folder
+from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.safetensors_stream import (
@@ -62,7 +61,9 @@ def convert(
             files[name] = FileRecord((hidden / name).stat().st_size, digest.hexdigest())
         for name in manifest.files:
             if not is_state_file(name):
-                files[name] = _copy(src / name, hidden / name)
+                files[name] = write_synced(hidden / name, (src / name).read_bytes())
+        for inner in {(hidden / name).parent for name in files} - {hidden}:
+            sync_folder(inner)
         manifest = manifest.with_files(files)
         manifest.write(hidden)
         sync_folder(hidden)
@@ -76,14 +77,3 @@ def _entries(state: SavedState) -> Iterator[Entry]:
         for quantity in QUANTITIES:
             key = key_of(quantity, whole_block(tensor, shape))
             yield Entry(key, torch.float32, shape, partial(state.in_pieces, quantity, tensor))
-
-
-def _copy(src: Path, dst: Path) -> FileRecord:
-    """Copy a small file to disk for good."""
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(src, dst)
-    for path in (dst, dst.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    return record_of(dst)

@@ -6,7 +6,6 @@ own. One save is in flight at most; the next one waits for it.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ from toolkit.checkpoint.shards import (
     stored_values,
     with_offsets,
 )
-from toolkit.checkpoint.store import CheckpointStore, sync_folder
+from toolkit.checkpoint.store import CheckpointStore, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.failpoints import failpoint
 from toolkit.models.convert.safetensors_stream import Entry, write_file
@@ -202,17 +201,8 @@ def _write_files(
     records = {name: FileRecord((folder / name).stat().st_size, digest.hexdigest())}
     if dist.get_rank() == 0:
         records |= {
-            path: _write_small(folder / path, text) for path, text in companions.items()
+            path: write_synced(folder / path, text) for path, text in companions.items()
         }
         for inner in {(folder / path).parent for path in companions}:
             sync_folder(inner)
     return records
-
-
-def _write_small(path: Path, content: bytes) -> FileRecord:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(len(content), hashlib.sha256(content).hexdigest())

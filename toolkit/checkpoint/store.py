@@ -6,6 +6,7 @@ folder. `latest` names the newest one for people and scripts; nothing here relie
 tell that a checkpoint was once there.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.failpoints import failpoint
 
 LATEST = "latest"
@@ -129,3 +130,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> FileRecord:
+    """Write a small file to disk for good; its folder is the caller's to sync."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())

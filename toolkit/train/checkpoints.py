@@ -20,7 +20,7 @@ from toolkit.train import jsonl
 from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
 from toolkit.train.events import EventLog
-from toolkit.train.fits import Shapes, shape_problems
+from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Mark, Progress
 from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
 from toolkit.train.together import PeerFailed
@@ -48,6 +48,8 @@ class RunCheckpoints:
         self.fingerprint = data_fingerprint
         self.companions = companions
         self.versions = environment_report() if self.leader else {}
+        self.recipe = jsonl.plain(assignment.recipe.model_dump(mode="json"))
+        """As manifests state it."""
         self.directory = RunDirectory(assignment.run_dir)
         self.events = EventLog(self.directory.events)
         section = assignment.recipe.checkpoint
@@ -61,8 +63,8 @@ class RunCheckpoints:
         self._saved: SavedState | None = None
         """The tensors of the checkpoint that the run continues from."""
 
-    def find(self, shapes: Shapes) -> Found | None:
-        """The checkpoint that the run continues from; `shapes` are the model's tensors there.
+    def find(self, config: PretrainedConfig) -> Found | None:
+        """The checkpoint that the run, of a model with this `config`, continues from.
 
         Raises CheckpointError when the recipe forbids to continue, when recipe, model or data
         are others, or when all checkpoints are damaged or gone.
@@ -80,20 +82,19 @@ class RunCheckpoints:
         for told in found.skipped:
             self._warn(f"damaged checkpoint skipped: {told}")
         self._saved = SavedState(found.folder)
-        self._check_same_run(found, shapes)
+        self._check_same_run(found, config)
         return found
 
-    def _check_same_run(self, found: Found, shapes: Shapes) -> None:
+    def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run: its numbers would mean something else here."""
         if found.manifest.data_fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"{found.folder} was trained on other data: its cursor means nothing here",
                 fix="restore the data files, or start in another directory (--run-dir)",
             )
-        now = jsonl.plain(self.assignment.recipe.model_dump(mode="json"))
         problems = [
             f"{key} was {shown(old)}, is {shown(new)}"
-            for key, old, new in differences(found.manifest.recipe, now)
+            for key, old, new in differences(found.manifest.recipe, self.recipe)
             # Data are compared as such; a release that did not know a setting had its default.
             if not may_change(key)
             and key.split(".")[0] not in ("name", "data")
@@ -101,7 +102,7 @@ class RunCheckpoints:
         ]
         if self.leader:
             assert self._saved is not None
-            problems += shape_problems(self._saved.shapes, shapes)
+            problems += shape_problems(self._saved.shapes, hf.checkpoint_shapes(config))
         if problems:
             raise CheckpointError(
                 f"{found.folder} belongs to another run: {'; '.join(problems)}",
@@ -197,7 +198,7 @@ class RunCheckpoints:
             self.events.write("warning", message=message)
 
     def _manifest(self, engine: Engine, progress: Progress) -> Manifest:
-        recipe, plan = self.assignment.recipe, self.assignment.plan
+        plan = self.assignment.plan
         counters = engine.counters()
         return Manifest(
             step=progress.step,
@@ -209,7 +210,7 @@ class RunCheckpoints:
             engine=plan.engine,
             model=plan.model,
             layout=plan.layout,
-            recipe=jsonl.plain(recipe.model_dump(mode="json")),
+            recipe=self.recipe,
             versions=self.versions,
             wandb_id=self._wandb_id(),
         )

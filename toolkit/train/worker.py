@@ -167,7 +167,7 @@ class _Worker:
         steps = total_steps(recipe.training, len(data.train))
         assert steps is not None, "known once the data is"
         checkpoints = self._checkpoints(config, data)
-        found = self.together.run(lambda: checkpoints.find(hf.checkpoint_shapes(config)))
+        found = self.together.run(lambda: checkpoints.find(config))
         engine = self._build_engine(config, checkpoints)
         if found is not None:
             self.progress = self.together.run(lambda: checkpoints.load(engine, found))
