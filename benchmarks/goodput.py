@@ -6,10 +6,12 @@ Prints Markdown tables, or writes them between their markers in a document. Noth
 a simulation with a fixed seed. Takes a few seconds.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import document  # beside this script
 
 from toolkit.hardware.cluster import default_cluster
 from toolkit.plan.goodput import (
@@ -161,26 +163,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def updated(document: str) -> str:
-    """The document with its tables made again."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        before, _, rest = document.partition(begin)
-        document = before + begin + "\n".join(table()) + "\n" + end + rest.partition(end)[2]
-    return document
-
-
-def main() -> None:
-    """Print the tables, or write them into a document."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", type=Path, metavar="DOCUMENT")
-    file = parser.parse_args().write
-    if file is None:
-        for table in TABLES.values():
-            print("\n".join(table()), end="\n\n")
-    else:
-        file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")
-
+updated = partial(document.updated, tables=TABLES)
 
 if __name__ == "__main__":
-    main()
+    document.main(__doc__.splitlines()[0] if __doc__ else "", TABLES)
