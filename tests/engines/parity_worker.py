@@ -7,7 +7,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -275,10 +275,11 @@ def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     ).item()
 
 
-def main() -> None:
+def for_each_case(do: Callable[[Case, Ranks], Any]) -> None:
+    """The main program of a rank: do it for the cases of the command line, rank 0 tells."""
     cases = [Case(**case) for case in json.loads(sys.argv[1])]
     ranks = join()
-    results = {case.name: train(case, ranks) for case in cases}
+    results = {case.name: do(case, ranks) for case in cases}
     leave()
     if ranks.rank == 0:
         print("RESULTS " + json.dumps(results))
@@ -286,4 +287,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for_each_case(train)

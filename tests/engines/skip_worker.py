@@ -6,9 +6,7 @@ Every case is trained twice from the same weights: once with faults, once with t
 of these steps left out. What follows must be equal to the bit.
 """
 
-import json
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +17,13 @@ from torch import Tensor, nn
 from tests.engines.parity_worker import (
     SEED,
     Case,
+    for_each_case,
     global_batches,
     micro_batches,
     new_engine,
 )
 from toolkit.engines.base import StepResult
-from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.engines.distributed import Ranks
 
 STEPS = 8
 NAN_LOSS, NAN_GRADIENT, HIGH_LOSS = 2, 4, 6
@@ -102,15 +101,5 @@ def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    cases = [Case(**case) for case in json.loads(sys.argv[1])]
-    ranks = join()
-    results = {case.name: compare(case, ranks) for case in cases}
-    leave()
-    if ranks.rank == 0:
-        print("RESULTS " + json.dumps(results))
-    end_process(0)
-
-
 if __name__ == "__main__":
-    main()
+    for_each_case(compare)
