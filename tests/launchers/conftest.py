@@ -15,14 +15,17 @@ _LAUNCH = """
 import sys
 from pathlib import Path
 from toolkit.launchers import LAUNCHERS
+from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
 name, run_dir, ranks, *worker = sys.argv[1:]
 chosen = LAUNCHERS[name]()
 cluster = ClusterSection(gpus_per_node=int(ranks))
+spec = chosen.spec(Job(Path(run_dir), cluster, worker=tuple(worker)))
+spec.write_files()
 with StopSignals() as signals:
-    outcome = chosen.run(chosen.spec(Path(run_dir), cluster, worker), signals)
+    outcome = chosen.run(spec, signals)
 sys.exit(outcome.exit_code)
 """
 

@@ -148,13 +148,15 @@ _SHORT_GRACE = """
 import sys
 from pathlib import Path
 from toolkit.launchers import local
+from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 local.FAILED_GRACE_S = 0.5
 launcher = local.LocalLauncher()
 run_dir, *worker = sys.argv[1:]
 with StopSignals() as signals:
-    spec = launcher.spec(Path(run_dir), ClusterSection(gpus_per_node=2), worker)
+    job = Job(Path(run_dir), ClusterSection(gpus_per_node=2), worker=tuple(worker))
+    spec = launcher.spec(job)
     sys.exit(launcher.run(spec, signals).exit_code)
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.launchers import LAUNCHERS, base, deepspeed
+from toolkit.launchers.base import Job
 from toolkit.launchers.deepspeed import DeepSpeedLauncher
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.process import Deadline
@@ -30,7 +31,7 @@ def plain_environment(monkeypatch):
 def test_local_starts_one_process_per_rank(monkeypatch):
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("GROUP_RANK", "7")
-    spec = LocalLauncher().spec(RUN, CPU)
+    spec = LocalLauncher().spec(Job(RUN, CPU))
     assert spec.argv == (sys.executable, "-u", *WORKER)
     for rank in range(2):
         env = spec.process_env(rank)
@@ -42,7 +43,7 @@ def test_local_starts_one_process_per_rank(monkeypatch):
 
 
 def test_torchrun_command():
-    spec = TorchrunLauncher().spec(RUN, CPU)
+    spec = TorchrunLauncher().spec(Job(RUN, CPU))
     assert spec.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--standalone", "--nproc-per-node=2", *WORKER),
@@ -52,7 +53,7 @@ def test_torchrun_command():
 
 
 def test_deepspeed_command():
-    spec = DeepSpeedLauncher().spec(RUN, CPU)
+    spec = DeepSpeedLauncher().spec(Job(RUN, CPU))
     assert Path(spec.argv[0]).name == "deepspeed"
     assert spec.argv[1:3] == ("--hostfile=/dev/null", "--num_gpus=2")
     assert spec.argv[3].startswith("--master_port=")
@@ -62,7 +63,7 @@ def test_deepspeed_command():
 
 def test_deepspeed_keeps_the_visible_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    spec = DeepSpeedLauncher().spec(RUN, GPU)
+    spec = DeepSpeedLauncher().spec(Job(RUN, GPU))
     assert "--include=localhost:4,6" in spec.argv
     assert "DS_ACCELERATOR" not in spec.env
 
@@ -71,28 +72,31 @@ def test_deepspeed_keeps_the_visible_devices(monkeypatch):
 def test_deepspeed_refuses_visible_devices_it_cannot_express(monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(PlanError, match="CUDA_VISIBLE_DEVICES"):
-        DeepSpeedLauncher().spec(RUN, GPU)
+        DeepSpeedLauncher().spec(Job(RUN, GPU))
 
 
 def test_deepspeed_command_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(deepspeed.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="pip install deepspeed"):
-        DeepSpeedLauncher().spec(RUN, CPU)
+        DeepSpeedLauncher().spec(Job(RUN, CPU))
 
 
-@pytest.mark.parametrize("name", ["local", "torchrun", "deepspeed"])
+@pytest.mark.parametrize("name", ["local", "accelerate"])
 def test_several_machines_are_refused_with_a_way_out(name):
     with pytest.raises(PlanError, match=r"cluster\.nodes is 2\n  fix: .*cluster\.nodes: 1"):
-        LAUNCHERS[name]().spec(RUN, ClusterSection(nodes=2))
+        LAUNCHERS[name]().spec(Job(RUN, ClusterSection(nodes=2)))
 
 
 def test_threads_are_divided_unless_set(monkeypatch):
     cores = len(os.sched_getaffinity(0))
-    assert base.common_env(CPU, 1)["OMP_NUM_THREADS"] == str(cores)
-    assert base.common_env(CPU, 10 * cores)["OMP_NUM_THREADS"] == "1"
+    assert base.worker_env(Job(RUN, ClusterSection()))["OMP_NUM_THREADS"] == str(cores)
+    assert (
+        base.worker_env(Job(RUN, ClusterSection(gpus_per_node=10 * cores)))["OMP_NUM_THREADS"]
+        == "1"
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in base.common_env(CPU, 1)
+    assert "OMP_NUM_THREADS" not in base.worker_env(Job(RUN, CPU))
 
 
 def test_printable_is_a_shell_command_without_secrets(monkeypatch):

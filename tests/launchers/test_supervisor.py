@@ -21,12 +21,15 @@ _SUPERVISE = """
 import sys
 from pathlib import Path
 from toolkit.launchers import supervisor
+from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalLauncher
 from toolkit.recipe.schema import ClusterSection
 
 supervisor._LONGEST_PAUSE_S = float(sys.argv[4])
 launcher = LocalLauncher()
-spec = lambda: launcher.spec(Path(sys.argv[1]), ClusterSection(), ("-c", sys.argv[2]))
+spec = lambda: launcher.spec(
+    Job(Path(sys.argv[1]), ClusterSection(), worker=("-c", sys.argv[2]))
+)
 sys.exit(supervisor.supervise(launcher, spec(), spec, int(sys.argv[3])))
 """
 _WORKER = """

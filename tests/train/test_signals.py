@@ -22,7 +22,7 @@ def test_a_signal_only_sets_the_flag(number):
         assert not stop.agreed()
         raise_here(number)
         assert stop.agreed()
-        assert stop.signal_name == number.name
+        assert stop.reason == number.name
 
 
 def test_handlers_are_restored():

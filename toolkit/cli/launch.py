@@ -1,11 +1,9 @@
 """`dmt launch`: plan a recipe, write its run directory, start the workers, wait."""
 
-import math
 import os
 import shlex
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +15,13 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
-from toolkit.launchers.base import LaunchSpec
+from toolkit.launchers.base import Job, LaunchSpec
 from toolkit.launchers.outcome import events_offset
+from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
 from toolkit.plan.ledger import summary
+from toolkit.plan.planner import settled
+from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
 from toolkit.train import jsonl
@@ -39,7 +40,8 @@ def launch(
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="local, torchrun or deepspeed; default: the recipe's launch.launcher"
+            help="local, torchrun, deepspeed, accelerate, slurm, kubernetes or ray; "
+            "default: the recipe's launch.launcher"
         ),
     ] = None,
     max_restarts: Annotated[
@@ -56,11 +58,12 @@ def launch(
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
     ] = False,
 ) -> None:
-    """Train a recipe on this machine.
+    """Train a recipe: on this machine, on several, or as a job of a scheduler.
 
     Example: dmt launch recipes/tiny/llama-bytes.yaml --set training.steps=20
+
+    Example: dmt launch recipes/llama/llama-3.1-8b-pretrain.yaml --launcher slurm --dry-run
     """
-    from toolkit.engines.setup import prepare_ops
     from toolkit.train import assignment as assignments
 
     if launcher is not None:
@@ -78,6 +81,20 @@ def launch(
     if dry_run:
         print(spec.printable())
         return
+    if LAUNCHERS[assignment.recipe.launch.launcher]().oversees(assignment.recipe.cluster):
+        code = _oversee(assignment, spec, loaded, where)
+    else:
+        code = _hand_over(assignment, spec)
+    raise typer.Exit(code)
+
+
+def _oversee(
+    assignment: "Assignment", spec: LaunchSpec, loaded: Recipe, where: Cluster | None
+) -> int:
+    """Write the run directory, start the ranks, and look after them to the end."""
+    from toolkit.engines.setup import prepare_ops
+    from toolkit.train import assignment as assignments
+
     prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
     _tell(f"run directory {_short(run.path)}")
@@ -94,20 +111,31 @@ def launch(
         _compare(run, before)
     if code == EXIT_DONE:
         _summary(run)
-    raise typer.Exit(code)
+    return code
+
+
+def _hand_over(assignment: "Assignment", spec: LaunchSpec) -> int:
+    """Start the part of this machine, or queue the job: others look after the run."""
+    spec.write_files()
+    with StopSignals() as signals:
+        launcher = LAUNCHERS[assignment.recipe.launch.launcher]()
+        return launcher.run(spec, signals).exit_code
 
 
 def _spec(assignment: "Assignment") -> LaunchSpec:
     """What is started now: each time on a free port."""
     from toolkit.engines.setup import environment
 
-    recipe = assignment.recipe
-    spec = LAUNCHERS[recipe.launch.launcher]().spec(assignment.run_dir, recipe.cluster)
-    return replace(
-        spec,
-        env={**spec.env, **environment(assignment.plan, recipe.cluster.gpu)},
-        grace_s=recipe.launch.grace_s or math.inf,
+    recipe, plan = assignment.recipe, assignment.plan
+    job = Job(
+        run_dir=assignment.run_dir,
+        cluster=recipe.cluster,
+        launch=recipe.launch,
+        name=recipe.name,
+        recipe=dump_recipe(settled(recipe, plan)),
+        env=environment(plan, recipe.cluster.gpu),
     )
+    return LAUNCHERS[recipe.launch.launcher]().spec(job)
 
 
 def _still_possible(

@@ -17,6 +17,7 @@ from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
 from toolkit.hardware.catalogue import GIGA, TERA
 from toolkit.hardware.cluster import default_cluster
+from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
@@ -100,7 +101,8 @@ def calibrate(machine: Machine) -> Speeds:
         worker = ("-m", "toolkit.doctor.speeds", str(result))
         launcher = LocalLauncher()
         with StopSignals() as signals:
-            outcome = launcher.run(launcher.spec(Path(folder), section, worker), signals)
+            job = Job(Path(folder), section, worker=worker)
+            outcome = launcher.run(launcher.spec(job), signals)
         if outcome.exit_code != EXIT_DONE:
             raise RunFailed("dmt doctor: measuring did not come to its end")
         return Speeds(**json.loads(result.read_text(encoding="utf-8")))

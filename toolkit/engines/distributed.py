@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.engines.rendezvous import needs_new_store, new_store
+from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable
 
 
@@ -31,21 +32,24 @@ class Ranks:
 def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     """Join the process group that the launcher's environment describes.
 
-    Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK; without them the
-    run has one process. Uses NCCL on GPUs and gloo on CPUs.
+    Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for
+    Open MPI; without any the run has one process. Uses NCCL on GPUs and gloo on CPUs.
     """
+    os.environ.update(scheduler_ranks(os.environ))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
+        # `srun --gpus-per-task=1` shows each rank its own GPU only, as number 0.
+        index = 0 if "SLURM_GPUS_PER_TASK" in os.environ else local_rank
+        if index >= torch.cuda.device_count():
             raise BackendUnavailable(
                 f"rank {rank} has no GPU: {local_world} processes on this machine, "
                 f"{torch.cuda.device_count()} GPUs",
                 fix="set cluster.gpus_per_node to the number of GPUs",
             )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     else:
         # Spares DeepSpeed a search and a warning.

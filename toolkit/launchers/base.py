@@ -1,7 +1,7 @@
-"""What every launcher shares: the launch specification, its environment, its outcome.
+"""What every launcher shares: the job, the launch specification, its outcome.
 
-A launcher answers two questions: what would be started (`spec`, printable, with no side
-effect), and how did it end (`run`).
+A launcher answers three questions: who looks after the run (`oversees`), what would be
+started (`spec`, printable, with no side effect), and how did it end (`run`).
 """
 
 import math
@@ -9,15 +9,18 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
 
+from toolkit.errors import PlanError
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.redact import redact
+from toolkit.train import jsonl
+from toolkit.train.run_dir import not_writable
 
 RENDEZVOUS_VARIABLES = (
     "RANK",
@@ -30,8 +33,45 @@ RENDEZVOUS_VARIABLES = (
 )
 """Left by a launcher around this one, they would send the workers to another run."""
 
+SEVERAL_MACHINES = "--launcher torchrun, deepspeed, slurm, kubernetes or ray"
+"""What can start processes on other machines, too."""
+
 _PORTS = range(20_000, 32_000)
 """Below Linux's range for outgoing connections, so that none of these takes the port."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher is asked to start."""
+
+    run_dir: Path
+    """The run directory: there, or where the workers are to write it."""
+    cluster: ClusterSection
+    launch: LaunchSection = field(default_factory=LaunchSection)
+    name: str = "dmt"
+    """The recipe's name."""
+    recipe: str = ""
+    """The recipe as YAML with every decision written out, for whoever starts the workers
+    later or elsewhere."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the engine wants in every worker."""
+    worker: tuple[str, ...] = ()
+    """What Python runs in place of `dmt train`: a script, or `-m`, a module and arguments."""
+
+    @property
+    def train(self) -> tuple[str, ...]:
+        """What Python runs on every rank of a run directory that is written."""
+        return self.worker or (*DMT, "train", str(self.run_dir))
+
+    @property
+    def grace_s(self) -> float:
+        """How long ranks may take to save and leave."""
+        return self.launch.grace_s or math.inf
+
+    @property
+    def recipe_file(self) -> Path:
+        """Where `recipe` is kept for workers that plan it themselves."""
+        return self.run_dir / "launch" / "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -48,6 +88,10 @@ class LaunchSpec:
     """One process is started per entry, with these variables on top of `env`."""
     grace_s: float = math.inf
     """How long ranks may take to save and leave when asked to; they are killed then."""
+    files: Mapping[Path, str] = field(default_factory=dict)
+    """Written before anything is started."""
+    remote: bool = False
+    """The ranks are not processes below the one that is started here."""
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
@@ -55,12 +99,30 @@ class LaunchSpec:
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:
-        """Return the shell commands that would do the same, secrets masked."""
+        """Return the shell commands that would do the same, and the files; secrets masked."""
         lines = []
         for variables in self.rank_env:
             settings = [f"{k}={shlex.quote(v)}" for k, v in {**self.env, **variables}.items()]
             lines.append(" ".join([*settings, shlex.join(self.argv)]))
-        return redact(" &\n".join(lines))
+        files = [f"\n# {path}\n{text.rstrip()}" for path, text in self.files.items()]
+        return redact("\n".join([" &\n".join(lines), *files]))
+
+    def write_files(self) -> None:
+        """Write `files`.
+
+        Raises RecipeError when one cannot be written, PlanError when one holds a secret.
+        """
+        for path, text in self.files.items():
+            if redact(text) != text:
+                raise PlanError(
+                    f"{path} would hold a secret of this environment",
+                    fix="take it out of the recipe: workers get it by their environment",
+                )
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                jsonl.write_atomically(path, text)
+            except OSError as error:
+                raise not_writable(path, error) from error
 
 
 @dataclass(frozen=True)
@@ -76,44 +138,59 @@ class Outcome:
 class Launcher(Protocol):
     """Starts the workers of a run on the machines of a cluster."""
 
-    def spec(
-        self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
-    ) -> LaunchSpec:
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """Does this one process look after the whole run?
+
+        Then it writes the run directory first, and starts a failed run again. Otherwise
+        machines or a scheduler start it from `Job.recipe`, and restart what failed.
+        """
+        ...
+
+    def spec(self, job: Job) -> LaunchSpec:
         """Return what `run` starts.
 
-        `worker` is what Python runs: a script, or `-m` and a module, with its arguments;
-        default `worker_command(run_dir)`. Raises PlanError when this launcher cannot
-        serve the cluster, BackendUnavailable when its program is missing.
+        Raises PlanError when this launcher cannot serve the job, BackendUnavailable when
+        its program is missing.
         """
         ...
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it, wait, leave no process behind, tell the user why it failed.
 
-        The caller has entered `signals`, in the main thread. SIGINT, SIGTERM and SIGUSR1
-        are passed on to every worker once; the third SIGINT kills.
+        A launcher that hands a job to a scheduler does not wait. The caller has written
+        the spec's files and entered `signals`, in the main thread. SIGINT, SIGTERM and
+        SIGUSR1 are passed on to every worker once; the third SIGINT kills.
         """
         ...
 
 
-def worker_command(run_dir: Path) -> tuple[str, ...]:
-    """Return what Python runs on every rank."""
-    return ("-m", "toolkit.cli.main", "train", str(run_dir))
+DMT = ("-m", "toolkit.cli.main")
+"""The command `dmt`, as what Python runs."""
 
 
-def common_env(cluster: ClusterSection, processes: int) -> dict[str, str]:
+def worker_env(job: Job) -> dict[str, str]:
     """Return the variables that every worker needs, whatever starts it.
 
     Threads are divided between the machine's processes unless the user set them: PyTorch
     would give each process all cores, and they would slow each other down.
     """
-    env = {}
+    env = dict(job.env)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
-        env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    if cluster.gpu == "cpu":
+        env["OMP_NUM_THREADS"] = str(max(1, cores // job.cluster.gpus_per_node))
+    if job.cluster.gpu == "cpu":
         env["DS_ACCELERATOR"] = "cpu"
     return env
+
+
+def one_machine(job: Job, name: str, otherwise: str) -> None:
+    """Raise PlanError when the job has several machines, which launcher `name` cannot start."""
+    if job.cluster.nodes > 1:
+        raise PlanError(
+            f"launch.launcher: {name} starts processes on this machine only, but "
+            f"cluster.nodes is {job.cluster.nodes}",
+            fix=f"{otherwise}; or cluster.nodes: 1",
+        )
 
 
 def free_port() -> int:

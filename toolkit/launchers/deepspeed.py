@@ -1,52 +1,141 @@
-"""`deepspeed`: DeepSpeed's launcher, on this machine."""
+"""`deepspeed`: DeepSpeed's launcher, on this machine or on those of a hostfile."""
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers.base import LaunchSpec, Outcome, common_env, free_port, worker_command
-from toolkit.launchers.foreign import run_guarded
+from toolkit.launchers.base import (
+    DMT,
+    Job,
+    LaunchSpec,
+    Outcome,
+    free_port,
+    worker_env,
+)
+from toolkit.launchers.foreign import run_guarded, run_remote
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+
+_PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "srun"}
+_PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
+"""What survives every shell unquoted. DeepSpeed hands its command to shells as it is."""
+_SSH = (
+    "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+)
+"""ssh alone would wait for ever for a machine that is gone."""
 
 
 class DeepSpeedLauncher:
     """The `deepspeed` command, with nothing left to its defaults that could surprise."""
 
-    def spec(
-        self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
-    ) -> LaunchSpec:
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher: it is started once, on the machine of rank 0."""
+        del cluster
+        return True
+
+    def spec(self, job: Job) -> LaunchSpec:
         """Return the command; see Launcher."""
-        if cluster.nodes > 1:
-            raise PlanError(
-                f"launch.launcher: deepspeed starts one machine here, but cluster.nodes is "
-                f"{cluster.nodes}",
-                fix="start `deepspeed --hostfile FILE … launch/train.py RECIPE`, or "
-                "cluster.nodes: 1",
-            )
-        processes = cluster.gpus_per_node
-        tail = tuple(worker or worker_command(run_dir))
+        if job.cluster.nodes > 1:
+            return _on_several(job)
+        module = ("--module", *job.train[1:]) if job.train[0] == "-m" else job.train
         return LaunchSpec(
             argv=(
                 _program(),
                 # A forgotten default hostfile would send the run to other machines.
                 "--hostfile=/dev/null",
-                *_devices(cluster),
+                *_devices(job.cluster),
                 f"--master_port={free_port()}",
                 # Workers read their rank from the environment, as under any launcher.
                 "--no_local_rank",
-                *(("--module", *tail[1:]) if tail[0] == "-m" else tail),
+                *module,
             ),
-            run_dir=run_dir,
-            env=common_env(cluster, processes),
+            run_dir=job.run_dir,
+            env=worker_env(job),
+            grace_s=job.grace_s,
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it and wait; see Launcher."""
-        return run_guarded(spec, signals)
+        return (run_remote if spec.remote else run_guarded)(spec, signals)
+
+
+def _on_several(job: Job) -> LaunchSpec:
+    """The command that starts the ranks of all machines of the hostfile."""
+    hosts = _hosts(job)
+    runner = job.launch.remote_start
+    if which(_PROGRAMS[runner]) is None:
+        raise BackendUnavailable(
+            f"launch.remote_start is {runner}, but there is no `{_PROGRAMS[runner]}` here",
+            fix=f"apt-get install {'pdsh' if runner == 'pdsh' else runner}, or another runner",
+        )
+    for what, path in (("the run directory", job.run_dir), ("this folder", Path.cwd())):
+        if not _PLAIN.fullmatch(str(path)):
+            raise PlanError(
+                f"{what} is {str(path)!r}, and DeepSpeed gives it to a shell unquoted",
+                fix="a path of letters, digits and `_@%+=:,./-`, or --launcher torchrun",
+            )
+    variables = {**worker_env(job), "MASTER_ADDR": hosts[0]}
+    ssh = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    exported = job.run_dir / "launch" / "deepspeed.env"
+    return LaunchSpec(
+        argv=(
+            _program(),
+            f"--hostfile={job.launch.hostfile}",
+            f"--launcher={runner}",
+            f"--master_addr={hosts[0]}",
+            f"--master_port={free_port()}",
+            "--no_local_rank",
+            "--module",
+            *DMT[1:],
+            *("train", str(job.run_dir)),
+        ),
+        run_dir=job.run_dir,
+        env={
+            **worker_env(job),
+            # Where DeepSpeed reads what to set on the other machines.
+            "DS_ENV_FILE": str(exported),
+            "PDSH_SSH_ARGS_APPEND": f"{_SSH} {ssh}".strip(),
+        },
+        grace_s=job.grace_s,
+        files={exported: _lines(variables)},
+        remote=True,
+    )
+
+
+def _lines(variables: Mapping[str, str]) -> str:
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def _hosts(job: Job) -> list[str]:
+    """The hostfile's machines. Raises PlanError when they are not those of the cluster."""
+    hostfile, cluster = job.launch.hostfile, job.cluster
+    wanted = f"{cluster.nodes} lines of `HOST slots={cluster.gpus_per_node}`"
+    if hostfile is None:
+        raise PlanError(
+            f"launch.hostfile: nothing, but cluster.nodes is {cluster.nodes}",
+            fix=f"--set launch.hostfile=FILE, a file with {wanted}",
+        )
+    try:
+        text = Path(hostfile).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"launch.hostfile: {hostfile} cannot be read: {error}",
+            fix=f"a file with {wanted}",
+        ) from error
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    found = [line for line in lines if line]
+    slots = f"slots={cluster.gpus_per_node}"
+    if len(found) != cluster.nodes or any(line[1:] != [slots] for line in found):
+        raise PlanError(
+            f"launch.hostfile: {hostfile} has {len(found)} machine(s): "
+            f"{'; '.join(' '.join(line) for line in found[:4])}",
+            fix=f"{wanted}, or --cluster with what is there",
+        )
+    return [line[0] for line in found]
 
 
 def _program() -> str:

@@ -1,13 +1,27 @@
-"""Running another tool's launcher under DMT's guard."""
+"""Running another tool's launcher: under DMT's guard here, or with its ranks elsewhere."""
 
 import signal
 import subprocess
 import sys
 import time
 
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.launchers.base import LaunchSpec, Outcome, tell
-from toolkit.launchers.outcome import events_offset, outcome_from_events
-from toolkit.launchers.process import POLL_S, StopSignals
+from toolkit.launchers.outcome import events_offset, has_failed, outcome_from_events
+from toolkit.launchers.process import (
+    FAILED_GRACE_S,
+    ORPHAN_GRACE_S,
+    POLL_S,
+    Deadline,
+    StopSignals,
+    die_with_parent,
+    grace_over,
+)
+from toolkit.train.run_dir import RunDirectory
+
+_LOOK_S = 2.0
+"""Between two looks into the events of a run whose ranks are elsewhere."""
+STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
 
 def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -29,10 +43,65 @@ def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
     while guard.poll() is None:
         if signals.stop_requested and not stopped:
             stopped = True
-            tell("stopping: saving first; press Ctrl-C twice more to kill")
+            tell(STOPPING)
             guard.send_signal(signal.SIGTERM)
         if signals.kill_requested and not killed:
             killed = True
             guard.send_signal(signal.SIGUSR2)
         time.sleep(POLL_S)
     return guard.returncode
+
+
+def run_remote(spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    """Run a launcher whose ranks are on other machines; see Launcher.
+
+    No signal reaches them: they are asked to stop by a file in the run directory, which
+    rank 0 sees. When a rank says that it failed, the others have ORPHAN_GRACE_S.
+    """
+    run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
+    run.stop.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        spec.argv,
+        env=spec.process_env(0),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+    asked, deadline, looked_at = False, Deadline(), time.monotonic()
+    while process.poll() is None:
+        if signals.stop_requested and not asked:
+            asked = True
+            tell(STOPPING)
+            run.stop.touch()
+            deadline.start(spec.grace_s)
+        if time.monotonic() - looked_at > _LOOK_S:
+            looked_at = time.monotonic()
+            if has_failed(spec.run_dir, offset):
+                deadline.start(ORPHAN_GRACE_S)
+        if signals.kill_requested or deadline.passed:
+            if asked:
+                tell(f"error: {grace_over(spec.grace_s)}")
+            _end(process)
+        time.sleep(POLL_S)
+    run.stop.unlink(missing_ok=True)
+    return outcome_from_events(spec.run_dir, offset, process.returncode, asked)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Let the launcher end its ranks, and kill it when it does not."""
+    process.terminate()
+    try:
+        process.wait(ORPHAN_GRACE_S + FAILED_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_submission(spec: LaunchSpec) -> Outcome:
+    """Hand a job to a scheduler; returns when it has taken it, or refused."""
+    done = subprocess.run(spec.argv, env=spec.process_env(0), check=False)
+    if done.returncode:
+        reason = f"{spec.argv[0]} ended with code {done.returncode}"
+        tell(f"error: {reason}; its message is above")
+        return Outcome(EXIT_FAILED, reason)
+    return Outcome(EXIT_DONE)

@@ -6,19 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.base import (
+    SEVERAL_MACHINES,
+    Job,
     LaunchSpec,
     Outcome,
-    common_env,
     free_port,
+    one_machine,
     tell,
-    worker_command,
+    worker_env,
 )
 from toolkit.launchers.outcome import RankExit, events_offset, report_failure
 from toolkit.launchers.process import (
@@ -44,18 +45,15 @@ class LocalLauncher:
     killed, the kernel kills the ranks.
     """
 
-    def spec(
-        self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
-    ) -> LaunchSpec:
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher."""
+        del cluster
+        return True
+
+    def spec(self, job: Job) -> LaunchSpec:
         """Return one process per rank; raises PlanError for more than one machine."""
-        if cluster.nodes > 1:
-            raise PlanError(
-                f"launch.launcher: local starts processes on this machine only, but "
-                f"cluster.nodes is {cluster.nodes}",
-                fix="on every machine: torchrun --nnodes N --nproc-per-node M --rdzv-endpoint "
-                "HOST:PORT launch/train.py RECIPE; or cluster.nodes: 1",
-            )
-        world = cluster.gpus_per_node
+        one_machine(job, "local", SEVERAL_MACHINES)
+        world = job.cluster.gpus_per_node
         rendezvous = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
@@ -63,10 +61,11 @@ class LocalLauncher:
             "LOCAL_WORLD_SIZE": str(world),
         }
         return LaunchSpec(
-            argv=(sys.executable, "-u", *(worker or worker_command(run_dir))),
-            run_dir=run_dir,
-            env={**common_env(cluster, world), **rendezvous},
+            argv=(sys.executable, "-u", *job.train),
+            run_dir=job.run_dir,
+            env={**worker_env(job), **rendezvous},
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(world)),
+            grace_s=job.grace_s,
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -102,7 +101,7 @@ class _Ranks:
         for rank, process in enumerate(self._processes):
             if process.stdout is not None:
                 copier = threading.Thread(
-                    target=_copy, args=(process.stdout, run.rank_log(rank)), daemon=True
+                    target=copy_to_log, args=(process.stdout, run.rank_log(rank)), daemon=True
                 )
                 copier.start()
                 self._copiers.append(copier)
@@ -204,7 +203,7 @@ def _start(spec: LaunchSpec, rank: int) -> "subprocess.Popen[str]":
     )
 
 
-def _copy(lines: TextIO, log: Path) -> None:
+def copy_to_log(lines: TextIO, log: Path) -> None:
     """Append a rank's output to its log, secrets masked."""
     with log.open("a", encoding="utf-8") as file:
         for line in lines:

@@ -113,6 +113,11 @@ def outcome_from_events(
     return Outcome(failure_code(launcher_code), reason)
 
 
+def has_failed(run_dir: Path, offset: int) -> bool:
+    """Has a rank of this launch said that it failed?"""
+    return _first_failure(jsonl.read(RunDirectory(run_dir).events, offset)) is not None
+
+
 def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:
     return event.get("kind") == "end" and event.get("exit_code") == exit_code
 

@@ -38,6 +38,7 @@ def supervise(
     with StopSignals() as signals:
         while True:
             saved, offset = newest_step(run.checkpoints), events_offset(run.path)
+            spec.write_files()
             outcome = launcher.run(spec, signals)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code

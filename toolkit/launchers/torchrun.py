@@ -1,46 +1,48 @@
-"""`torchrun`: PyTorch's elastic launcher, one agent on this machine."""
+"""`torchrun`: PyTorch's elastic launcher, one agent on each machine.
+
+On one machine, `dmt launch` writes the run directory and starts a failed run again. On
+several, it is started on each of them; the agents find each other at
+`launch.rendezvous`, rank 0 plans, and the agents restart what failed.
+"""
 
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers.base import LaunchSpec, Outcome, common_env, worker_command
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, worker_env
 from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
+JOIN_LIMIT_S = 600
+"""How long an agent waits for the other machines, at the start and after a failure."""
+
 
 class TorchrunLauncher:
-    """`python -m torch.distributed.run --standalone`: it picks a free port itself."""
+    """`python -m torch.distributed.run`."""
 
-    def spec(
-        self, run_dir: Path, cluster: ClusterSection, worker: Sequence[str] | None = None
-    ) -> LaunchSpec:
-        """Return the agent's command; see Launcher."""
-        if cluster.nodes > 1:
-            raise PlanError(
-                f"launch.launcher: torchrun starts one machine here, but cluster.nodes is "
-                f"{cluster.nodes}",
-                fix="start `torchrun --nnodes N --rdzv-endpoint HOST:PORT … launch/train.py "
-                "RECIPE` on every machine, or cluster.nodes: 1",
-            )
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher."""
+        return cluster.nodes == 1
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return this machine's agent; see Launcher."""
         if importlib.util.find_spec("torch") is None:
             raise BackendUnavailable("torchrun: torch is missing", fix="pip install torch")
-        processes = cluster.gpus_per_node
+        agent = (sys.executable, "-m", "torch.distributed.run")
+        processes = f"--nproc-per-node={job.cluster.gpus_per_node}"
+        alone = self.oversees(job.cluster)
         return LaunchSpec(
             argv=(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={processes}",
-                *(worker or worker_command(run_dir)),
+                (*agent, "--standalone", processes, *job.train)
+                if alone
+                else (*agent, *_meeting(job), processes, *_planning_worker(job))
             ),
-            run_dir=run_dir,
-            env=common_env(cluster, processes),
+            run_dir=job.run_dir,
+            env=worker_env(job),
+            grace_s=job.grace_s,
+            files={} if alone else {job.recipe_file: job.recipe},
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -48,3 +50,26 @@ class TorchrunLauncher:
         python, _, _, *arguments = spec.argv
         quiet = (python, "-m", "toolkit.launchers.quiet_torchrun", *arguments)
         return run_guarded(replace(spec, argv=quiet), signals)
+
+
+def _meeting(job: Job) -> tuple[str, ...]:
+    """How the agents of several machines find each other, and what they do about failures."""
+    rendezvous = job.launch.rendezvous
+    if rendezvous is None:
+        raise PlanError(
+            f"launch.rendezvous: nothing, but cluster.nodes is {job.cluster.nodes}",
+            fix="on every machine, with the name of one of them: "
+            "--set launch.rendezvous=HOST:29400",
+        )
+    return (
+        f"--nnodes={job.cluster.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous}",
+        f"--rdzv-id={job.name}",
+        f"--rdzv-conf=join_timeout={JOIN_LIMIT_S}",
+        f"--max-restarts={job.launch.max_restarts}",
+    )
+
+
+def _planning_worker(job: Job) -> tuple[str, ...]:
+    return (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))

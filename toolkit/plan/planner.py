@@ -114,6 +114,33 @@ def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
     return recipe.model_copy(update={"cluster": section})
 
 
+def settled(recipe: Recipe, plan: Plan) -> Recipe:
+    """The recipe with every `auto` as `plan` decided it: planned again, it becomes that."""
+    layout = plan.layout
+    zero = recipe.parallel.zero.model_copy(
+        update={
+            "stage": layout.zero_stage,
+            "offload_optimizer": layout.offload_optimizer,
+            "offload_parameters": layout.offload_parameters,
+        }
+    )
+    parallel = recipe.parallel.model_copy(
+        update={
+            "engine": plan.engine,
+            "model": plan.model,
+            "tensor": layout.tp,
+            "pipeline": layout.pp,
+            "virtual_pipeline": layout.vpp,
+            "expert": layout.ep,
+            "sequence": layout.sequence_parallel,
+            "recompute": layout.recompute,
+            "zero": zero,
+        }
+    )
+    training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
+    return recipe.model_copy(update={"parallel": parallel, "training": training})
+
+
 def plan_of(found: Search) -> Plan:
     """The plan for the best layout of a search."""
     job, best, device = found.job, found.best, found.cluster.gpu

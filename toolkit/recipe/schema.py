@@ -53,6 +53,41 @@ TokenCount: TypeAlias = Annotated[
     Field(ge=1, le=10**18),
     Wording("a whole number ≥ 1 (2.0e12 is fine)"),
 ]
+HostPort: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):[0-9]{1,5}$"),
+    Wording("HOST:PORT, e.g. node-1:29400"),
+]
+SlurmValue: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
+    Wording("letters, digits and `_.,:@+-`"),
+]
+SlurmTime: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}$"),
+    Wording("HH:MM:SS or DAYS-HH:MM:SS"),
+]
+SlurmOption: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
+    Wording("--name or --name=value, without spaces and quotes"),
+]
+KubernetesName: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"),
+    Wording("small letters, digits, `-` and `.`, as Kubernetes names things"),
+]
+KubernetesResource: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"),
+    Wording("DOMAIN/NAME, e.g. nvidia.com/gpu"),
+]
+ContainerPath: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^/[A-Za-z0-9_./-]*$", max_length=400),
+    Wording("an absolute path of letters, digits and `_./-`"),
+]
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
@@ -319,11 +354,62 @@ class LoggingSection(Section):
     `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
 
 
+class SlurmSection(Section):
+    """The batch job that `launcher: slurm` submits."""
+
+    partition: SlurmValue | None = None
+    """`sbatch --partition`."""
+    account: SlurmValue | None = None
+    """`sbatch --account`."""
+    qos: SlurmValue | None = None
+    """`sbatch --qos`."""
+    time_limit: SlurmTime | None = None
+    """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
+    cpus_per_node: Positive | None = None
+    """`sbatch --cpus-per-task`: processors for all ranks of a machine together."""
+    stop_before_s: Positive = 300
+    """Seconds before the time limit at which the run saves and stops."""
+    requeue: bool = True
+    """Queue the job again when it stopped before its end, and when a machine failed."""
+    options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
+    """More options of sbatch, e.g. `[--constraint=a100, --array=0-9%1]`."""
+    setup: NonEmpty | None = None
+    """A shell file that the job reads first, e.g. one that loads modules."""
+
+
+class KubernetesSection(Section):
+    """The PyTorchJob that `launcher: kubernetes` creates (Kubeflow's training operator)."""
+
+    image: NonEmpty | None = None
+    """Container image with DMT installed; needed for this launcher."""
+    namespace: KubernetesName = "default"
+    """Where the job is created."""
+    volume_claim: KubernetesName | None = None
+    """A PersistentVolumeClaim that all machines can write; needed for this launcher. Run
+    directory and relative paths of `data` are there."""
+    mount_path: ContainerPath = "/dmt"
+    """Where the containers have that volume."""
+    secret: KubernetesName | None = None
+    """A Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
+    gpu_resource: KubernetesResource = "nvidia.com/gpu"
+    """The name under which the cluster offers GPUs."""
+
+
+class RaySection(Section):
+    """How `launcher: ray` finds its cluster."""
+
+    address: NonEmpty | None = None
+    """`auto`, or the address of a running cluster; null starts Ray on this machine."""
+
+
 class LaunchSection(Section):
     """How `dmt launch` starts the workers."""
 
-    launcher: Literal["local", "torchrun", "deepspeed"] = "local"
-    """`local`: DMT starts one process per rank on this machine."""
+    launcher: Literal[
+        "local", "torchrun", "deepspeed", "accelerate", "slurm", "kubernetes", "ray"
+    ] = "local"
+    """`local`: DMT starts one process per rank on this machine. `slurm` and `kubernetes`
+    hand a job to a scheduler and return."""
     max_restarts: Count = 0
     """How often in a row a run that failed is started again from its last checkpoint. A
     newer checkpoint renews the number; a mistake of the user's is never tried again."""
@@ -333,6 +419,20 @@ class LaunchSection(Section):
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and leave after SIGTERM, SIGUSR1 or Ctrl-C; what
     is left then is killed. null: as long as it takes."""
+    rendezvous: HostPort | None = None
+    """`launcher: torchrun` on several machines, on each of which `dmt launch` is started:
+    `HOST:PORT` of one of them, by a name that all can reach."""
+    hostfile: NonEmpty | None = None
+    """`launcher: deepspeed` on several machines: DeepSpeed's list of them, one `HOST slots=N`
+    a line. `dmt launch` is started once, on the first of them."""
+    remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
+    """With `hostfile`: what starts processes on the other machines."""
+    slurm: SlurmSection = SlurmSection()
+    """For `launcher: slurm`."""
+    kubernetes: KubernetesSection = KubernetesSection()
+    """For `launcher: kubernetes`."""
+    ray: RaySection = RaySection()
+    """For `launcher: ray`."""
 
 
 class Recipe(Section):

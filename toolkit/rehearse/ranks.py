@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from toolkit.launchers.base import LaunchSpec
+from toolkit.launchers.base import Job, LaunchSpec
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.outcome import RankExit
 from toolkit.launchers.process import POLL_S, die_with_parent
@@ -40,7 +40,7 @@ def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchS
     `worker` is what Python runs: `-m`, a module and its arguments.
     """
     cluster = ClusterSection(gpus_per_node=processes, gpu="cpu")
-    spec = LocalLauncher().spec(run_dir, cluster, worker)
+    spec = LocalLauncher().spec(Job(run_dir, cluster, worker=tuple(worker)))
     return replace(spec, env={**spec.env, **_ON_PROCESSORS})
 
 

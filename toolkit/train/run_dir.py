@@ -65,6 +65,11 @@ class RunDirectory:
         return self.path / "lock"
 
     @property
+    def stop(self) -> Path:
+        """When this file appears, all ranks save and stop, as after SIGTERM."""
+        return self.path / "stop"
+
+    @property
     def environment(self) -> Path:
         """Versions of what the last start ran with."""
         return self.path / "environment.json"

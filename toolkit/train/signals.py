@@ -1,6 +1,7 @@
 """Stopping a run in good order: signals set a flag, and all ranks act on the same step."""
 
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ _INTERRUPTS_TO_FORCE = 3
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT and SIGUSR1 into a flag that the loop asks for once per step.
+    """Turns SIGTERM, SIGINT, SIGUSR1 or a file into a flag that the loop asks for once a step.
 
         with StopRequest() as stop:
             for step in …:
@@ -23,22 +24,25 @@ class StopRequest:
                 if stop.agreed():
                     save and leave
 
+    Where `file` appears, this rank asks to stop, too: the way of a launcher whose ranks are on
+    other machines. It is removed when the run has stopped.
     The third SIGINT raises KeyboardInterrupt: the way out when saving does not end.
     Creating one is collective when there are several ranks (it makes a gloo group); it
     must be entered in the main thread, since Python delivers signals there.
     """
 
-    def __init__(self) -> None:
-        self._signal: signal.Signals | None = None
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._reason: str | None = None
         self._interrupts = 0
         self._handlers = handling(STOP_SIGNALS, self._remember)
         self._group = _gloo_group()
         self._pending: tuple[torch.Tensor, Work] | None = None
 
     @property
-    def signal_name(self) -> str | None:
-        """Name of the first signal that this rank got, e.g. `SIGTERM`."""
-        return self._signal.name if self._signal else None
+    def reason(self) -> str | None:
+        """Name of the first signal that this rank got, e.g. `SIGTERM`, or of the file."""
+        return self._reason
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()
@@ -58,7 +62,7 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._signal = self._signal or signal.Signals(number)
+        self._reason = self._reason or signal.Signals(number).name
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts >= _INTERRUPTS_TO_FORCE:
@@ -72,11 +76,17 @@ class StopRequest:
         effect one step later.
         """
         if self._group is None:
-            return self._signal is not None
+            return self._asked()
         answer = self._finish_pending()
         if not answer:
             self._start_reduction(self._group)
         return answer
+
+    def _asked(self) -> bool:
+        if self._file is not None and self._file.exists():
+            self._reason = self._reason or str(self._file)
+            self._file.unlink(missing_ok=True)
+        return self._reason is not None
 
     def _finish_pending(self) -> bool:
         if self._pending is None:
@@ -90,7 +100,7 @@ class StopRequest:
         import torch
         import torch.distributed as dist
 
-        flag = torch.tensor([int(self._signal is not None)], dtype=torch.int32)
+        flag = torch.tensor([int(self._asked())], dtype=torch.int32)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None
         self._pending = (flag, work)

@@ -200,7 +200,7 @@ class Watchdog:
                 self._idle_s += self._beat_s
             if self._idle_s >= self._limit_s:
                 self._end_hung()
-            if self._grace_s is not None and self._stop.signal_name:
+            if self._grace_s is not None and self._stop.reason:
                 self._stopping_s += self._beat_s
                 if self._stopping_s >= self._grace_s + _LAUNCHER_GRACE_S:
                     self._end(grace_over(self._grace_s))

@@ -173,7 +173,7 @@ class _Worker:
             self.progress = self.together.run(lambda: checkpoints.load(engine, found))
         progress = self.progress
 
-        self._stop = stop = self._at_end.enter_context(StopRequest())
+        self._stop = stop = self._at_end.enter_context(self._stop_request())
         watchdog = self._watchdog(stop)
         self._mark = lambda doing: watchdog.mark(doing, progress.step)
         reporter = self._start_reporter(progress, steps, checkpoints)
@@ -222,9 +222,12 @@ class _Worker:
         self._watching.close()
         return code
 
+    def _stop_request(self) -> StopRequest:
+        return StopRequest(self.directory.stop if self.ranks.rank == 0 else None)
+
     def record_signal(self) -> None:
-        """Write down which signal stopped the run, on the ranks that got one."""
-        if self._stop is not None and (name := self._stop.signal_name):
+        """Write down what stopped the run, on the ranks that were asked."""
+        if self._stop is not None and (name := self._stop.reason):
             EventLog(self.directory.events).write(
                 "signal", rank=self.ranks.rank, step=self.progress.step, signal=name
             )

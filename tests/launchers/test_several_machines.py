@@ -1,0 +1,91 @@
+"""torchrun and DeepSpeed on several machines: commands, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers.base import Job
+from toolkit.launchers.deepspeed import DeepSpeedLauncher
+from toolkit.launchers.torchrun import TorchrunLauncher
+from toolkit.recipe.schema import ClusterSection, LaunchSection
+
+RUN = Path("/runs/one")
+TWO = ClusterSection(nodes=2, gpus_per_node=4)
+
+
+def job(run_dir: Path = RUN, **launch: object) -> Job:
+    return Job(run_dir, TWO, LaunchSection(**launch), name="tiny", recipe="name: tiny\n")
+
+
+def test_torchrun_meets_at_the_rendezvous_and_plans_on_rank_0():
+    spec = TorchrunLauncher().spec(job(rendezvous="node-1:29400", max_restarts=3))
+    assert spec.argv == (
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node-1:29400"),
+        *("--rdzv-id=tiny", "--rdzv-conf=join_timeout=600", "--max-restarts=3"),
+        *("--nproc-per-node=4", "-m", "toolkit.cli.main", "train"),
+        *("/runs/one/launch/recipe.yaml", "--run-dir", "/runs/one"),
+    )
+    assert spec.files == {Path("/runs/one/launch/recipe.yaml"): "name: tiny\n"}
+    assert not TorchrunLauncher().oversees(TWO)
+
+
+def test_torchrun_needs_a_meeting_point():
+    with pytest.raises(PlanError, match=r"--set launch\.rendezvous=HOST:29400"):
+        TorchrunLauncher().spec(job())
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hostfile, and a `pdsh` on the search path."""
+    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
+    (tmp_path / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# the machines\nnode-1 slots=4\nnode-2 slots=4  # far\n")
+    return hostfile
+
+
+def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
+    spec = DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
+    assert spec.argv[1:4] == (f"--hostfile={hosts}", "--launcher=pdsh", "--master_addr=node-1")
+    assert spec.argv[5:] == (
+        *("--no_local_rank", "--module", "toolkit.cli.main"),
+        *("train", "/runs/one"),
+    )
+    exported = RUN / "launch" / "deepspeed.env"
+    assert spec.env["DS_ENV_FILE"] == str(exported)
+    assert "DS_ACCELERATOR=cpu\n" in spec.files[exported]
+    assert "ServerAliveInterval" in spec.env["PDSH_SSH_ARGS_APPEND"]
+    assert spec.remote
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("node-1 slots=4\n", "has 1 machine"),
+        ("node-1 slots=4\nnode-2 slots=2\n", "node-2 slots=2"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_hostfile_that_is_not_the_cluster_is_refused(hosts, text, found):
+    hosts.unlink() if text is None else hosts.write_text(text)
+    with pytest.raises(PlanError, match=rf"{found}(.|\n)*2 lines of `HOST slots=4`"):
+        DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
+
+
+def test_deepspeed_needs_a_hostfile_and_a_way_to_the_machines(hosts):
+    with pytest.raises(PlanError, match=r"--set launch\.hostfile=FILE"):
+        DeepSpeedLauncher().spec(job())
+    with pytest.raises(BackendUnavailable, match=r"no `mpirun`(.|\n)*apt-get install openmpi"):
+        DeepSpeedLauncher().spec(job(hostfile=str(hosts), remote_start="openmpi"))
+
+
+@pytest.mark.parametrize("name", ["a b", "$(touch x)", "x;y", "`id`", "ü", "a'b"])
+def test_deepspeed_refuses_paths_that_a_shell_would_read(hosts, name):
+    """DeepSpeed joins its command with spaces and hands it to ssh."""
+    with pytest.raises(PlanError, match="to a shell unquoted"):
+        DeepSpeedLauncher().spec(job(RUN / name, hostfile=str(hosts)))

@@ -1,0 +1,82 @@
+"""The place of a rank that Slurm's `srun` or Open MPI's `mpirun` started, in PyTorch's words.
+
+PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers have
+words of their own (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`).
+Only a step of `srun` is taken for one: the batch script itself has a SLURM_PROCID, too.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from toolkit.errors import PlanError
+
+_FIRST_PORT, _PORTS = 20_000, 12_000
+
+
+def scheduler_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    """PyTorch's variables for a rank that a scheduler started; empty for any other.
+
+    Raises PlanError when the machine of rank 0 cannot be found out.
+    """
+    if "RANK" in env:
+        return {}
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return _slurm(env)
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return _open_mpi(env)
+    return {}
+
+
+def _slurm(env: Mapping[str, str]) -> dict[str, str]:
+    node = int(env.get("SLURM_NODEID", 0))
+    per_node = list(_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"]))
+    port = _FIRST_PORT + int(env.get("SLURM_JOB_ID", 0)) % _PORTS
+    found = {
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(per_node[node]),
+        "MASTER_ADDR": first_host(env["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": str(port),
+    }
+    return {**found, **_stated(env)}
+
+
+def _open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    found = {
+        "RANK": env["OMPI_COMM_WORLD_RANK"],
+        "WORLD_SIZE": env["OMPI_COMM_WORLD_SIZE"],
+        "LOCAL_RANK": env["OMPI_COMM_WORLD_LOCAL_RANK"],
+        "LOCAL_WORLD_SIZE": env["OMPI_COMM_WORLD_LOCAL_SIZE"],
+        "MASTER_PORT": str(_FIRST_PORT),
+        **_stated(env),
+    }
+    if "MASTER_ADDR" not in found:
+        if found["WORLD_SIZE"] != found["LOCAL_WORLD_SIZE"]:
+            raise PlanError(
+                "mpirun started ranks on several machines, and MASTER_ADDR is not set",
+                fix="mpirun -x MASTER_ADDR=HOST …, the machine of rank 0",
+            )
+        found["MASTER_ADDR"] = "127.0.0.1"
+    return found
+
+
+def _stated(env: Mapping[str, str]) -> dict[str, str]:
+    """What the user decided."""
+    return {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
+
+
+def _tasks_per_node(text: str) -> Iterator[int]:
+    """`2(x3),1` → 2, 2, 2, 1."""
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert match is not None, f"SLURM_STEP_TASKS_PER_NODE is {text!r}"
+        yield from [int(match[1])] * int(match[2] or 1)
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of a Slurm host list: `gpu[007-012,20],login` → `gpu007`."""
+    match = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None or not match[0]:
+        raise PlanError(f"SLURM_STEP_NODELIST is {nodes!r}", fix="set MASTER_ADDR")
+    return match[1] + (match[2] or "") + (match[3] or "")

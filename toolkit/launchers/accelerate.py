@@ -1,0 +1,73 @@
+"""`accelerate`: Accelerate's launcher, on this machine."""
+
+import importlib.util
+import sys
+
+from toolkit.errors import BackendUnavailable
+from toolkit.launchers.base import (
+    SEVERAL_MACHINES,
+    Job,
+    LaunchSpec,
+    Outcome,
+    free_port,
+    one_machine,
+    worker_env,
+)
+from toolkit.launchers.foreign import run_guarded
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection
+
+
+class AccelerateLauncher:
+    """`accelerate launch`, which only starts processes here: the engine is the recipe's."""
+
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher."""
+        del cluster
+        return True
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return the command; raises PlanError for more than one machine. See Launcher."""
+        one_machine(
+            job,
+            "accelerate",
+            "on every machine: accelerate launch --config_file FILE --machine_rank K "
+            f"launch/train.py RECIPE, with FILE of `dmt render --to accelerate`; or "
+            f"{SEVERAL_MACHINES}",
+        )
+        if importlib.util.find_spec("accelerate") is None:
+            raise BackendUnavailable(
+                "launch.launcher is accelerate, which is not installed",
+                fix="pip install accelerate, or launch.launcher: local",
+            )
+        config = job.run_dir / "launch" / "accelerate.yaml"
+        return LaunchSpec(
+            argv=(
+                *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
+                *("--config_file", str(config), *job.train),
+            ),
+            run_dir=job.run_dir,
+            env=worker_env(job),
+            grace_s=job.grace_s,
+            # A file, since without one a stray default_config.yaml would decide.
+            files={config: _config(job.cluster)},
+        )
+
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Start it and wait; see Launcher."""
+        return run_guarded(spec, signals)
+
+
+def _config(cluster: ClusterSection) -> str:
+    processes = cluster.gpus_per_node
+    # MULTI_GPU on processors, too: MULTI_CPU starts one process without a word.
+    kind = "'NO'" if processes == 1 else "MULTI_GPU"
+    return f"""\
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+use_cpu: {str(cluster.gpu == "cpu").lower()}
+num_machines: 1
+num_processes: {processes}
+main_process_port: {free_port()}
+mixed_precision: 'no'
+"""

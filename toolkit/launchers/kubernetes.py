@@ -1,0 +1,165 @@
+"""`kubernetes`: a PyTorchJob of Kubeflow's training operator in which every pod runs
+`dmt launch`.
+
+The manifest is data, not text: nothing of the recipe is read by a shell. The recipe travels
+in a ConfigMap, secrets in a Secret that the user made.
+"""
+
+import re
+import shlex
+from io import StringIO
+from pathlib import PurePosixPath
+from shutil import which
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.foreign import run_submission
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection
+
+PORT = 29400
+"""Where the pods meet, on the first of them."""
+CONFIG = PurePosixPath("/etc/dmt")
+"""Where the containers have the recipe."""
+DEFAULT_GRACE_S = 600
+"""How long a pod may take to save and leave, where the recipe says nothing."""
+
+_LONGEST_NAME = 40
+"""The operator adds up to 22 characters for the pods, whose names may have 63."""
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+
+Manifest = dict[str, Any]
+
+
+class KubernetesLauncher:
+    """`kubectl create`; returns when the job is accepted."""
+
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher."""
+        del cluster
+        return False
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return the submission, with the manifest as its file; see Launcher."""
+        manifest = job.run_dir / "launch" / "pytorchjob.yaml"
+        return LaunchSpec(
+            argv=("kubectl", "create", "-f", str(manifest)),
+            run_dir=job.run_dir,
+            files={manifest: _yaml([_config_map(job), pytorch_job(job)])},
+        )
+
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Submit; raises BackendUnavailable without `kubectl`."""
+        del signals
+        if which("kubectl") is None:
+            raise BackendUnavailable(
+                "launch.launcher is kubernetes, but there is no `kubectl` here",
+                fix=f"where it is: {shlex.join(spec.argv)}",
+            )
+        return run_submission(spec)
+
+
+def pytorch_job(job: Job) -> Manifest:
+    """The PyTorchJob (kubeflow.org/v1): one pod a machine.
+
+    Raises PlanError for what the cluster must be told and the recipe does not say.
+    """
+    settings = job.launch.kubernetes
+    for key in ("image", "volume_claim"):
+        if getattr(settings, key) is None:
+            raise PlanError(
+                f"launch.kubernetes.{key}: nothing, and launcher kubernetes needs it",
+                fix=f"--set launch.kubernetes.{key}=NAME",
+            )
+    replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(job)}}
+    replicas = {"Master": {"replicas": 1, **replica}}
+    if job.cluster.nodes > 1:
+        replicas["Worker"] = {"replicas": job.cluster.nodes - 1, **replica}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "runPolicy": {
+                "cleanPodPolicy": "None",
+                "backoffLimit": job.launch.max_restarts,
+            },
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+
+
+def _pod(job: Job) -> Manifest:
+    settings = job.launch.kubernetes
+    name = _name(job)
+    container: Manifest = {
+        "name": "pytorch",  # The operator looks for this name.
+        "image": settings.image,
+        "command": ["python", *DMT, *_arguments(job)],
+        "workingDir": settings.mount_path,
+        "env": [{"name": key, "value": value} for key, value in job.env.items()],
+        "volumeMounts": [
+            {"name": "work", "mountPath": settings.mount_path},
+            {"name": "recipe", "mountPath": str(CONFIG), "readOnly": True},
+            # NCCL and data loading need more than a container's usual 64 MiB.
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if settings.secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
+    if job.cluster.gpu != "cpu":
+        gpus = str(job.cluster.gpus_per_node)
+        container["resources"] = {"limits": {settings.gpu_resource: gpus}}
+    return {
+        "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
+        "containers": [container],
+        "volumes": [
+            {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
+            {"name": "recipe", "configMap": {"name": name}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _arguments(job: Job) -> list[str]:
+    if not _RUN_NAME.fullmatch(job.run_dir.name):
+        raise PlanError(
+            f"the run directory is called {job.run_dir.name!r}; in a container its name needs "
+            "letters, digits, `.`, `_` and `-`",
+            fix="--run-dir runs/NAME",
+        )
+    run_dir = PurePosixPath(job.launch.kubernetes.mount_path) / "runs" / job.run_dir.name
+    arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
+    if job.cluster.nodes == 1:
+        return [*arguments, "--launcher", "local"]
+    meeting = f"launch.rendezvous={_name(job)}-master-0:{PORT}"
+    return [*arguments, "--launcher", "torchrun", "--set", meeting]
+
+
+def _config_map(job: Job) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job),
+        "data": {"recipe.yaml": job.recipe},
+    }
+
+
+def _metadata(job: Job) -> Manifest:
+    return {"name": _name(job), "namespace": job.launch.kubernetes.namespace}
+
+
+def _name(job: Job) -> str:
+    """The recipe's name as Kubernetes allows it: small letters, digits and `-`."""
+    return re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
+
+
+def _yaml(documents: list[Manifest]) -> str:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    text = StringIO()
+    yaml.dump_all(documents, text)
+    return text.getvalue()

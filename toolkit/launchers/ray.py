@@ -1,0 +1,49 @@
+"""`ray`: a Ray Train job whose workers are the ranks; Ray restarts what failed."""
+
+import importlib.util
+import sys
+
+from toolkit.errors import BackendUnavailable
+from toolkit.launchers.base import Job, LaunchSpec, Outcome, worker_env
+from toolkit.launchers.foreign import run_remote
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection
+
+
+class RayLauncher:
+    """The driver `toolkit.launchers.ray_job`, on this machine."""
+
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher: Ray does, and rank 0 may be on any machine."""
+        del cluster
+        return False
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return the driver's command; see Launcher."""
+        if importlib.util.find_spec("ray") is None:
+            raise BackendUnavailable(
+                "launch.launcher is ray, which is not installed", fix="pip install 'ray[train]'"
+            )
+        options = {
+            "--recipe": str(job.recipe_file),
+            "--run-dir": str(job.run_dir),
+            "--ranks": str(job.cluster.world_size),
+            "--max-failures": str(job.launch.max_restarts),
+        }
+        words = [word for pair in options.items() for word in pair]
+        if job.cluster.gpu != "cpu":
+            words.append("--gpu")
+        if job.launch.ray.address is not None:
+            words += ["--address", job.launch.ray.address]
+        return LaunchSpec(
+            argv=(sys.executable, "-m", "toolkit.launchers.ray_job", *words),
+            run_dir=job.run_dir,
+            env={**worker_env(job), "RAY_USAGE_STATS_ENABLED": "0"},
+            grace_s=job.grace_s,
+            files={job.recipe_file: job.recipe},
+            remote=True,
+        )
+
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Start the driver and wait; see Launcher."""
+        return run_remote(spec, signals)

@@ -1,0 +1,237 @@
+"""The driver of `launcher: ray`: `python -m toolkit.launchers.ray_job --recipe FILE …`.
+
+Every Ray Train worker runs one rank as a process of its own, so that signals, exit codes
+and a rank's end are what they are under any launcher. A failed rank fails its worker, and
+Ray starts all of them again; a mistake of the user's does not.
+"""
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
+from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port
+from toolkit.launchers.local import copy_to_log
+from toolkit.launchers.outcome import failure_code
+from toolkit.launchers.process import die_with_parent
+from toolkit.redact import redact
+from toolkit.train import jsonl
+from toolkit.train.run_dir import RunDirectory
+
+_POLL_S = 1.0
+_KEPT_VARIABLES = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+class _SharedDevices(Backend):
+    """Every worker sees all GPUs that its machine's workers have, as under torchrun."""
+
+    share_cuda_visible_devices = True
+
+
+class _OwnProcessGroup(TorchConfig):
+    """Leaves joining the process group to the ranks."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _SharedDevices
+
+
+class Desk:
+    """What driver and workers tell each other; an actor of its own."""
+
+    def __init__(self) -> None:
+        self._stopping = False
+        self._codes: list[int] = []
+        self._said: list[str] = []
+
+    def stop(self) -> None:
+        """Ask every rank to save and leave."""
+        self._stopping = True
+
+    def begin(self) -> None:
+        """Forget the exit codes of an attempt that failed."""
+        self._codes.clear()
+
+    def say(self, lines: list[str]) -> bool:
+        """Leave what a rank printed for the driver; returns whether ranks are to stop."""
+        self._said += lines
+        return self._stopping
+
+    def said(self) -> list[str]:
+        """Take what ranks printed."""
+        lines, self._said = self._said, []
+        return lines
+
+    def ended(self, code: int) -> None:
+        """Note a rank's exit code."""
+        self._codes.append(code)
+
+    def code(self) -> int:
+        """The exit code of the run."""
+        return max(self._codes, default=EXIT_FAILED)
+
+
+def rank(config: dict[str, Any]) -> None:
+    """One Ray Train worker: run one rank, wait for it; raise RuntimeError when it failed."""
+    context = ray.train.get_context()
+    first = context.get_world_rank() == 0
+    desk = config["desk"]
+    if first:
+        ray.get(desk.begin.remote())
+    host, port = broadcast_from_rank_zero([_own_address(), free_port()] if first else None)
+    recipe = Path(config["recipe_file"])
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    jsonl.write_atomically(recipe, config["recipe"])
+    places = {
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
+    env = {**inherited, **config["env"], **{k: str(v) for k, v in places.items()}}
+    code = _run(config, env, desk)
+    ray.get(desk.ended.remote(code))
+    if failure_code(code) == EXIT_FAILED and code not in (EXIT_DONE, EXIT_RESUMABLE):
+        raise RuntimeError(f"rank {context.get_world_rank()} ended with code {code}")
+
+
+def _own_address() -> str:
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+def _run(config: dict[str, Any], env: dict[str, str], desk: Any) -> int:
+    """Run this rank's process; pass on what rank 0 prints, and a request to stop, once."""
+    run = RunDirectory(Path(config["run_dir"]))
+    run.logs.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-u", *DMT, "train", config["recipe_file"]),
+            *("--run-dir", config["run_dir"]),
+        ],
+        env=env,
+        cwd=config["folder"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent(signal.SIGKILL),
+    )
+    assert process.stdout is not None
+    printed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    number = int(env["RANK"])
+    if number == 0:
+        copier = threading.Thread(target=_collect, args=(process.stdout, printed))
+    else:
+        copier = threading.Thread(
+            target=copy_to_log, args=(process.stdout, run.rank_log(number))
+        )
+    copier.start()
+    asked = False
+    while copier.is_alive() or not printed.empty():
+        lines = [printed.get() for _ in range(printed.qsize())]
+        if ray.get(desk.say.remote(lines)) and not asked:
+            asked = True
+            process.send_signal(signal.SIGTERM)
+        copier.join(_POLL_S)
+    return process.wait()
+
+
+def _collect(lines: Iterable[str], printed: "queue.SimpleQueue[str]") -> None:
+    for line in lines:
+        printed.put(line)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the job; return its exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--max-failures", type=int, required=True)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--address")
+    asked = parser.parse_args(arguments)
+
+    # Of all that Ray's processes print, the user is shown what rank 0 does.
+    ray.init(
+        address=asked.address,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    desk: Any = ray.remote(num_cpus=0)(Desk).remote()
+    courier = threading.Thread(
+        target=_carry, args=(RunDirectory(asked.run_dir).stop, desk), daemon=True
+    )
+    courier.start()
+    trainer = TorchTrainer(
+        rank,
+        train_loop_config={
+            "desk": desk,
+            "recipe": asked.recipe.read_text(encoding="utf-8"),
+            "recipe_file": str(asked.recipe),
+            "run_dir": str(asked.run_dir),
+            "folder": str(Path.cwd()),
+            "env": {k: os.environ[k] for k in _KEPT_VARIABLES if k in os.environ},
+        },
+        torch_config=_OwnProcessGroup(),
+        scaling_config=ScalingConfig(num_workers=asked.ranks, use_gpu=asked.gpu),
+        run_config=RunConfig(
+            name=asked.run_dir.name,
+            storage_path=str(asked.run_dir / "launch" / "ray"),
+            failure_config=FailureConfig(max_failures=asked.max_failures),
+        ),
+    )
+    try:
+        trainer.fit()
+        code: int = ray.get(desk.code.remote())
+    except ray.train.TrainingFailedError as error:
+        code = EXIT_FAILED
+        print(f"error: Ray gave up: {_first_line(error)}", file=sys.stderr, flush=True)
+    _show(desk)
+    return code
+
+
+def _carry(stop: Path, desk: Any) -> None:
+    """Between launcher and ranks: what they print, and the request to stop."""
+    asked = False
+    while True:
+        _show(desk)
+        if not asked and stop.exists():
+            asked = True
+            ray.get(desk.stop.remote())
+        time.sleep(_POLL_S)
+
+
+def _show(desk: Any) -> None:
+    for line in ray.get(desk.said.remote()):
+        print(redact(line), end="", file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""`slurm`: a batch job in which every machine runs `dmt launch`.
+
+The job's script holds no decision: it names the machine where the others meet, passes
+Slurm's warning on to the run, and queues the job again when the run stopped before its end.
+"""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from shutil import which
+
+from toolkit.errors import EXIT_RESUMABLE, BackendUnavailable, PlanError
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.foreign import run_submission
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection
+
+_PORTS = (20_000, 12_000)
+"""First of the ports and their number: jobs of neighbouring numbers take different ones."""
+_UNQUOTABLE = frozenset('"\\%\n')
+"""What Slurm would take for something else in a quoted path of a directive."""
+
+
+class SlurmLauncher:
+    """`sbatch`; returns when the job is queued."""
+
+    def oversees(self, cluster: ClusterSection) -> bool:
+        """See Launcher."""
+        del cluster
+        return False
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return the submission, with script and recipe as its files; see Launcher."""
+        if bad := sorted(_UNQUOTABLE & set(str(job.run_dir))):
+            raise PlanError(
+                f"the run directory {str(job.run_dir)!r} has {bad[0]!r} in its name, which "
+                f"Slurm cannot be told",
+                fix="--run-dir OTHER",
+            )
+        script = job.run_dir / "launch" / "job.sbatch"
+        return LaunchSpec(
+            argv=("sbatch", str(script)),
+            run_dir=job.run_dir,
+            files={
+                job.recipe_file: job.recipe,
+                script: "\n".join([*_directives(job), "", *_script(job)]) + "\n",
+            },
+        )
+
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Submit; raises BackendUnavailable without `sbatch`."""
+        del signals
+        if which("sbatch") is None:
+            raise BackendUnavailable(
+                "launch.launcher is slurm, but there is no `sbatch` here",
+                fix=f"on a machine of the cluster: {shlex.join(spec.argv)}",
+            )
+        # Slurm does not make the folder of a job's output; the job would die without a word.
+        (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        return run_submission(spec)
+
+
+def _directives(job: Job) -> Iterator[str]:
+    """The `#SBATCH` lines, which Slurm reads and the shell does not."""
+    cluster, slurm = job.cluster, job.launch.slurm
+    yield "#!/bin/bash"
+    options = {
+        "job-name": job.name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "time": slurm.time_limit,
+        # To the script alone (B), which passes it on.
+        "signal": f"B:USR1@{slurm.stop_before_s}",
+        "cpus-per-task": slurm.cpus_per_node,
+        # Every job of an array has a number (%j) of its own; %A_%a means nothing outside one.
+        "output": f'"{job.run_dir}/logs/slurm-%j.log"',
+        "open-mode": "append",
+    }
+    for name, value in options.items():
+        if value is not None:
+            yield f"#SBATCH --{name}={value}"
+    yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
+    for option in slurm.options:
+        yield f"#SBATCH {option}"
+
+
+def _script(job: Job) -> Iterator[str]:
+    """What the shell runs, every value of the recipe quoted."""
+    first, count = _PORTS
+    slurm = job.launch.slurm
+    if slurm.setup is not None:
+        yield f"source {shlex.quote(slurm.setup)}"
+    command = shlex.join(
+        (sys.executable, *DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
+    )
+    log = shlex.quote(f"{job.run_dir}/logs/slurm-%j-%N.log")
+    yield "set -u"
+    if job.cluster.nodes > 1:
+        yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        yield f"port=$(({first} + SLURM_JOB_ID % {count}))"
+        launcher = '--launcher torchrun --set launch.rendezvous="$head:$port"'
+    else:
+        launcher = "--launcher local"
+    yield ""
+    yield "# One `dmt launch` a machine, each with a log of its own."
+    cpus = f" --cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else ""
+    yield f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{cpus} \\"
+    yield f"  {command} \\"
+    yield f"  {launcher} &"
+    yield "run=$!"
+    yield "again=no"
+    yield "trap 'again=yes; kill -USR1 \"$run\"' USR1"
+    yield "trap 'kill -TERM \"$run\"' TERM"
+    yield "# A trapped signal ends `wait` early: wait until the run itself has ended."
+    yield 'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done'
+    if slurm.requeue:
+        yield ""
+        yield "# Saved and stopped as its time was over: queue it again (not after `scancel`)."
+        yield f'if [ "$code" -eq {EXIT_RESUMABLE} ] && [ "$again" = yes ]; then'
+        yield '  scontrol requeue "$SLURM_JOB_ID"'
+        yield "fi"
+    yield 'exit "$code"'
