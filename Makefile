@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	  if command -v nvidia-smi >/dev/null; then $(BIN)/pip install -q "$$torch"; \
 	  else $(BIN)/pip install -q "$$torch+cpu" 2>/dev/null || $(BIN)/pip install -q "$$torch"; fi; \
 	fi
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,tensorboard]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,tensorboard,ray]'
 	@touch $@
 
 demo: setup

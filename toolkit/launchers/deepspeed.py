@@ -19,10 +19,12 @@ from toolkit.launchers.base import (
 from toolkit.launchers.foreign import run_guarded, run_remote
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.redact import secret_variable
 
 _PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "srun"}
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """What survives every shell unquoted. DeepSpeed hands its command to shells as it is."""
+_EXPORTED = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "HF_", "WANDB_", "DMT_")
 _SSH = (
     "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 )
@@ -78,7 +80,7 @@ def _on_several(job: Job) -> LaunchSpec:
                 f"{what} is {str(path)!r}, and DeepSpeed gives it to a shell unquoted",
                 fix="a path of letters, digits and `_@%+=:,./-`, or --launcher torchrun",
             )
-    variables = {**worker_env(job), "MASTER_ADDR": hosts[0]}
+    variables = {**_settings_here(), **worker_env(job), "MASTER_ADDR": hosts[0]}
     ssh = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     exported = job.run_dir / "launch" / "deepspeed.env"
     return LaunchSpec(
@@ -104,6 +106,26 @@ def _on_several(job: Job) -> LaunchSpec:
         files={exported: _lines(variables)},
         remote=True,
     )
+
+
+def _settings_here() -> dict[str, str]:
+    """Variables of this environment that ranks elsewhere need, too; never a secret, which
+    everyone could read in the command of ssh.
+
+    Raises PlanError for a value that a shell would read.
+    """
+    chosen = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_EXPORTED) and not secret_variable(name)
+    }
+    for name, value in chosen.items():
+        if value and not _PLAIN.fullmatch(value):
+            raise PlanError(
+                f"{name} is {value!r}, and DeepSpeed gives it to a shell unquoted",
+                fix=f"unset {name}, or set it on the machines themselves",
+            )
+    return chosen
 
 
 def _lines(variables: Mapping[str, str]) -> str:

@@ -108,8 +108,8 @@ def _pod(job: Job) -> Manifest:
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    if settings.secret is not None:
-        container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
+    if settings.env_from is not None:
+        container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
     if job.cluster.gpu != "cpu":
         gpus = str(job.cluster.gpus_per_node)
         container["resources"] = {"limits": {settings.gpu_resource: gpus}}

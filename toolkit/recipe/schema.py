@@ -389,8 +389,8 @@ class KubernetesSection(Section):
     directory and relative paths of `data` are there."""
     mount_path: ContainerPath = "/dmt"
     """Where the containers have that volume."""
-    secret: KubernetesName | None = None
-    """A Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
+    env_from: KubernetesName | None = None
+    """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
     gpu_resource: KubernetesResource = "nvidia.com/gpu"
     """The name under which the cluster offers GPUs."""
 

@@ -1,0 +1,127 @@
+"""The PyTorchJob is what the operator's and Kubernetes' published schemas allow."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kubeflow.training import models
+from kubeflow.training.models import KubeflowOrgV1PyTorchJob
+from kubernetes.client import ApiClient
+from ruamel.yaml import YAML
+
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.launchers.base import Job
+from toolkit.launchers.kubernetes import KubernetesLauncher
+from toolkit.launchers.process import StopSignals
+from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
+
+SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
+
+
+def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[Any]:
+    section = KubernetesSection(**{**SETTINGS, **settings})
+    job = Job(
+        Path("/home/me/runs") / run,
+        ClusterSection(nodes=nodes, gpus_per_node=8, gpu=gpu),
+        LaunchSection(kubernetes=section, max_restarts=3, grace_s=120.0),
+        name="Tiny_llama.v2",
+        recipe="name: Tiny_llama.v2\n",
+        env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    spec = KubernetesLauncher().spec(job)
+    (text,) = spec.files.values()
+    assert spec.argv == ("kubectl", "create", "-f", str(next(iter(spec.files))))
+    return list(YAML(typ="safe").load_all(text))
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
+def test_the_schemas_accept_it(nodes, gpu):
+    config, job = documents(nodes, gpu)
+    kubernetes_validate.validate(config, "1.31", strict=True)
+    # The SDK's classes are generated from the operator's schema. They drop what they do
+    # not know: nothing may be missing from what they give back.
+    client = ApiClient()
+    client_models = {**vars(models), **vars(__import__("kubernetes").client.models)}
+    read = _reader(client_models).deserialize(
+        SimpleNamespace(data=json.dumps(job)), KubeflowOrgV1PyTorchJob
+    )
+    assert client.sanitize_for_serialization(read) == job
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+        kubernetes_validate.validate(
+            {**pod, "spec": {**replica["template"]["spec"], "restartPolicy": "OnFailure"}},
+            "1.31",
+            strict=True,
+        )
+
+
+def _reader(classes: dict[str, Any]) -> ApiClient:
+    """A client that finds the operator's classes beside Kubernetes' own."""
+    client = ApiClient()
+    private = "_ApiClient__deserialize"
+    own = getattr(client, private)
+
+    def deserialize(data: Any, kind: Any) -> Any:
+        if isinstance(kind, str) and kind in classes:
+            kind = classes[kind]
+        return own(data, kind)
+
+    setattr(client, private, deserialize)
+    return client
+
+
+def test_every_pod_runs_dmt_launch():
+    config, job = documents(4, "h100-80gb")
+    assert config["data"] == {"recipe.yaml": "name: Tiny_llama.v2\n"}
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {name: one["replicas"] for name, one in replicas.items()} == {
+        "Master": 1,
+        "Worker": 3,
+    }
+    pod = replicas["Worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        *("python", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
+        *("--run-dir", "/dmt/runs/tiny", "--launcher", "torchrun"),
+        *("--set", "launch.rendezvous=tiny-llama-v2-master-0:29400"),
+    ]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert container["env"] == [{"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"}]
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 3
+
+
+def test_one_machine_needs_no_meeting_point():
+    _, job = documents(1, "cpu")
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["command"][-2:] == ["--launcher", "local"]
+    assert "resources" not in container
+
+
+@pytest.mark.parametrize("key", ["image", "volume_claim"])
+def test_what_the_cluster_must_be_told_is_asked_for(key):
+    with pytest.raises(PlanError, match=rf"--set launch\.kubernetes\.{key}=NAME"):
+        documents(1, "cpu", **{key: None})
+
+
+@pytest.mark.parametrize("name", ["a b", "$(WANDB_API_KEY)", "-x", "ü"])
+def test_run_directories_that_kubernetes_would_read_are_refused(name):
+    with pytest.raises(PlanError, match="--run-dir runs/NAME"):
+        documents(1, "cpu", run=name)
+
+
+def test_without_kubectl_the_command_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    job = Job(
+        tmp_path, ClusterSection(), LaunchSection(kubernetes=KubernetesSection(**SETTINGS))
+    )
+    launcher = KubernetesLauncher()
+    with pytest.raises(BackendUnavailable, match="kubectl create -f"):
+        launcher.run(launcher.spec(job), StopSignals())
