@@ -10,12 +10,12 @@ of the operation (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from toolkit.doctor.bench import Bench, measure_and_write, say
 from toolkit.doctor.calibrate import catalogue_name
@@ -69,13 +69,12 @@ def measure(ranks: Ranks, sizes: tuple[int, ...], tell: Callable[[str], None]) -
     name, nodes = _gpu(ranks), max(1, ranks.world // ranks.local_world)
     ring, message = _peaks(name, nodes, ranks.local_world)
     rates = []
-    for operation, (start, factor) in _OPERATIONS.items():
+    for operation, (run, factor) in _OPERATIONS.items():
         for size in sizes:
             # Every rank's part must have the same number of elements.
             elements = max(1, size // 4 // ranks.world) * ranks.world
-            whole = torch.zeros(elements, device=ranks.device)
-            part = torch.zeros(elements // ranks.world, device=ranks.device)
-            seconds = bench.seconds(start(whole, part, ranks))
+            trial = _Trial(ranks, elements)
+            seconds = bench.seconds(partial(run, trial))
             rate = elements * 4 / seconds
             peak = message if operation == "p2p" else ring
             rates.append(
@@ -85,42 +84,45 @@ def measure(ranks: Ranks, sizes: tuple[int, ...], tell: Callable[[str], None]) -
     return Bandwidth(name, nodes, ranks.world, tuple(rates))
 
 
-def _all_reduce(whole: Tensor, part: Tensor, ranks: Ranks) -> Callable[[], object]:
-    return lambda: dist.all_reduce(whole)
+class _Trial:
+    """Buffers of one size, and the operations on them."""
 
+    def __init__(self, ranks: Ranks, elements: int) -> None:
+        """`elements`: fp32 numbers of the whole message, as many of every rank."""
+        self.whole = torch.zeros(elements, device=ranks.device)
+        self.part = torch.zeros(elements // ranks.world, device=ranks.device)
+        self.arrived = torch.zeros(elements, device=ranks.device)
+        self.after = (ranks.rank + 1) % ranks.world
+        self.before = (ranks.rank - 1) % ranks.world
 
-def _all_gather(whole: Tensor, part: Tensor, ranks: Ranks) -> Callable[[], object]:
-    return lambda: dist.all_gather_into_tensor(whole, part)
+    def all_reduce(self) -> None:
+        dist.all_reduce(self.whole)
 
+    def all_gather(self) -> None:
+        _ALL_GATHER(self.whole, self.part)
 
-def _reduce_scatter(whole: Tensor, part: Tensor, ranks: Ranks) -> Callable[[], object]:
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+    def reduce_scatter(self) -> None:
+        _REDUCE_SCATTER(self.part, self.whole)
 
-
-def _send_receive(whole: Tensor, part: Tensor, ranks: Ranks) -> Callable[[], object]:
-    """Every rank sends to the next one and receives from the one before, all at once."""
-    arrived = torch.empty_like(whole)
-    after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-
-    def run() -> None:
-        both = [
-            dist.P2POp(dist.isend, whole, after),
-            dist.P2POp(dist.irecv, arrived, before),
-        ]
-        for work in dist.batch_isend_irecv(both):
+    def send_receive(self) -> None:
+        """Every rank sends to the next one and receives from the one before, all at once."""
+        send = dist.P2POp(dist.isend, self.whole, self.after)
+        receive = dist.P2POp(dist.irecv, self.arrived, self.before)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    return run
 
+# torch 2.13 renamed them; earlier ones have only the old names.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_Start = Callable[[Tensor, Tensor, Ranks], Callable[[], object]]
-_OPERATIONS: Mapping[str, tuple[_Start, Callable[[int], float]]] = {
-    "all-reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
-    "all-gather": (_all_gather, lambda n: (n - 1) / n),
-    "reduce-scatter": (_reduce_scatter, lambda n: (n - 1) / n),
-    "p2p": (_send_receive, lambda n: 1.0),
+_OPERATIONS: Mapping[str, tuple[Callable[[_Trial], None], Callable[[int], float]]] = {
+    "all-reduce": (_Trial.all_reduce, lambda n: 2 * (n - 1) / n),
+    "all-gather": (_Trial.all_gather, lambda n: (n - 1) / n),
+    "reduce-scatter": (_Trial.reduce_scatter, lambda n: (n - 1) / n),
+    "p2p": (_Trial.send_receive, lambda _: 1.0),
 }
-"""How each is started, and bus over algorithm bandwidth of n ranks."""
+"""What is run, and the bus over the algorithm bandwidth of n ranks."""
 
 
 def _gpu(ranks: Ranks) -> str:
