@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,8 +52,11 @@ def doctor(
         ),
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", help="Cluster file that --calibrate writes.")
-    ] = Path("cluster.yaml"),
+        Path | None,
+        typer.Option(
+            "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -68,28 +72,32 @@ def doctor(
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
-    if bandwidth or calibrate:
-        _refuse_extra(bandwidth and calibrate, recipe, overrides, hostfile)
+    _refuse_useless(
+        {
+            "RECIPE": (recipe, not (bandwidth or calibrate)),
+            "--set": (overrides, recipe is not None),
+            "--hostfile": (hostfile, not (bandwidth or calibrate)),
+            "--bandwidth": (bandwidth, not calibrate),
+            "--out": (out, calibrate),
+            "--processes": (processes, calibrate or (bandwidth and "RANK" not in os.environ)),
+        }
+    )
     if bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:
-        _calibrate(processes, out, as_json)
+        _calibrate(processes, out or Path("cluster.yaml"), as_json)
     else:
-        if overrides and recipe is None:
-            raise PlanError("--set: there is no recipe", fix="dmt doctor RECIPE --set …")
         _check(recipe, overrides, hostfile, as_json)
 
 
-def _refuse_extra(
-    both: bool, recipe: Path | None, overrides: list[str], hostfile: Path | None
-) -> None:
-    """A measurement of this machine reads no recipe and no hostfile."""
-    if both:
-        raise PlanError("--bandwidth and --calibrate: one at a time", fix="leave one out")
-    if recipe is not None or overrides or hostfile is not None:
+def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
+    """Each option's value, and whether the others leave it a meaning: nothing is ignored."""
+    useless = [name for name, (value, meant) in stated.items() if value and not meant]
+    if useless:
         raise PlanError(
-            "--bandwidth and --calibrate measure this machine, whatever the recipe",
-            fix="leave out RECIPE, --set and --hostfile",
+            f"dmt doctor: {', '.join(useless)} would be ignored here",
+            fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
+            "--processes, but not under a launcher; --calibrate reads --processes and --out",
         )
 
 

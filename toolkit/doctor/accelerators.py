@@ -1,6 +1,5 @@
 """GPUs as torch sees them, the driver below and the libraries that ranks talk through."""
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask, ask_python
+from toolkit.doctor.probe import ask, ask_python, is_installed
 
 GROUP = "accelerators"
 
@@ -37,7 +36,7 @@ _REINSTALL = "pip install --force-reinstall torch"
 
 def check(needs: Needs) -> Iterator[Finding]:
     """Asks torch in a process of its own: a broken driver may crash or hang who asks."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return  # `packages` says so
     answer = ask_python(_TORCH)
     if not answer.done:

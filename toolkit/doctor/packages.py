@@ -1,6 +1,5 @@
 """Python and packages: versions, known bad ones, and whether they can be imported."""
 
-import importlib.util
 import platform
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 import toolkit
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask_python
+from toolkit.doctor.probe import ask_python, is_installed
 
 GROUP = "packages"
 
@@ -195,11 +194,11 @@ def _reinstall(requirement: Requirement) -> str:
 
 def _version(package: Package) -> Version | None:
     """The installed version; None where the module is not there, whatever pip says."""
+    if not is_installed(package.module):
+        return None
     try:
-        if importlib.util.find_spec(package.module) is None:
-            return None
         return Version(metadata.version(package.name))
-    except (ImportError, metadata.PackageNotFoundError):
+    except metadata.PackageNotFoundError:
         return None
     except InvalidVersion:
         return Version("0")

@@ -1,5 +1,6 @@
 """Trying things that may crash, hang or print: in processes of their own, with a limit."""
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,14 @@ class Answer:
     done: bool
     out: str
     """Standard output where it was done; otherwise why not, in a line."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether `import MODULE` would find it; of a dotted name, the parents are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # a parent is missing, or is what cannot be imported
+        return False
 
 
 def ask(command: Sequence[str], limit_s: float = 10.0) -> Answer:

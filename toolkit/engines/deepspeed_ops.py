@@ -175,7 +175,9 @@ def torch_accelerator() -> str:
 
 def _package_folder(package: str) -> Path:
     """Folder of an installed package, found without importing it."""
-    found = importlib.util.find_spec(package)
+    found = None
+    with suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise BackendUnavailable(f"{package} is not installed", fix=f"pip install {package}")
     return Path(found.origin).parent
@@ -202,12 +204,13 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     usable = bool(compiler) and shutil.which(compiler[0]) is not None
     if not usable:
-        named = f" ({os.environ['CXX']!r}, named by CXX)" if "CXX" in os.environ else ""
+        stated = "CXX" in os.environ
+        named = f" ({os.environ['CXX']!r}, named by CXX)" if stated else ""
         yield Missing(
             "C++ compiler",
             f"there is no C++ compiler{named}",
-            "unset CXX, or install one: apt-get install g++ (Debian, Ubuntu), "
-            "dnf install gcc-c++ (Fedora, RHEL)",
+            "unset CXX, or install one: " * stated
+            + "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL)",
         )
     if shutil.which("ninja") is None:
         yield Missing("ninja", "the build tool ninja is not on PATH", "pip install ninja")
