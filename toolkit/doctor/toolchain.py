@@ -25,7 +25,6 @@ COMPILERS = "compilers"
 LAUNCHER_PROGRAMS = "launchers"
 
 _NEEDED_FOR: Mapping[str, str] = {
-    "libaio": "NVMe offload of engine deepspeed",
     "numactl": "`deepspeed --bind_cores_to_rank`",
     "pdsh": "`deepspeed --hostfile`",
     "ssh": "`deepspeed --hostfile`",
@@ -72,11 +71,12 @@ def _tools(needs: Needs) -> Iterator[Finding]:
             yield Finding(COMPILERS, name, "ok", "there")
             continue
         needing = to_compile.values() if name != "libaio" else _of_io(to_compile)
-        use = _NEEDED_FOR.get(name, "DeepSpeed's operators: its offload and its own Adam")
         yield lacking(
             COMPILERS,
             name,
-            f"{lacked.what}; for {use}",
+            lacked.what
+            if name == "libaio"
+            else f"{lacked.what}: DeepSpeed's offload is compiled",
             fix=lacked.fix,
             needed_by=next(iter(needing), None),
             otherwise="warning",
