@@ -50,5 +50,5 @@ def test_command(command: str, tmp_path: Path) -> None:
 def test_there_are_commands() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
     assert verbs == {
-        "init", "check", "plan", "estimate", "render", "rehearse", "launch", "data",
+        "init", "check", "plan", "estimate", "render", "rehearse", "launch", "data", "doctor",
     }  # fmt: skip

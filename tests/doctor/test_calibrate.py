@@ -101,11 +101,6 @@ def test_somebodys_own_file_is_kept(tmp_path: Path) -> None:
     check_out(tmp_path / "new.yaml")
 
 
-def test_without_calibrate_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 2
-    assert "dmt doctor --calibrate --out cluster.yaml" in capsys.readouterr().err
-
-
 def test_command_prints_json_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

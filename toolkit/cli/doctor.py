@@ -1,27 +1,62 @@
-"""`dmt doctor`: what this machine can do."""
+"""`dmt doctor`: what this machine lacks, and what it can do."""
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from toolkit.errors import PlanError
+from toolkit.cli.options import Overrides
+from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
+
+if TYPE_CHECKING:
+    from toolkit.doctor.bandwidth import Bandwidth
 
 
 def doctor(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Recipe YAML: what it needs and is missing here is exit code 3.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile",
+            help="Also ask these machines whether they answer: one HOST slots=N a line.",
+            show_default=False,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        bool,
+        typer.Option(
+            "--bandwidth",
+            help="Instead: measure collectives between processes, against the link's peak. "
+            "Under torchrun, between all of its ranks.",
+        ),
+    ] = False,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Measure matrix products, memory and collectives, under a minute.",
+            help="Instead: measure matrix products, memory and collectives, under a minute.",
         ),
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", help="Cluster file that --calibrate writes.")
-    ] = Path("cluster.yaml"),
+        Path | None,
+        typer.Option(
+            "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
+        ),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(
@@ -32,25 +67,107 @@ def doctor(
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Measure this machine, for plans whose step times are its own.
+    """Check this machine, or measure it. Without a recipe, only a missing torch is exit 3.
 
-    Example: `dmt doctor --calibrate --processes 2 --out cluster.yaml`, then
-    `dmt plan RECIPE --cluster cluster.yaml`
+    Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
+    `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
-    if not calibrate:
+    _refuse_useless(
+        {
+            "RECIPE": (recipe, not (bandwidth or calibrate)),
+            "--set": (overrides, recipe is not None),
+            "--hostfile": (hostfile, not (bandwidth or calibrate)),
+            "--bandwidth": (bandwidth, not calibrate),
+            "--out": (out, calibrate),
+            "--processes": (processes, calibrate or (bandwidth and "RANK" not in os.environ)),
+        }
+    )
+    if bandwidth:
+        _bandwidth(processes, as_json)
+    elif calibrate:
+        _calibrate(processes, out or Path("cluster.yaml"), as_json)
+    else:
+        _check(recipe, overrides, hostfile, as_json)
+
+
+def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
+    """Each option's value, and whether the others leave it a meaning: nothing is ignored."""
+    useless = [name for name, (value, meant) in stated.items() if value and not meant]
+    if useless:
         raise PlanError(
-            "dmt doctor: says what to do; it can measure this machine's speeds",
-            fix="`dmt doctor --calibrate --out cluster.yaml`",
+            f"dmt doctor: {', '.join(useless)} would be ignored here",
+            fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
+            "--processes, but not under a launcher; --calibrate reads --processes and --out",
         )
+
+
+def _check(
+    recipe: Path | None, overrides: list[str], hostfile: Path | None, as_json: bool
+) -> None:
+    from toolkit.cli.doctor_table import show
+    from toolkit.doctor.examine import examine
+    from toolkit.doctor.needs import Needs, hosts_of, needs_of
+    from toolkit.recipe.load import load_recipe
+
+    needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
+    if hostfile is not None:
+        hosts_of(hostfile)  # a mistake in it is told before a second is spent
+    findings = list(examine(needs, hostfile))
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+    else:
+        show(findings, Console())
+    if any(finding.blocks for finding in findings):
+        raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def _bandwidth(processes: int | None, as_json: bool) -> None:
+    """Between ranks that are started here; as one of them, where a launcher started them."""
+    from toolkit.doctor import bandwidth
+    from toolkit.doctor.calibrate import measured, this_machine
+    from toolkit.engines.distributed import end_process, join, leave
+
+    if "RANK" in os.environ:
+        ranks = join()
+        found = bandwidth.measure_here(ranks)
+        leave()
+        if ranks.rank == 0:
+            _print_rates(found, as_json)
+        end_process(EXIT_DONE)
+    machine = this_machine(processes)
+    if machine.processes == 1:
+        raise PlanError(
+            "--bandwidth: one process has nobody to talk to",
+            fix="--processes 2, or torchrun --nnodes N … --no-python dmt doctor --bandwidth",
+        )
+    _tell_count(machine.gpu, machine.processes)
+    rates = measured(machine, "toolkit.doctor.bandwidth")
+    _print_rates(bandwidth.Bandwidth.from_dict(rates), as_json)
+
+
+def _print_rates(found: "Bandwidth", as_json: bool) -> None:
+    from toolkit.cli.doctor_table import rates
+
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        typer.echo("\n".join(rates(found)))
+
+
+def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
     machine = calibration.this_machine(processes)
     calibration.check_out(out)
-    count = f"{machine.processes} process{'es' * (machine.processes > 1)}"
-    print(f"measuring {machine.gpu} with {count}", file=sys.stderr)
+    _tell_count(machine.gpu, machine.processes)
     speeds = calibration.calibrate(machine)
     calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
     if as_json:
         typer.echo(json.dumps({"gpu": machine.gpu, "file": str(out), **asdict(speeds)}))
     else:
         typer.echo(f"wrote {out}; use it with --cluster {out}")
+
+
+def _tell_count(gpu: str, processes: int) -> None:
+    count = f"{processes} process{'es' * (processes > 1)}"
+    print(f"measuring {gpu} with {count}", file=sys.stderr)

@@ -44,7 +44,7 @@ VERBS: dict[str, Verb] = {
         "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
     ),
     "report": Verb("toolkit.cli.report:report", "Say what a run did and where its time went."),
-    "doctor": Verb("toolkit.cli.doctor:doctor", "Measure this machine for the planner."),
+    "doctor": Verb("toolkit.cli.doctor:doctor", "Say what this machine lacks, or measure it."),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,17 +96,25 @@ def calibrate(machine: Machine) -> Speeds:
 
     Raises RunFailed when a process failed.
     """
+    return Speeds(**measured(machine, "toolkit.doctor.speeds"))
+
+
+def measured(machine: Machine, module: str) -> Any:
+    """What rank 0 of `python -m MODULE RESULT.json` wrote, one rank per process of `machine`.
+
+    Raises RunFailed when a process failed.
+    """
     with tempfile.TemporaryDirectory(prefix="dmt-calibrate-") as folder:
-        result = Path(folder) / "speeds.json"
+        result = Path(folder) / "result.json"
         section = ClusterSection(gpus_per_node=machine.processes, gpu=machine.gpu)
-        worker = ("-m", "toolkit.doctor.speeds", str(result))
+        worker = ("-m", module, str(result))
         launcher = LocalLauncher()
         with StopSignals() as signals:
             job = Job(Path(folder), section, worker=worker)
             outcome = launcher.run(launcher.spec(job), signals)
         if outcome.exit_code != EXIT_DONE:
             raise RunFailed("dmt doctor: measuring did not come to its end")
-        return Speeds(**json.loads(result.read_text(encoding="utf-8")))
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def cluster_text(machine: Machine, speeds: Speeds) -> str:

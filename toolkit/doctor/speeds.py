@@ -7,26 +7,20 @@ bandwidth, and each has its share of the cores. Rank 0 tells on standard error w
 and writes the result.
 """
 
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.distributed import Ranks, end_process, join, leave
-from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.doctor.bench import Bench, measure_and_write, say
+from toolkit.engines.distributed import Ranks
 
 BUDGET_S = 2.5
 """How long one quantity is measured."""
-REPEATS = range(3, 101)
-"""How often an operation is repeated at least and at most."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIB = 2**20
 
@@ -64,7 +58,7 @@ class Speeds:
 
 def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
     """Measure all quantities; collective. `tell` gets a line about each."""
-    bench = _Bench(ranks)
+    bench = Bench(ranks, BUDGET_S)
     flops = {}
     for precision in _precisions(ranks.device):
         flops[precision] = _matmul_flops(bench, sizes.matrix, DTYPES[precision])
@@ -78,37 +72,6 @@ def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
     return Speeds(ranks.world, flops, memory, link, latency)
 
 
-class _Bench:
-    """Times operations on all ranks at once."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.device = ranks.device
-        self.world = ranks.world
-
-    def seconds(self, operation: Callable[[], object]) -> float:
-        """Median of several runs after a first one, averaged over the ranks."""
-        once = self._time(operation)
-        slowest = self._combined(min(once, self._time(operation)), dist.ReduceOp.MAX)
-        repeats = int(BUDGET_S / slowest)
-        repeats = max(REPEATS.start, min(repeats, REPEATS.stop - 1))
-        found = median(self._time(operation) for _ in range(repeats))
-        return self._combined(found, dist.ReduceOp.SUM) / self.world
-
-    def _time(self, operation: Callable[[], object]) -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        operation()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
-
-    def _combined(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
-        """The same number on every rank."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=how)
-        return float(tensor)
-
-
 def _precisions(device: torch.device) -> Iterator[str]:
     """What the device computes in, but fp8, which needs Transformer Engine's kernels."""
     yield "fp32"
@@ -118,17 +81,17 @@ def _precisions(device: torch.device) -> Iterator[str]:
         yield "bf16"
 
 
-def _matmul_flops(bench: _Bench, size: int, dtype: torch.dtype) -> float:
+def _matmul_flops(bench: Bench, size: int, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
     return 2 * size**3 / bench.seconds(lambda: left @ right)
 
 
-def _memory_bytes_per_s(bench: _Bench, nbytes: int) -> float:
+def _memory_bytes_per_s(bench: Bench, nbytes: int) -> float:
     left, right, total = (torch.ones(nbytes // 4, device=bench.device) for _ in range(3))
     return 3 * nbytes / bench.seconds(lambda: torch.add(left, right, out=total))
 
 
-def _all_reduce(bench: _Bench, nbytes: int) -> tuple[float, float]:
+def _all_reduce(bench: Bench, nbytes: int) -> tuple[float, float]:
     """Bytes per second between neighbours, and seconds of a step: a ring of n ranks takes
     2 (n - 1) steps and moves 2 (n - 1) / n of the data (Thakur et al. 2005)."""
     steps = 2 * (bench.world - 1)
@@ -138,29 +101,14 @@ def _all_reduce(bench: _Bench, nbytes: int) -> tuple[float, float]:
     return steps / bench.world * nbytes / seconds, latency_s
 
 
-@contextmanager
-def _process_group() -> Iterator[Ranks]:
-    yield join()
-    leave()
-
-
 def main() -> None:
     """Measure, and let rank 0 write the result."""
-    try:
-        with _process_group() as ranks:
-            first = ranks.rank == 0
-            sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
-            found = measure(ranks, sizes, _say if first else lambda _: None)
-            if first:
-                Path(sys.argv[1]).write_text(json.dumps(asdict(found)), encoding="utf-8")
-    except Exception:  # noqa: BLE001 - the last resort: every failure is told
-        traceback.print_exc()
-        end_process(EXIT_FAILED)
-    end_process(EXIT_DONE)
+    measure_and_write(_measured, Path(sys.argv[1]))
 
 
-def _say(message: str) -> None:
-    print(f"  {message}", file=sys.stderr, flush=True)
+def _measured(ranks: Ranks) -> dict[str, Any]:
+    sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
+    return asdict(measure(ranks, sizes, say if ranks.rank == 0 else lambda _: None))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ BUILD_LIMIT_S = 1800.0
 OLD_LOCK_S = 600.0
 """Age at which a lock counts as left behind where its holder cannot be looked up."""
 
+TOOLS = ("C++ compiler", "ninja", "Python headers", "libaio")
+"""What building an op may need."""
+
 _POLL_S = 0.2
 _GRACE_S = 3.0
 
@@ -53,9 +56,11 @@ _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_
 
 
 @dataclass(frozen=True)
-class _Missing:
+class Missing:
     """Something that a build needs and this machine lacks."""
 
+    name: str
+    """One of TOOLS, or a lock's op."""
     what: str
     fix: str
 
@@ -85,8 +90,8 @@ def preflight(ops: Sequence[str]) -> None:
     """
     if not ops:
         return
-    ops = _compiled_at_start(ops)
-    missing = [*_missing_tools(ops), *_stale_locks(ops)] if ops else []
+    ops = compiled_at_start(ops)
+    missing = [*missing_tools(ops), *stale_locks(ops)] if ops else []
     if missing:
         raise BackendUnavailable(
             f"DeepSpeed must compile {', '.join(ops)} for this run, but "
@@ -120,7 +125,7 @@ def build(
     BackendUnavailable when a build fails or takes longer than `limit_s` seconds; its log
     is kept and named.
     """
-    for op in _compiled_at_start(ops) if ops else ():
+    for op in compiled_at_start(ops) if ops else ():
         _wait_for_others(op, report, limit_s)
         if not is_built(op):
             report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
@@ -147,16 +152,19 @@ def is_built(op: str) -> bool:
 
 
 def build_folder(op: str) -> Path:
-    """Where torch builds `op`: `torch.utils.cpp_extension` decides it the same way."""
+    """Where torch builds `op`: `torch.utils.cpp_extension` decides it the same way.
+
+    Raises BackendUnavailable where that depends on a torch that is not installed.
+    """
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is not None:
         return Path(root) / op
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return cache / "torch_extensions" / f"{python}_{_torch_accelerator()}" / op
+    return cache / "torch_extensions" / f"{python}_{torch_accelerator()}" / op
 
 
-def _torch_accelerator() -> str:
+def torch_accelerator() -> str:
     """`cpu`, `cu128`, `rocm63`: what the installed torch was built for."""
     version = runpy.run_path(str(_package_folder("torch") / "version.py"))
     for name, prefix in (("hip", "rocm"), ("cuda", "cu")):
@@ -167,7 +175,9 @@ def _torch_accelerator() -> str:
 
 def _package_folder(package: str) -> Path:
     """Folder of an installed package, found without importing it."""
-    found = importlib.util.find_spec(package)
+    found = None
+    with suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise BackendUnavailable(f"{package} is not installed", fix=f"pip install {package}")
     return Path(found.origin).parent
@@ -182,35 +192,39 @@ def _installed_at(package: str) -> float:
     return (_package_folder(package) / "__init__.py").stat().st_ctime
 
 
-def _compiled_at_start(ops: Sequence[str]) -> list[str]:
+def compiled_at_start(ops: Sequence[str]) -> list[str]:
     """Those of `ops` that this DeepSpeed was not installed with (`DS_BUILD_OPS=1`)."""
     record = _package_folder("deepspeed") / "git_version_info_installed.py"
     installed = runpy.run_path(str(record))["installed_ops"] if record.is_file() else {}
     return [op for op in ops if not installed.get(op)]
 
 
-def _missing_tools(ops: Sequence[str]) -> Iterator[_Missing]:
+def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
     """Compiler, ninja and headers that are not there."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     usable = bool(compiler) and shutil.which(compiler[0]) is not None
     if not usable:
-        named = f" ({os.environ['CXX']!r}, named by CXX)" if "CXX" in os.environ else ""
-        yield _Missing(
+        stated = "CXX" in os.environ
+        named = f" ({os.environ['CXX']!r}, named by CXX)" if stated else ""
+        yield Missing(
+            "C++ compiler",
             f"there is no C++ compiler{named}",
-            "unset CXX, or install one: apt-get install g++ (Debian, Ubuntu), "
-            "dnf install gcc-c++ (Fedora, RHEL)",
+            "unset CXX, or install one: " * stated
+            + "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL)",
         )
     if shutil.which("ninja") is None:
-        yield _Missing("the build tool ninja is not on PATH", "pip install ninja")
+        yield Missing("ninja", "the build tool ninja is not on PATH", "pip install ninja")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        yield _Missing(
+        yield Missing(
+            "Python headers",
             f"Python's headers are missing ({headers / 'Python.h'})",
             "apt-get install python3-dev (Debian, Ubuntu), dnf install python3-devel "
             "(Fedora, RHEL)",
         )
-    if "async_io" in ops and usable and not _libaio_links(compiler):
-        yield _Missing(
+    if "async_io" in ops and not (_libaio_links(compiler) if usable else _libaio_header()):
+        yield Missing(
+            "libaio",
             "libaio, which NVMe offload reads and writes through, cannot be compiled against",
             "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel "
             "(Fedora, RHEL)",
@@ -227,11 +241,20 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
     return result.returncode == 0
 
 
-def _stale_locks(ops: Sequence[str]) -> Iterator[_Missing]:
+def _libaio_header() -> bool:
+    """Whether libaio's header lies where compilers look: where there is none to ask."""
+    named = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+    folders = os.pathsep.join([*named, "/usr/local/include", "/usr/include"])
+    return any((Path(folder) / "libaio.h").is_file() for folder in folders.split(os.pathsep))
+
+
+def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
+    """Locks that killed builds of `ops` left behind."""
     for op in ops:
         lock = build_folder(op) / "lock"
         if lock.exists() and not _is_held(lock):
-            yield _Missing(
+            yield Missing(
+                op,
                 f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
                 "would wait for ever (no process on this machine holds it)",
                 f"rm {shlex.quote(str(lock))}",

@@ -1,0 +1,281 @@
+"""Single checks: what each says, and who needs it."""
+
+import netrc
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from packaging.version import Version
+
+from tests.processes import ROOT
+from toolkit.doctor import accelerators, accounts, network, packages, storage
+from toolkit.doctor.finding import Finding
+from toolkit.doctor.needs import LAUNCHERS, Needs, hosts_of, needs_of
+from toolkit.errors import PlanError
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import LaunchSection
+
+TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
+TWO_MACHINES = Needs(several_machines="cluster.nodes: 2")
+NO_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NO_INTERFACES, "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def one(findings: Iterable[Finding], name: str) -> Finding:
+    (found,) = (finding for finding in findings if finding.name == name)
+    return found
+
+
+def needs(*overrides: str) -> Needs:
+    return needs_of(load_recipe(TINY, overrides))
+
+
+def test_every_launcher_has_its_needs() -> None:
+    """A launcher of the schema that the table lacks would be a traceback."""
+    assert set(get_args(LaunchSection.model_fields["launcher"].annotation)) <= set(LAUNCHERS)
+
+
+def test_what_a_recipe_needs(tmp_path: Path) -> None:
+    assert set(needs().packages) == {
+        "torch",
+        "transformers",
+        "safetensors",
+        "deepspeed",
+        "wandb",
+    }
+    megatron = needs(
+        "parallel.engine=megatron", "logging.wandb=null", "logging.tensorboard=true"
+    )
+    assert set(megatron.packages) == {
+        "torch", "transformers", "safetensors", "megatron-core", "tensorboard",
+    }  # fmt: skip
+    nvme = needs(
+        "parallel.zero.stage=3",
+        "parallel.zero.offload_optimizer=nvme",
+        f"parallel.zero.nvme_path={tmp_path}",
+    )
+    assert set(nvme.ops) == {"cpu_adam", "pin_memory", "async_io"}
+    assert nvme.nvme == tmp_path
+    gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
+    assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
+    several = needs("cluster.nodes=2", "launch.launcher=deepspeed")
+    assert set(several.programs) == {"deepspeed", "pdsh", "ssh"}
+    assert needs("logging.wandb.mode=online").wandb == "logging.wandb.mode: online"
+
+
+def test_a_model_that_only_the_hub_knows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is downloaded; what the recipe states itself is known."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    found = needs("model.config=null", "model.hub=nobody/nothing")
+    assert "deepspeed" in found.packages and not found.ops
+    assert "not planned" in found.note
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "source"),
+    [
+        ("torch", "2.9.1", "CVE-2026-24747"),
+        ("deepspeed", "0.18.5", "deepspeedai/DeepSpeed#7839"),
+        ("megatron-core", "0.15.0", "NVIDIA/Megatron-LM#2715"),
+        ("wandb", "0.22.2", "wandb/server#163"),
+    ],
+)
+def test_known_bad_versions(package: str, version: str, source: str) -> None:
+    (found,) = packages._known_bad(package, Version(version), None)
+    assert source in found.found and found.fix.startswith("pip install --upgrade")
+    fixed = {
+        "torch": "2.10.0",
+        "deepspeed": "0.18.6",
+        "megatron-core": "0.15.3",
+        "wandb": "0.22.3",
+    }
+    assert not list(packages._known_bad(package, Version(fixed[package]), None))
+
+
+def test_an_old_kernel() -> None:
+    (found,) = packages._kernel("4.18.0-553.el8.x86_64")
+    assert found.level == "warning"
+    for release in ("5.5.0", "6.8.0-45-generic", "4.x"):
+        assert not list(packages._kernel(release))
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "level"),
+    [
+        ("550.144.03", "12.8", "ok"),
+        ("550.144.03", "13.0", "problem"),
+        ("470.82.01", "12.8", "problem"),
+        (None, "13.0", "ok"),
+        ("580.65", None, "ok"),
+    ],
+)
+def test_drivers(driver: str | None, cuda: str | None, level: str) -> None:
+    needing = Needs(gpus=1, gpu="cluster.gpu: h100-80gb")
+    (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, needing)
+    assert found.level == level
+    (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, Needs())
+    assert found.level == ("warning" if level == "problem" else "ok")
+
+
+def test_gpus() -> None:
+    volta = ["Tesla V100-SXM2-32GB", 32 * 2**30, 7, 0]
+    torch = {"cuda": "12.8", "hip": None, "devices": [volta]}
+    needing = Needs(gpus=2, gpu="cluster.gpu: v100-32gb", precision="bf16")
+    few, old = accelerators._devices(torch, "550.1", needing)
+    assert few.blocks and "sees 1; the recipe has 2" in few.found
+    assert "--set cluster.gpus_per_node=1" in few.fix
+    assert old.blocks and old.needed_by == "training.precision: bf16"
+    (found,) = accelerators._devices(torch, "550.1", Needs())
+    assert found.level == "ok" and "32 GiB" in found.found
+    hidden = {"cuda": None, "hip": None, "devices": []}
+    (found,) = accelerators._devices(hidden, "550.1", Needs())
+    assert found.level == "warning" and "built without CUDA" in found.found
+
+
+def test_a_name_that_is_loopback_breaks_several_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FACTS: without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    alone, together = network._host_name(Needs()), network._host_name(TWO_MACHINES)
+    assert alone.level == "note" and together.blocks
+    assert "127.0.0.1" in together.found
+    assert "export GLOO_SOCKET_IFNAME=" in together.fix and "/etc/hosts" in together.fix
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert network._host_name(TWO_MACHINES).level == "ok"
+
+
+def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    assert "does not resolve" in network._host_name(TWO_MACHINES).found
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
+        ("GLOO_SOCKET_IFNAME", "l", "warning"),
+        ("GLOO_SOCKET_IFNAME", "ib77", "warning"),
+        ("NCCL_SOCKET_IFNAME", "l", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=l", "warning"),
+        ("NCCL_SOCKET_IFNAME", "=lo", "ok"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
+        ("NCCL_SOCKET_IFNAME", "ib77", "warning"),
+    ],
+)
+def test_interfaces_that_are_named(
+    variable: str, value: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert one(network._interface_variables(Needs()), variable).level == level
+
+
+def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    (alone,), (together,) = network._master(Needs()), network._master(TWO_MACHINES)
+    assert alone.level == "ok" and together.blocks
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    (alone,) = network._master(Needs())
+    assert alone.level == "warning" and "does not resolve" in alone.found
+
+
+def test_machines_that_answer_and_do_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        up, unknown = network.reach(["127.0.0.1", "no-such-host.invalid"], port, "--hostfile")
+    assert up.level == "ok"
+    assert unknown.blocks and "does not resolve" in unknown.found
+    (closed,) = network.reach(["127.0.0.1"], port, "--hostfile")
+    assert closed.blocks and "refused" in closed.found and "ssh 127.0.0.1" in closed.fix
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two machines\nworker-1 slots=8\n\nworker-2 slots=8  # the second\n")
+    assert hosts_of(file) == ["worker-1", "worker-2"]
+    file.write_text("# none\n")
+    with pytest.raises(PlanError, match="names no machine"):
+        hosts_of(file)
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        network_port, network.USUAL_PORT = network.USUAL_PORT, port
+        try:
+            found = network._port()
+        finally:
+            network.USUAL_PORT = network_port
+    assert found.level == "note" and f"{port}, that of" in found.found
+    assert "--master_port=" in found.fix
+
+
+def test_file_systems(tmp_path: Path) -> None:
+    assert storage.file_system(Path("/proc/self")) == "proc"
+    assert storage.file_system(tmp_path) != "unknown"
+
+
+def test_the_disk_is_measured_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "TRIAL_BYTES", 2**20)
+    assert storage.write_speed(tmp_path) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_checkpoints_must_fit(tmp_path: Path) -> None:
+    needing = Needs(run_dir=tmp_path / "runs" / "mine", checkpoint_bytes=10**18)
+    found = one(storage._disk(needing), "run directory")
+    assert found.level == "warning" and "two checkpoints take 2000000.0 TB" in found.found
+
+
+def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
+    (found,) = storage._nvme(tmp_path / "none")
+    assert found.blocks and found.fix.startswith(f"mkdir -p {tmp_path / 'none'}")
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage, "LEAST_SHARED_BYTES", 2**60)
+    (found,) = storage._shared_memory(tmp_path)
+    assert found.level == "warning" and "docker run --shm-size" in found.fix
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key itself is never told."""
+    file = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(file))
+    online = Needs(wandb="logging.wandb.mode: online")
+    (offline,), (missing,) = accounts.check(Needs()), accounts.check(online)
+    assert offline.level == "note" and missing.blocks and "wandb login" in missing.fix
+    key = "0123456789abcdef0123456789abcdef01234567"
+    file.write_text(f"machine api.wandb.ai login user password {key}\n")
+    file.chmod(0o600)
+    (found,) = accounts.check(Needs())
+    assert found.level == "ok" and key not in found.found and str(file) in found.found
+    file.write_text("machine api.wandb.ai and nonsense\n")
+    with pytest.raises(netrc.NetrcParseError):
+        netrc.netrc(str(file))
+    (damaged,) = accounts.check(Needs())
+    assert damaged.level == "warning" and "cannot be read" in damaged.found
+
+
+def test_the_wandb_server_is_asked_only_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        online = Needs(wandb="logging.wandb.mode: online")
+        assert [found.name for found in accounts.check(Needs())] == ["W&B login"]
+        assert one(accounts.check(online), "W&B server").level == "ok"
+    assert one(accounts.check(online), "W&B server").blocks

@@ -1,0 +1,75 @@
+"""The tables of `dmt doctor`."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from toolkit.cli.bars import columns, print_hanging
+from toolkit.doctor.finding import LEVELS, Finding, Level
+from toolkit.redact import redact
+from toolkit.units import seconds
+
+if TYPE_CHECKING:
+    from toolkit.doctor.bandwidth import Bandwidth
+
+_MARKS: dict[Level, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("·", "dim"),
+    "warning": ("!", "yellow"),
+    "problem": ("✗", "red"),
+}
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Group by group; under what is not ok, who needs it and what mends it."""
+    width = max(len(finding.name) for finding in findings)
+    for group, members in groupby(findings, key=lambda finding: finding.group):
+        console.print(Text(group, "bold"))
+        for finding in members:
+            mark, colour = _MARKS[finding.level]
+            prefix = Text.assemble("  ", (mark, colour), f" {finding.name:<{width}}  ")
+            print_hanging(console, prefix, redact(finding.found))
+            indent = Text(" " * (width + 6))
+            if finding.needed_by and finding.level != "ok":
+                print_hanging(console, indent, f"needed by {redact(finding.needed_by)}")
+            if finding.fix:
+                print_hanging(console, indent, f"fix: {redact(finding.fix)}")
+    console.print(_total(findings))
+
+
+def _total(findings: Sequence[Finding]) -> str:
+    """`2 problems (1 that the recipe needs), 1 warning, 4 notes`."""
+    blocking = sum(finding.blocks for finding in findings)
+    parts = []
+    for level in reversed(LEVELS[1:]):
+        count = sum(finding.level == level for finding in findings)
+        text = f"{count} {level}{'s' * (count != 1)}"
+        if level == "problem" and count:
+            text += f" ({blocking or 'none'} in the way of the recipe)"
+        parts.append(text)
+    return ", ".join(parts)
+
+
+def rates(found: "Bandwidth") -> list[str]:
+    """A line per operation and size, and what the columns mean."""
+    rows = [["operation", "MiB", "time", "algorithm GB/s", "bus GB/s", "peak GB/s", "share"]]
+    for rate in found.rates:
+        peak = rate.peak_bytes_per_s
+        rows.append(
+            [
+                rate.operation,
+                f"{rate.message_bytes / 2**20:.4g}",
+                seconds(rate.seconds),
+                f"{rate.algorithm_bytes_per_s / 1e9:.3g}",
+                f"{rate.bus_bytes_per_s / 1e9:.3g}",
+                "-" if peak is None else f"{peak / 1e9:.3g}",
+                "-" if peak is None else f"{rate.bus_bytes_per_s / peak:.0%}",
+            ]
+        )
+    where = f"{found.world} ranks on {found.nodes} machine{'s' * (found.nodes > 1)}"
+    nominal = " (nominal: a processor has no data sheet)" if found.gpu == "cpu" else ""
+    note = f"{where}, {found.gpu}; peak of the slowest link each way{nominal}"
+    return [*columns(rows), note]

@@ -1,0 +1,151 @@
+"""GPUs as torch sees them, the driver below and the libraries that ranks talk through."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.needs import Needs
+from toolkit.doctor.probe import ask, ask_python, is_installed
+
+GROUP = "accelerators"
+
+OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
+"""By CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, minor versions."""
+BF16_CAPABILITY = (8, 0)
+"""Ampere; older GPUs only emulate bf16."""
+
+_TORCH = """
+import json, torch, torch.distributed as dist
+cuda = torch.cuda
+seen = cuda.device_count() if cuda.is_available() else 0
+devices = [cuda.get_device_properties(i) for i in range(seen)]
+print(json.dumps({
+    "cuda": torch.version.cuda,
+    "hip": torch.version.hip,
+    "devices": [[d.name, d.total_memory, d.major, d.minor] for d in devices],
+    "nccl": ".".join(map(str, cuda.nccl.version())) if dist.is_nccl_available() else None,
+    "gloo": dist.is_available() and dist.is_gloo_available(),
+}))
+"""
+_GIB = 2**30
+_REINSTALL = "pip install --force-reinstall torch"
+
+
+def check(needs: Needs) -> Iterator[Finding]:
+    """Asks torch in a process of its own: a broken driver may crash or hang who asks."""
+    if not is_installed("torch"):
+        return  # `packages` says so
+    answer = ask_python(_TORCH)
+    if not answer.done:
+        text, needed_by = f"cannot be imported: {answer.out}", needs.packages.get("torch")
+        yield Finding(GROUP, "torch", "problem", text, needed_by, _REINSTALL)
+        return
+    torch = json.loads(answer.out.splitlines()[-1])
+    driver = _driver()
+    yield from _driver_finding(torch, driver, needs)
+    yield from _devices(torch, driver, needs)
+    yield _gloo(torch, needs)
+    yield from _nccl(torch, needs)
+
+
+def _driver() -> str | None:
+    """The version of the NVIDIA driver; None where there is none."""
+    file = Path("/proc/driver/nvidia/version")
+    if file.is_file():
+        found = re.search(r"\s(\d{3}\.[\d.]+)\s", file.read_text(errors="replace"))
+        if found:
+            return found[1]
+    answer = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)
+    return answer.out.split()[0] if answer.done and answer.out.strip() else None
+
+
+def _driver_finding(
+    torch: Mapping[str, Any], driver: str | None, needs: Needs
+) -> Iterator[Finding]:
+    built = f"torch is built for CUDA {torch['cuda']}"
+    if torch["cuda"] is None:
+        built = (
+            f"torch is built for ROCm {torch['hip']}" if torch["hip"] else "torch has no CUDA"
+        )
+    if driver is None or torch["cuda"] is None:
+        yield Finding(GROUP, "driver", "ok", f"{driver or 'none'}; {built}")
+        return
+    oldest = OLDEST_DRIVER.get(int(torch["cuda"].partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) >= oldest:
+        yield Finding(GROUP, "driver", "ok", f"{driver}; {built}")
+        return
+    fix = f"install NVIDIA driver {oldest} or later"
+    if int(driver.partition(".")[0]) >= OLDEST_DRIVER[12]:
+        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+    yield lacking(
+        GROUP,
+        "driver",
+        f"{driver}; {built}, which needs {oldest} or later",
+        fix=fix,
+        needed_by=needs.gpu,
+        otherwise="warning",
+    )
+
+
+def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iterator[Finding]:
+    devices = torch["devices"]
+    if len(devices) < max(needs.gpus, 1):
+        yield _too_few(torch, driver, needs)
+    for index, (name, memory, major, minor) in enumerate(devices):
+        text = f"{name}, {memory / _GIB:.0f} GiB, compute capability {major}.{minor}"
+        label = f"GPU {index}"
+        if torch["cuda"] and needs.precision == "bf16" and (major, minor) < BF16_CAPABILITY:
+            fix = "training.precision: fp16, or fp32"
+            text += "; bf16 needs 8.0"
+            yield Finding(GROUP, label, "problem", text, "training.precision: bf16", fix)
+        else:
+            yield Finding(GROUP, label, "ok", text)
+
+
+def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Finding:
+    count = len(torch["devices"])
+    text = f"torch sees {count or 'none'}"
+    if needs.gpus:
+        text += f"; the recipe has {needs.gpus} a machine"
+    fix = "--set cluster.gpu=cpu, or a machine with GPUs"
+    if count:
+        fix = f"--set cluster.gpus_per_node={count}, and look at CUDA_VISIBLE_DEVICES"
+    elif driver is not None and torch["cuda"] is None:
+        text += ", though there is a driver: this torch is built without CUDA"
+        fix = _REINSTALL
+    elif driver is not None:
+        text += ", though there is a driver"
+        fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
+    driver_unused = driver is not None and not count
+    return lacking(
+        GROUP,
+        "GPUs",
+        text,
+        fix=fix,
+        needed_by=needs.gpu,
+        otherwise="warning" if driver_unused else "note",
+    )
+
+
+def _gloo(torch: Mapping[str, Any], needs: Needs) -> Finding:
+    if torch["gloo"]:
+        return Finding(GROUP, "gloo", "ok", "in torch")
+    text = "not in this torch; every process group has it for the CPU"
+    return Finding(GROUP, "gloo", "problem", text, needs.run, _REINSTALL)
+
+
+def _nccl(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
+    if torch["nccl"] is not None:
+        yield Finding(GROUP, "NCCL", "ok", torch["nccl"])
+    elif torch["devices"] or needs.gpu:
+        yield lacking(
+            GROUP,
+            "NCCL",
+            "not in this torch",
+            fix=_REINSTALL,
+            needed_by=needs.gpu,
+            otherwise="warning",
+        )

@@ -1,0 +1,196 @@
+"""What a recipe needs of the machine that it is started on: the one place that knows."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.engines.deepspeed_ops import required_ops
+from toolkit.errors import PlanError
+from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.recipe.schema import Recipe
+from toolkit.train.assignment import Assignment, decide
+
+EVERY_RECIPE = "every recipe"
+SSH_PORT = 22
+
+
+@dataclass(frozen=True)
+class LauncherNeeds:
+    """What a launcher needs where `dmt launch` runs."""
+
+    packages: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    across_machines: tuple[str, ...] = ()
+    """Programs that it needs besides for several machines."""
+    elsewhere: bool = False
+    """The ranks run on machines that a scheduler chooses: this one only hands in the job."""
+
+
+LAUNCHERS: Mapping[str, LauncherNeeds] = {
+    "local": LauncherNeeds(),
+    "torchrun": LauncherNeeds(),  # started as a module of torch, not as a program
+    "deepspeed": LauncherNeeds(
+        packages=("deepspeed",), programs=("deepspeed",), across_machines=("pdsh", "ssh")
+    ),
+    "accelerate": LauncherNeeds(packages=("accelerate",), programs=("accelerate",)),
+    "slurm": LauncherNeeds(programs=("sbatch", "srun"), elsewhere=True),
+    "kubernetes": LauncherNeeds(programs=("kubectl",), elsewhere=True),
+    "ray": LauncherNeeds(packages=("ray",), programs=("ray",), elsewhere=True),
+}
+"""By `launch.launcher`."""
+
+_BY_ENGINE: Mapping[str, tuple[str, ...]] = {
+    "deepspeed": ("deepspeed",),
+    "megatron": ("megatron-core",),
+    "fsdp": (),
+    "ddp": (),
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Who needs what here. `Needs()` is what every recipe needs."""
+
+    run: str | None = None
+    """What needs that ranks can run here at all; None without a recipe."""
+    packages: Mapping[str, str] = field(default_factory=lambda: {"torch": EVERY_RECIPE})
+    """By the distribution's name: the setting that needs it, as `KEY: VALUE`."""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    ops: Mapping[str, str] = field(default_factory=dict)
+    """Operators that DeepSpeed compiles."""
+    gpus: int = 0
+    """How many this machine must have."""
+    gpu: str | None = None
+    """The setting that needs them."""
+    precision: str | None = None
+    """`bf16` where it must be the GPU's own."""
+    several_machines: str | None = None
+    """The setting that makes ranks of several machines talk."""
+    hostfile: Path | None = None
+    wandb: str | None = None
+    """The setting that logs to W&B's server."""
+    run_dir: Path = Path("runs")
+    nvme: Path | None = None
+    checkpoint_bytes: int | None = None
+    """Of one checkpoint; None where the model's size is not known."""
+    note: str = ""
+    """What could not be found out, and why."""
+
+
+def needs_of(recipe: Recipe) -> Needs:
+    """What carrying out `recipe` from this machine needs; nothing is downloaded.
+
+    Raises PlanError or RecipeError when it cannot be carried out anywhere.
+    """
+    launcher = LAUNCHERS[recipe.launch.launcher]
+    setting = f"launch.launcher: {recipe.launch.launcher}"
+    packages = dict.fromkeys(launcher.packages, setting)
+    programs = dict.fromkeys(launcher.programs, setting)
+    assignment, note = _decided(recipe)
+    if launcher.elsewhere:
+        note = f"{setting} trains on other machines: run `dmt doctor` there, too"
+        return Needs(packages=packages, programs=programs, run_dir=_run_dir(recipe), note=note)
+    several = None
+    if recipe.cluster.nodes > 1:
+        several = f"cluster.nodes: {recipe.cluster.nodes}"
+        programs |= dict.fromkeys(launcher.across_machines, f"{setting}, {several}")
+    on_gpus = recipe.cluster.gpu != "cpu"
+    nvme = recipe.parallel.zero.nvme_path
+    wandb = recipe.logging.wandb
+    return Needs(
+        run=EVERY_RECIPE,
+        packages=packages | dict(_packages(recipe, assignment)),
+        programs=programs,
+        ops=_ops(assignment),
+        gpus=recipe.cluster.gpus_per_node if on_gpus else 0,
+        gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
+        precision=recipe.training.precision if on_gpus else None,
+        several_machines=several,
+        hostfile=_hostfile(recipe),
+        wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
+        run_dir=_run_dir(recipe),
+        nvme=Path(nvme) if nvme else None,
+        checkpoint_bytes=_checkpoint_bytes(assignment),
+        note=note,
+    )
+
+
+def _decided(recipe: Recipe) -> tuple[Assignment | None, str]:
+    """The plan, or why there is none: a shape that only the hub knows."""
+    try:
+        config = model_config(recipe.model, download=False)
+    except ShapeUnknown as error:
+        return None, f"not planned, so only what the recipe states is known: {error.message}"
+    model = recipe.model.model_copy(update={"config": config})
+    return decide(recipe.model_copy(update={"model": model}), None), ""
+
+
+def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[str, str]]:
+    for package in ("torch", "transformers", "safetensors"):
+        yield package, EVERY_RECIPE
+    engine, model = recipe.parallel.engine, recipe.parallel.model
+    if assignment is not None:
+        engine, model = assignment.plan.engine, assignment.plan.model
+    for package in _BY_ENGINE.get(engine, ()):
+        yield package, f"parallel.engine: {engine}"
+    if model == "megatron":
+        yield "megatron-core", f"parallel.model: {model}"
+    for source in (recipe.data.train, recipe.data.validation):
+        if source is not None and source.kind == "hf":
+            yield "datasets", "data: kind: hf"
+    wandb = recipe.logging.wandb
+    if wandb is not None and wandb.mode != "disabled":
+        yield "wandb", f"logging.wandb.mode: {wandb.mode}"
+    if recipe.logging.tensorboard:
+        yield "tensorboard", "logging.tensorboard: true"
+
+
+def _ops(assignment: Assignment | None) -> dict[str, str]:
+    """Operators to compile, each with the setting behind it."""
+    if assignment is None or assignment.plan.engine != "deepspeed":
+        return {}
+    layout = assignment.plan.layout
+    offload = f"parallel.zero.offload_optimizer: {layout.offload_optimizer}"
+    if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
+        nvme = "parallel.zero: offload to nvme"
+    else:
+        nvme = ""
+    by_op = {"cpu_adam": offload, "pin_memory": nvme, "async_io": nvme}
+    return {
+        op: by_op.get(op, "parallel.engine: deepspeed")
+        for op in required_ops(assignment.engine_config)
+    }
+
+
+def _hostfile(recipe: Recipe) -> Path | None:
+    """`launch.deepspeed.hostfile`, where the schema has it and the recipe states it."""
+    section = getattr(recipe.launch, "deepspeed", None)
+    stated = getattr(section, "hostfile", None)
+    return None if stated is None else Path(stated)
+
+
+def _run_dir(recipe: Recipe) -> Path:
+    return Path("runs") / recipe.name
+
+
+def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
+    """fp32 weights and two moments of every parameter (docs/checkpoints.md)."""
+    return None if assignment is None else 12 * assignment.plan.parameters
+
+
+def hosts_of(hostfile: Path) -> list[str]:
+    """The machines of a hostfile: the first word of each line (`HOST slots=N`).
+
+    Raises PlanError when it cannot be read or names none.
+    """
+    try:
+        lines = hostfile.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"hostfile {hostfile}: {error}", fix="name a file that exists"
+        ) from error
+    words = [line.partition("#")[0].split() for line in lines]
+    hosts = [line[0] for line in words if line]
+    if not hosts:
+        raise PlanError(f"hostfile {hostfile} names no machine", fix="a line is HOST slots=N")
+    return hosts

@@ -1,0 +1,223 @@
+"""Python and packages: versions, known bad ones, and whether they can be imported."""
+
+import platform
+import tomllib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+import toolkit
+from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.needs import Needs
+from toolkit.doctor.probe import ask_python, is_installed
+
+GROUP = "packages"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that is looked at."""
+
+    name: str
+    """Of the distribution, as `pip install` takes it."""
+    module: str
+    compiled: bool = False
+    """Against torch, so that it may not fit the one that is there."""
+
+
+PACKAGES = (
+    Package("torch", "torch"),
+    Package("deepspeed", "deepspeed"),
+    Package("megatron-core", "megatron.core"),
+    Package("transformers", "transformers"),
+    Package("accelerate", "accelerate"),
+    Package("datasets", "datasets"),
+    Package("wandb", "wandb"),
+    Package("safetensors", "safetensors"),
+    Package("tensorboard", "tensorboard"),
+    Package("ray", "ray"),
+    Package("transformer-engine", "transformer_engine", compiled=True),
+    Package("flash-attn", "flash_attn", compiled=True),
+)
+_OPTIONAL: Mapping[str, str] = {
+    "tensorboard": "`logging.tensorboard` needs it",
+    "ray": "`launch.launcher: ray` needs it",
+    "transformer-engine": "megatron-core is faster on GPUs with it",
+    "flash-attn": "attention on GPUs is faster with it",
+}
+"""Used when installed, not among DMT's own requirements."""
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """Versions that pip installs and that do not work."""
+
+    package: str
+    versions: str
+    """As in a requirement."""
+    why: str
+    source: str
+    """Where that is told: repository#thread, or an advisory."""
+
+
+KNOWN_BAD = (
+    KnownBad(
+        "torch",
+        "<2.10",
+        "a crafted checkpoint runs code even with weights_only=True",
+        "CVE-2026-24747",
+    ),
+    KnownBad(
+        "deepspeed",
+        "<0.18.6",
+        "bf16 without ZeRO may divide gradients by 65,536",
+        "deepspeedai/DeepSpeed#7839",
+    ),
+    KnownBad(
+        "megatron-core",
+        "==0.15.0",
+        "cannot be imported on a machine without a GPU",
+        "NVIDIA/Megatron-LM#2715",
+    ),
+    KnownBad(
+        "wandb",
+        "<0.22.3",
+        "`wandb login` refuses the 86-character API keys that W&B issues now",
+        "wandb/server#163",
+    ),
+)
+
+OLD_KERNEL = (5, 5)
+"""Accelerate warns below it: processes may hang (huggingface/accelerate#1929)."""
+
+
+def check(needs: Needs) -> Iterator[Finding]:
+    """Python, the kernel and every package of `PACKAGES`."""
+    yield _python(needs)
+    yield from _kernel(platform.release())
+    yield Finding(GROUP, "dmt", "ok", toolkit.__version__)
+    with ThreadPoolExecutor() as threads:
+        for findings in threads.map(lambda package: [*_package(package, needs)], PACKAGES):
+            yield from findings
+
+
+def _python(needs: Needs) -> Finding:
+    found, allowed = platform.python_version(), _stated()[0]
+    if Version(found) in allowed:
+        return Finding(GROUP, "python", "ok", found)
+    wanted = f"DMT needs {allowed}"
+    return Finding(
+        GROUP,
+        "python",
+        "problem",
+        f"{found}; {wanted}",
+        needs.run,
+        "python3.12 -m venv .venv && .venv/bin/pip install dmt",
+    )
+
+
+def _kernel(release: str) -> Iterator[Finding]:
+    numbers = release.partition("-")[0].split(".")[:2]
+    if all(number.isdecimal() for number in numbers) and (*map(int, numbers),) < OLD_KERNEL:
+        text = f"Linux {release}: processes may hang (huggingface/accelerate#1929)"
+        yield Finding(GROUP, "kernel", "warning", text, None, "use Linux 5.5 or later")
+
+
+def _package(package: Package, needs: Needs) -> Iterator[Finding]:
+    """What is to be said of one package."""
+    needed_by = needs.packages.get(package.name)
+    version = _version(package)
+    if version is None:
+        yield _absent(package, needed_by)
+        return
+    requirement = _stated()[1].get(package.name, Requirement(package.name))
+    text = str(version)
+    if not requirement.specifier.contains(version, prereleases=True):
+        text += f"; DMT needs {requirement.specifier}"
+        yield Finding(GROUP, package.name, "problem", text, needed_by, _install(requirement))
+    elif (failure := _import_failure(package, needed_by)) is not None:
+        text += f"; cannot be imported: {failure}"
+        yield Finding(GROUP, package.name, "problem", text, needed_by, _reinstall(requirement))
+    else:
+        yield Finding(GROUP, package.name, "ok", text)
+    yield from _known_bad(package.name, version, needed_by)
+
+
+def _import_failure(package: Package, needed_by: str | None) -> str | None:
+    """Why a package that is needed, or compiled, cannot be imported; None where it can.
+
+    torch is left to `accelerators`, which imports it anyway.
+    """
+    if package.name == "torch" or not (needed_by or package.compiled):
+        return None
+    answer = ask_python(f"import {package.module}")
+    return None if answer.done else answer.out
+
+
+def _absent(package: Package, needed_by: str | None) -> Finding:
+    requirement = _stated()[1].get(package.name, Requirement(package.name))
+    use = _OPTIONAL.get(package.name)
+    return lacking(
+        GROUP,
+        package.name,
+        "not installed" if use is None else f"not installed; {use}",
+        fix=_install(requirement),
+        needed_by=needed_by,
+        otherwise="note" if use else "problem",
+    )
+
+
+def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[Finding]:
+    for bad in KNOWN_BAD:
+        if bad.package == name and SpecifierSet(bad.versions).contains(version, True):
+            text = f"{version}: {bad.why} ({bad.source})"
+            fix = f"pip install --upgrade '{_stated()[1].get(name, name)}'"
+            yield Finding(GROUP, name, "warning", text, needed_by, fix)
+
+
+def _install(requirement: Requirement) -> str:
+    # flash-attn and Transformer Engine are compiled against the torch that is there.
+    compiled = requirement.name in ("flash-attn", "transformer-engine")
+    return f"pip install {'--no-build-isolation ' * compiled}'{requirement}'"
+
+
+def _reinstall(requirement: Requirement) -> str:
+    return _install(requirement).replace("install ", "install --force-reinstall ", 1)
+
+
+def _version(package: Package) -> Version | None:
+    """The installed version; None where the module is not there, whatever pip says."""
+    if not is_installed(package.module):
+        return None
+    try:
+        return Version(metadata.version(package.name))
+    except metadata.PackageNotFoundError:
+        return None
+    except InvalidVersion:
+        return Version("0")
+
+
+@cache
+def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
+    """Which Python and which packages DMT's own project file asks for.
+
+    Of a checkout, the file; of an installed package, what pip kept of it.
+    """
+    file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        python, lines = project["requires-python"], project["dependencies"]
+    else:
+        python = metadata.metadata("dmt")["Requires-Python"]
+        lines = metadata.requires("dmt") or []
+    requirements = [Requirement(line) for line in lines]
+    # Those of extras (`; extra == "plot"`) hold for nobody who did not ask for them.
+    own = {one.name: one for one in requirements if one.marker is None}
+    return SpecifierSet(python), own

@@ -1,0 +1,189 @@
+"""Disks and memory: space, speed and the limits of this process."""
+
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
+from toolkit.doctor.finding import Finding, Level
+from toolkit.doctor.needs import Needs
+from toolkit.units import byte_size
+
+GROUP = "storage"
+
+TRIAL_BYTES = 64 * 2**20
+"""Written to measure a disk: more than the cache of a disk's own controller usually is."""
+SLOW_BYTES_PER_S = 100e6
+"""Below it a checkpoint takes longer than a plan assumes by far (a hard disk, a busy share)."""
+LEAST_SHARED_BYTES = 512 * 2**20
+"""NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342); a container has
+64 MiB by default."""
+LEAST_FILES = 4096
+LEAST_LOCKED_BYTES = 2**30
+NETWORK_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "fuse", "beegfs", "9p", "cifs", "wekafs")
+"""File systems of other machines, by the beginnings of their names."""
+
+
+def check(needs: Needs) -> Iterator[Finding]:
+    """The run directory's disk, the NVMe folder, shared memory and limits."""
+    yield from _disk(needs)
+    if needs.nvme is not None:
+        yield from _nvme(needs.nvme)
+    yield from _shared_memory(Path("/dev/shm"))
+    yield _memory()
+    yield _files()
+    yield _locked(needs)
+
+
+def _disk(needs: Needs) -> Iterator[Finding]:
+    """Space and speed of the disk that the run directory is on, or will be."""
+    name, folder = "run directory", _existing(needs.run_dir)
+    if not os.access(folder, os.W_OK):
+        fix = f"name another folder with --run-dir, or chown {os.getuid()} {folder}"
+        yield Finding(GROUP, name, "problem", f"cannot write in {folder}", needs.run, fix)
+        return
+    system = file_system(folder)
+    free = shutil.disk_usage(folder).free
+    text = f"{folder}: {system}, {byte_size(free)} free"
+    wanted = 2 * (
+        needs.checkpoint_bytes or 0
+    )  # a new one is written before an old one is removed
+    if free < max(wanted, TRIAL_BYTES):
+        text += f", but two checkpoints take {byte_size(wanted)}" if wanted else ""
+        fix = "remove old runs, or name another disk with --run-dir"
+        yield Finding(GROUP, name, "warning", text, None, fix)
+    elif system == "tmpfs":
+        text += ": in memory, and gone after a restart of the machine"
+        yield Finding(GROUP, name, "note", text, None, "name a folder on a disk with --run-dir")
+    else:
+        yield Finding(GROUP, name, "ok", text)
+    if free > 2 * TRIAL_BYTES:
+        yield _speed(folder, system, needs)
+
+
+def _speed(folder: Path, system: str, needs: Needs) -> Finding:
+    name = "disk speed"
+    try:
+        speed = write_speed(folder)
+    except OSError as error:
+        text = f"writing to {folder} failed: {error}"
+        return Finding(GROUP, name, "problem", text, needs.run, "look at the disk: dmesg")
+    shared = ", a network file system" if system.startswith(NETWORK_SYSTEMS) else ""
+    text = f"{speed / 1e6:,.0f} MB/s written and synchronised{shared}"
+    if speed < SLOW_BYTES_PER_S:
+        fix = "name a folder on a faster disk with --run-dir, or raise checkpoint.every_steps"
+        return Finding(GROUP, name, "warning", f"{text}: saves take long", None, fix)
+    return Finding(GROUP, name, "ok", text)
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes per second until a file of TRIAL_BYTES is on the disk of `folder`."""
+    block = os.urandom(2**20)  # no file system can compress it
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".dmt-doctor-") as file:
+        began = time.perf_counter()
+        for _ in range(TRIAL_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return TRIAL_BYTES / (time.perf_counter() - began)
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that `path` is on: `ext4`, `tmpfs`, `nfs4`; else `unknown`."""
+    best, system = Path(), "unknown"
+    try:
+        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return system
+    for line in lines:
+        fields = line.split()
+        where = Path(fields[1].replace("\\040", " "))
+        # Later mounts cover earlier ones of the same place.
+        if path.is_relative_to(where) and len(where.parts) >= len(best.parts):
+            best, system = where, fields[2]
+    return system
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder.resolve()
+
+
+def _nvme(folder: Path) -> Iterator[Finding]:
+    name, setting = "NVMe folder", f"parallel.zero.nvme_path: {folder}"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        fix = f"mkdir -p {folder} && test -w {folder}"
+        text = f"{folder} is no folder that can be written to"
+        yield Finding(GROUP, name, "problem", text, setting, fix)
+        return
+    system = file_system(folder.resolve())
+    if system == "tmpfs":
+        text = f"{folder} is tmpfs: offload to it takes the memory that it should spare"
+        yield Finding(GROUP, name, "warning", text, setting, "name a folder on a local disk")
+    else:
+        free = byte_size(shutil.disk_usage(folder).free)
+        yield Finding(GROUP, name, "ok", f"{folder}: {system}, {free} free")
+
+
+def _shared_memory(folder: Path) -> Iterator[Finding]:
+    if not folder.is_dir():
+        return
+    usage = shutil.disk_usage(folder)
+    text = f"{byte_size(usage.free)} of {byte_size(usage.total)} free"
+    if usage.free < LEAST_SHARED_BYTES:
+        fix = f"docker run --shm-size=8g …, or mount -o remount,size=8G {folder}"
+        text += "; NCCL fails where it is too small (NVIDIA/nccl#342)"
+        yield Finding(GROUP, str(folder), "warning", text, None, fix)
+    else:
+        yield Finding(GROUP, str(folder), "ok", text)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    text = f"{byte_size(memory.available)} of {byte_size(memory.total)} free"
+    limit = _memory_limit()
+    if limit is not None and limit < memory.total:
+        text += f"; this group of processes may take {byte_size(limit)}"
+    return Finding(GROUP, "memory", "ok", text)
+
+
+def _memory_limit() -> int | None:
+    """Of the control group, as containers and Slurm set it."""
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(file).read_text())
+        except (OSError, ValueError):  # not there, or `max`
+            continue
+    return None
+
+
+def _files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= LEAST_FILES:
+        return Finding(GROUP, "open files", "ok", _limit(limit))
+    text = f"{limit} a process; many ranks and data files need more"
+    return Finding(GROUP, "open files", "note", text, None, f"ulimit -n {LEAST_FILES}")
+
+
+def _locked(needs: Needs) -> Finding:
+    """InfiniBand and DeepSpeed's asynchronous I/O pin memory."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED_BYTES:
+        return Finding(GROUP, "locked memory", "ok", _limit(limit, "B"))
+    text = f"{byte_size(limit)}; InfiniBand and NVMe offload pin more"
+    fix = "ulimit -l unlimited; in a container: docker run --ulimit memlock=-1 …"
+    pinning = needs.ops.get("async_io") or (needs.gpu and needs.several_machines)
+    level: Level = "warning" if pinning else "note"
+    return Finding(GROUP, "locked memory", level, text, pinning or None, fix)
+
+
+def _limit(value: int, unit: str = "") -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,} {unit}".strip()

@@ -1,0 +1,160 @@
+"""Programs: what compiles DeepSpeed's operators, and what launchers start."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.needs import LAUNCHERS, Needs
+from toolkit.doctor.probe import ask
+from toolkit.engines.deepspeed_ops import (
+    TOOLS,
+    build_folder,
+    compiled_at_start,
+    missing_tools,
+    put_ninja_on_path,
+    stale_locks,
+    torch_accelerator,
+)
+from toolkit.errors import BackendUnavailable
+
+COMPILERS = "compilers"
+LAUNCHER_PROGRAMS = "launchers"
+
+_NEEDED_FOR: Mapping[str, str] = {
+    "numactl": "`deepspeed --bind_cores_to_rank`",
+    "pdsh": "`deepspeed --hostfile`",
+    "ssh": "`deepspeed --hostfile`",
+    **{
+        program: f"`launch.launcher: {launcher}`"
+        for launcher, needs in LAUNCHERS.items()
+        for program in needs.programs
+    },
+    "torchrun": "`torchrun launch/train.py RECIPE`",
+}
+_INSTALLED_BY: Mapping[str, str] = {
+    "deepspeed": "pip install deepspeed",
+    "torchrun": "pip install torch",
+    "accelerate": "pip install accelerate",
+    "ray": "pip install ray",
+    "pdsh": "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
+    "ssh": "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
+    "(Fedora, RHEL)",
+    "numactl": "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",
+    "kubectl": "install it as https://kubernetes.io/docs/tasks/tools says",
+    "sbatch": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
+    "srun": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
+}
+
+
+def check(needs: Needs) -> Iterator[Finding]:
+    """Compilers, then launchers' programs."""
+    put_ninja_on_path()  # as every run does
+    yield from _tools(needs)
+    yield _nvcc(needs)
+    yield _program(COMPILERS, "numactl", needs)
+    yield from _locks(needs)
+    for program in _INSTALLED_BY:
+        if program != "numactl":
+            yield _program(LAUNCHER_PROGRAMS, program, needs)
+
+
+def _tools(needs: Needs) -> Iterator[Finding]:
+    to_compile = _to_compile(needs)
+    missing = {one.name: one for one in missing_tools(["cpu_adam", "async_io"])}
+    for name in TOOLS:
+        lacked = missing.get(name)
+        if lacked is None:
+            yield Finding(COMPILERS, name, "ok", "there")
+            continue
+        needing = to_compile.values() if name != "libaio" else _of_io(to_compile)
+        yield lacking(
+            COMPILERS,
+            name,
+            lacked.what
+            if name == "libaio"
+            else f"{lacked.what}: DeepSpeed's offload is compiled",
+            fix=lacked.fix,
+            needed_by=next(iter(needing), None),
+            otherwise="warning",
+        )
+
+
+def _to_compile(needs: Needs) -> dict[str, str]:
+    """Operators that the recipe needs and that did not come compiled with DeepSpeed."""
+    try:
+        ops = compiled_at_start(tuple(needs.ops))
+    except BackendUnavailable:  # DeepSpeed itself is missing; pip will bring its sources
+        ops = list(needs.ops)
+    return {op: needs.ops[op] for op in ops}
+
+
+def _of_io(ops: Mapping[str, str]) -> list[str]:
+    return [setting for op, setting in ops.items() if op == "async_io"]
+
+
+def _nvcc(needs: Needs) -> Finding:
+    """CUDA's compiler, of the version that torch is built for: DeepSpeed refuses others."""
+    try:
+        built_for = torch_accelerator()
+    except BackendUnavailable:
+        built_for = "cpu"
+    if not built_for.startswith("cu"):
+        return Finding(COMPILERS, "nvcc", "ok", "not needed: this torch is built without CUDA")
+    needing = next(iter(_to_compile(needs).values()), None) if needs.gpu else None
+    digits = built_for.removeprefix("cu")
+    wanted = f"{digits[:-1]}.{digits[-1]}"
+    fix = f"install CUDA {wanted}'s toolkit and set CUDA_HOME to it"
+    found = _nvcc_version()
+    if found is None:
+        text = "there is no nvcc; DeepSpeed's operators for GPUs are compiled with it"
+    elif found == wanted:
+        return Finding(COMPILERS, "nvcc", "ok", found)
+    elif found.partition(".")[0] == wanted.partition(".")[0]:
+        text = f"{found}, torch is built for {wanted}: mostly the same"
+        return Finding(COMPILERS, "nvcc", "note", text, None, fix)
+    else:
+        text = f"{found}, torch is built for {wanted}: nothing can be compiled"
+    return lacking(COMPILERS, "nvcc", text, fix=fix, needed_by=needing, otherwise="warning")
+
+
+def _nvcc_version() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    program = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc")
+    answer = ask([program, "--version"]) if program else None
+    if answer is None or not answer.done:
+        return None
+    release = re.search(r"release (\d+\.\d+)", answer.out)
+    return release[1] if release else None
+
+
+def _locks(needs: Needs) -> Iterator[Finding]:
+    """Locks of killed builds, for which DeepSpeed would wait for ever."""
+    try:
+        root = build_folder("any").parent
+    except BackendUnavailable:  # without torch there is nothing to build with
+        return
+    ops = sorted(lock.parent.name for lock in root.glob("*/lock"))
+    for lock in stale_locks(ops):
+        needed_by = needs.ops.get(lock.name)
+        yield Finding(
+            COMPILERS, f"lock of {lock.name}", "problem", lock.what, needed_by, lock.fix
+        )
+
+
+def _program(group: str, program: str, needs: Needs) -> Finding:
+    # Those of Python packages lie beside this Python, whether or not that is on PATH.
+    beside = Path(sys.executable).with_name(program)
+    found = str(beside) if beside.is_file() else shutil.which(program)
+    if found is not None:
+        return Finding(group, program, "ok", found)
+    return lacking(
+        group,
+        program,
+        f"not on PATH; {_NEEDED_FOR[program]} needs it",
+        fix=_INSTALLED_BY[program],
+        needed_by=needs.programs.get(program),
+    )
