@@ -1,0 +1,74 @@
+"""Jobs of a real Slurm with two nodes, both on this machine."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import checkpoints, curve, events, run, settings
+from tests.e2e.slurm_cluster import MISSING, Slurm, slurm_cluster, wait_until
+from tests.processes import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def assert_same_start(run_dir: Path, reference: Path) -> None:
+    """The steps that both made have the same losses."""
+    found, expected = curve(run_dir), curve(reference)
+    both = found.keys() & expected.keys()
+    assert len(both) >= 6
+    assert {step: found[step] for step in both} == {
+        step: pytest.approx(expected[step], rel=1e-5) for step in both
+    }
+
+
+def test_python_under_srun(slurm: Slurm, project: Project, ddp_run: Path) -> None:
+    """No launcher at all: the ranks' places come from Slurm's own variables."""
+    steps = settings({"training.steps": 6})
+    worker = [sys.executable, ROOT / "launch" / "train.py", project.recipe]
+    ended = run(
+        ["srun", "-N1", "-n2", *map(str, worker), "--run-dir", "srun", *steps],
+        project.folder,
+        slurm.env,
+    )
+    assert ended.code == 0, ended.err
+    assert_same_start(project.folder / "srun", ddp_run)
+
+
+def test_two_nodes_save_before_the_limit_and_go_on(
+    slurm: Slurm, project: Project, ddp_run: Path
+) -> None:
+    """The warning signal saves and stops, the job is queued again, and finishes."""
+    run_dir = project.folder / "slurm"
+    changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 1, "training.steps": 400}
+    ended = project.launch("slurm", changes, "--launcher", "slurm", env=slurm.env)
+    assert ended.code == 0, ended.err
+    job = ended.out.split()[-1]
+    assert ended.out.strip() == f"Submitted batch job {job}"
+    wait_until(
+        lambda: (run_dir / "metrics.jsonl").exists() and len(curve(run_dir)) > 2, "steps"
+    )
+    slurm.ask("scancel", "--signal=USR1", "--batch", job)
+    wait_until(lambda: slurm.state(job) == "PENDING", "queued again")
+    (stopped,) = events(run_dir, "end")
+    assert stopped["exit_code"] == 75
+    assert checkpoints(run_dir) == [stopped["step"]]
+    # Slurm waits two minutes by itself. It refuses a start in the second of the requeue.
+    time.sleep(3)
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end", 120)
+    assert sorted(curve(run_dir)) == list(range(1, 401))
+    assert_same_start(run_dir, ddp_run)
+    assert {"plan.json", "export"} <= {path.name for path in run_dir.iterdir()}
