@@ -1,4 +1,4 @@
-"""Accelerate's settings: its config file, and the variables that `accelerate launch` makes of it.
+"""Accelerate's settings: its config file, and the variables that it becomes.
 
 Both come down to the same names, those of `accelerate launch`'s own arguments: it copies every
 section of the file into them and then into ACCELERATE_*, FSDP_* and others (accelerate 1.15,
@@ -27,7 +27,7 @@ from toolkit.conflicts.source import (
     translated,
     unknown,
 )
-from toolkit.engines.json_file import JsonFile, read_json
+from toolkit.engines.json_file import JsonFile, parse_json, read_json
 
 KIND = "Accelerate config"
 
@@ -86,7 +86,8 @@ class Setting:
 
 def read(file: JsonFile, name: str) -> Source:
     """What an Accelerate config file states."""
-    found, settings = Collected(), {}
+    found = Collected()
+    settings: dict[str, Setting] = {}
     kind = str(file.values.get("distributed_type", "NO"))
     for key, value in file.values.items():
         if key not in TOP_LEVEL:
@@ -142,9 +143,7 @@ def collect(settings: Mapping[str, Setting], path: Path) -> Collected:
     return found
 
 
-def _stated(
-    key: str, setting: Setting, settings: Mapping[str, Setting]
-) -> Iterator[Stated]:
+def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iterator[Stated]:
     """A setting in the recipe's words; nothing where a recipe has none."""
     value = setting.value
 
@@ -193,9 +192,7 @@ def _fsdp(
     elif key == "fsdp_offload_params":
         yield stated("parallel.zero.offload_parameters", "cpu" if value else "none")
     elif key == "fsdp_activation_checkpointing":
-        yield stated(
-            "parallel.recompute", "full" if value else OneOf(("none", "selective"))
-        )
+        yield stated("parallel.recompute", "full" if value else OneOf(("none", "selective")))
 
 
 def _start_as_many(setting: Setting) -> str:
@@ -207,12 +204,24 @@ def _start_as_many(setting: Setting) -> str:
 
 def _deepspeed(config: Setting, path: Path) -> Collected:
     """The DeepSpeed config that is named, as if it were part of these settings."""
-    named = beside(str(config.value), path)
+    text = str(config.value)
+    if text.lstrip().startswith("{"):  # Accelerate takes the JSON itself in place of a name
+        return deepspeed_json.collect(_inside(text, config, path))
+    named = beside(text, path)
     if not named.exists():
         missing = Collected()
         missing.unknown.append(Unknown(config.name, config.place, f"there is no file {named}"))
         return missing
     return deepspeed_json.collect(read_json(named))
+
+
+def _inside(text: str, config: Setting, path: Path) -> JsonFile:
+    """DeepSpeed's JSON that stands as a block in the file at `path`, or in a variable."""
+    _, _, line = config.place.rpartition(":")
+    first = int(line) if line.isdecimal() else 0
+    found = parse_json(text, path)
+    lines = {key: first + number for key, number in found.lines.items()} if first else {}
+    return JsonFile(path if first else Path(config.place), found.values, lines)
 
 
 def _place(file: JsonFile, key: str) -> str:

@@ -4,16 +4,16 @@ Accelerate refuses an unknown name at the top level and ignores one in a section
 word. The tests compare these lists with the installed accelerate.
 """
 
-TOP_LEVEL = frozenset(
-    """
+_TOP_LEVEL = """
     command_file commands compute_environment debug deepspeed_config distributed_type
     downcast_bf16 dynamo_config enable_cpu_affinity fp8_config fsdp_config gpu_ids
     machine_rank main_process_ip main_process_port main_training_function megatron_lm_config
     mixed_precision mpirun_config num_machines num_processes parallelism_config rdzv_backend
     same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone use_cpu
     dynamo_backend fp16
-    """.split()
-)
+"""
+
+TOP_LEVEL = frozenset(_TOP_LEVEL.split())
 """Fields of its ClusterConfig, and the two older spellings that it still translates."""
 
 SECTIONS = {

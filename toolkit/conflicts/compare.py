@@ -8,6 +8,7 @@ from toolkit.conflicts.facts import DERIVED, Fact
 from toolkit.conflicts.source import (
     AUTO,
     DATA_PARALLEL,
+    AtMost,
     OneOf,
     PerReplica,
     Source,
@@ -120,6 +121,9 @@ def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
         return "auto"
     if fact is None or not stated.certain:
         return "open"
+    if isinstance(stated.value, AtMost):
+        assert isinstance(fact.value, int)
+        return "agrees" if fact.value <= stated.value.limit else "disagrees"
     wanted = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
     return "agrees" if any(same(value, fact.value) for value in wanted) else "disagrees"
 
@@ -127,8 +131,10 @@ def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
 def _advice(stated: Stated, fact: Fact) -> str:
     """The two ways to make both say the same."""
     there = f"change {stated.name} at {stated.place}"
+    if stated.name == stated.place:
+        there = f"unset {stated.name}"
     if stated.key in DERIVED:
         return f"{there}; the recipe's is {DERIVED[stated.key]}"
-    if isinstance(stated.value, OneOf) or stated.key not in settings():
+    if isinstance(stated.value, OneOf | AtMost) or stated.key not in settings():
         return f"{there} to mean {stated.key} {shown(fact.value)}, or change the recipe"
     return f"--set {stated.key}={shown(stated.value).replace(' ', '')}, or {there}"

@@ -56,8 +56,8 @@ def read(file: JsonFile, name: str, recipe: Recipe) -> Source:
         KIND,
         "recipe",
         "DMT does not read this file (parallel.zero.config would name it): the recipe wins",
-        "HF Trainer refuses batch, accumulation, clipping, optimizer, warm-up and precision that "
-        "disagree with its TrainingArguments; ZeRO and all else are this file's",
+        "HF Trainer refuses batch, accumulation, clipping, optimizer, warm-up and precision "
+        "that disagree with its TrainingArguments; ZeRO and all else are this file's",
     )
 
 
@@ -68,7 +68,9 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
     for key, problem in misspelt.items():
         place = _place(file, key)
         hint = problem.fix if problem.fix.startswith("did you") else ""
-        found.unknown.append(Unknown(prefix + key, place, hint or "DeepSpeed drops it silently"))
+        found.unknown.append(
+            Unknown(prefix + key, place, hint or "DeepSpeed drops it silently")
+        )
     switches: dict[str, object] = {}
     for key, value in _leaves(file.values):
         if any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt):

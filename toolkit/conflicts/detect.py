@@ -15,8 +15,8 @@ from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe
 
 KINDS = (
-    "a DeepSpeed config (JSON), an Accelerate config (YAML or JSON), TrainingArguments (JSON or "
-    "YAML), Megatron-LM arguments (text), or `env`"
+    "a DeepSpeed config (JSON), an Accelerate config (YAML or JSON), TrainingArguments (JSON "
+    "or YAML), Megatron-LM arguments (text), or `env`"
 )
 
 _KEYS: Mapping[str, frozenset[str]] = {
@@ -46,7 +46,9 @@ def _of_settings(file: JsonFile, recipe: Recipe) -> Source:
     """By whose names its top-level keys are, most of them."""
     scores = {kind: len(keys & file.values.keys()) for kind, keys in _KEYS.items()}
     # A setting that two of them have (`fp16`) is a block for DeepSpeed only.
-    blocks = sum(isinstance(file.values.get(key), dict) for key in ("fp16", "bf16", "optimizer"))
+    blocks = sum(
+        isinstance(file.values.get(key), dict) for key in ("fp16", "bf16", "optimizer")
+    )
     scores[deepspeed_json.KIND] += blocks
     kind = max(scores, key=lambda kind: scores[kind])
     if scores[kind] == 0:

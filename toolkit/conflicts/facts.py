@@ -1,6 +1,6 @@
 """What a recipe, and the plan made of it, state: the side that everything is compared with."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ class Fact:
     """`FILE:LINE`, `default`, `planned`, `derived: …`."""
 
 
-def places_in(path: Path, overrides: tuple[str, ...] = ()) -> Places:
+def places_in(path: Path, overrides: Sequence[str] = ()) -> Places:
     """Where the recipe file at `path`, with its overrides, states each setting."""
     root = read_layers(path, overrides).root
 
@@ -54,9 +54,7 @@ def places_in(path: Path, overrides: tuple[str, ...] = ()) -> Places:
     return place
 
 
-def facts(
-    recipe: Recipe, plan: Plan | None, places: Places = lambda _: ""
-) -> dict[str, Fact]:
+def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> dict[str, Fact]:
     """Every value of the run by its key. Without a plan, what is `auto` is left out."""
     found = {
         key: Fact(value, places(key) or "default")

@@ -5,11 +5,10 @@ them. torchrun's own flags in such a script count as well.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 
 from toolkit.conflicts.shell_flags import Flag, read_flags
-from toolkit.conflicts.source import Collected, OneOf, Source, Stated, Unknown, shown, unknown
+from toolkit.conflicts.source import Collected, OneOf, Source, Stated, unknown
 from toolkit.engines.megatron_lm import (
     GPT_SWITCHES,
     GPT_VALUES,
@@ -64,8 +63,10 @@ _SWITCHES: Mapping[str, tuple[str, object]] = {
 }
 """Flags without a value: the setting and what they say of it."""
 
+_STAGES = "--pipeline-model-parallel-size"
+
 _SAID_ELSEWHERE = frozenset(
-    "--lr-warmup-init --lr-wsd-decay-style --group-query-attention --tokenizer-type".split()
+    ("--lr-warmup-init", "--lr-wsd-decay-style", "--group-query-attention", "--tokenizer-type")
 )
 """Parts of what another flag states."""
 
@@ -104,15 +105,19 @@ class _Reader:
             elif name in values:
                 self._same(name, flag, f"megatron.{values[name]}")
             elif rule := _RULES.get(name):
-                self._add_all(flag, rule(self, flag))
+                self._add_all(flag, rule(self))
             elif name not in _SAID_ELSEWHERE:
                 self._other(name, flag)
         return self.found
 
+    def value(self, name: str) -> Value:
+        """The value of a flag; None where it is not there."""
+        flag = self.flags.get(name)
+        return None if flag is None else _value(flag)
+
     def number(self, name: str) -> float | None:
         """The value of a flag, where it is there and a number."""
-        flag = self.flags.get(name)
-        value = _value(flag) if flag is not None else None
+        value = self.value(name)
         return value if isinstance(value, int | float) else None
 
     def _same(self, name: str, flag: Flag, key: str) -> None:
@@ -132,7 +137,7 @@ class _Reader:
             self.found.stated.append(Stated(key, value, *at))
 
     def _other(self, name: str, flag: Flag) -> None:
-        """A flag that a recipe does not have; one like those that it has may be a misspelling."""
+        """A flag that a recipe does not have, or a misspelt one that it has."""
         known = (*_SAME, *_SWITCHES, *_RULES)
         guess = unknown(name, f"{self.file}:{flag.line}", known)
         if foreign(name) and not guess.hint.startswith("did you"):
@@ -143,7 +148,7 @@ class _Reader:
 
 def _model_switches() -> dict[str, tuple[bool, str]]:
     """Those of a model, not of its layout or precision."""
-    other = {flag for flag in _SWITCHES} | {"--calculate-per-token-loss"}
+    other = set(_SWITCHES) | {"--calculate-per-token-loss"}
     return {
         name: (value, flag)
         for name, (value, flag) in {**TRANSFORMER_SWITCHES, **GPT_SWITCHES}.items()
@@ -161,29 +166,31 @@ def _value(flag: Flag) -> Value:
         return flag.values[0]
 
 
-Rule = Callable[[_Reader, Flag], Iterator[tuple[str, object]]]
+Meaning = Iterator[tuple[str, object]]
+Rule = Callable[[_Reader], Meaning]
 
 
-def _optimizer(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _optimizer(reader: _Reader) -> Meaning:
     # Megatron-LM's adam decouples the weight decay unless it is told not to.
-    yield "optimizer.name", "adamw" if _value(flag) == "adam" else _value(flag)
+    name = reader.value("--optimizer")
+    yield "optimizer.name", "adamw" if name == "adam" else name
 
 
-def _clipping(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
-    yield "optimizer.clip_grad_norm", _value(flag) or None
+def _clipping(reader: _Reader) -> Meaning:
+    yield "optimizer.clip_grad_norm", reader.value("--clip-grad") or None
 
 
-def _samples(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _samples(reader: _Reader) -> Meaning:
     samples, batch = reader.number("--train-samples"), reader.number("--global-batch-size")
     if samples and batch:
         yield "training.steps", math.ceil(samples / batch)
 
 
-def _fp8(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _fp8(_: _Reader) -> Meaning:
     yield "training.precision", "fp8"
 
 
-def _warmup(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _warmup(reader: _Reader) -> Meaning:
     """Megatron-LM counts steps done, DMT the step itself: with a first rate, one less."""
     steps, first = reader.number("--lr-warmup-iters"), reader.number("--lr-warmup-init")
     peak = reader.number("--lr")
@@ -195,21 +202,20 @@ def _warmup(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
         yield "schedule.warmup_steps", OneOf((0, 1)) if steps == 0 else steps
 
 
-def _style(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _style(reader: _Reader) -> Meaning:
     """WSD over the whole run is the plain shape without a warm-up."""
-    style, steps = str(_value(flag)), reader.number("--train-iters")
-    tail = reader.flags.get("--lr-wsd-decay-style")
+    style, steps = str(reader.value("--lr-decay-style")), reader.number("--train-iters")
     if style != "WSD":
         yield "schedule.name", style
         return
-    shape = str(_value(tail)) if tail is not None else "exponential"
+    shape = str(reader.value("--lr-wsd-decay-style") or "exponential")
     if reader.number("--lr-wsd-decay-iters") == steps and steps is not None:
         yield "schedule.name", OneOf(("wsd", "linear")) if shape == "linear" else shape
     else:
         yield "schedule.name", "wsd" if shape == "linear" else f"wsd, {shape}"
 
 
-def _decay(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _decay(reader: _Reader) -> Meaning:
     """The decay that ends with the run; one step earlier, as DMT counts the step itself."""
     steps, decay = reader.number("--train-iters"), reader.number("--lr-decay-iters")
     warmup = reader.number("--lr-warmup-iters") or 0
@@ -219,47 +225,47 @@ def _decay(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
         yield "training.steps", decay
 
 
-def _wsd_decay(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _wsd_decay(reader: _Reader) -> Meaning:
     if reader.number("--lr-wsd-decay-iters") != reader.number("--train-iters"):
-        yield "schedule.decay_steps", _value(flag)
+        yield "schedule.decay_steps", reader.value("--lr-wsd-decay-iters")
 
 
-def _warmup_share(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _warmup_share(reader: _Reader) -> Meaning:
     share, steps = reader.number("--lr-warmup-fraction"), reader.number("--train-iters")
     if share is not None and steps is not None:
         yield "schedule.warmup_steps", round(share * steps)
 
 
-def _interval(key: str) -> Rule:
-    def rule(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _interval(flag: str, key: str) -> Rule:
+    def rule(reader: _Reader) -> Meaning:
         # An interval of the whole run is what a recipe calls null: only at the end.
-        value = _value(flag)
+        value = reader.value(flag)
         whole = value is not None and value == reader.number("--train-iters")
         yield key, OneOf((None, value)) if whole else value
 
     return rule
 
 
-def _validation(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
-    if batches := _value(flag):
+def _validation(reader: _Reader) -> Meaning:
+    if batches := reader.value("--eval-iters"):
         yield "evaluation.batches", batches
 
 
-def _chunk(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
-    layers, stages = reader.number("--num-layers"), reader.number("--pipeline-model-parallel-size")
-    chunk = _value(flag)
-    if layers and stages and isinstance(chunk, int) and chunk > 0:
+def _chunk(reader: _Reader) -> Meaning:
+    layers, stages = reader.number("--num-layers"), reader.number(_STAGES)
+    chunk = reader.number("--num-layers-per-virtual-pipeline-stage")
+    if layers and stages and chunk:
         yield "parallel.virtual_pipeline", int(layers // (stages * chunk))
 
 
-def _pipeline_layout(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
-    stages = reader.number("--pipeline-model-parallel-size")
-    if stages and flag.values:
-        chunks = len(re.split(r"\|", flag.values[0]))
+def _pipeline_layout(reader: _Reader) -> Meaning:
+    stages, text = reader.number(_STAGES), reader.value("--pipeline-model-parallel-layout")
+    if stages and text:
+        chunks = str(text).count("|") + 1
         yield "parallel.virtual_pipeline", int(chunks // stages)
 
 
-def _wandb(reader: _Reader, flag: Flag) -> Iterator[tuple[str, object]]:
+def _tensorboard(_: _Reader) -> Meaning:
     yield "logging.tensorboard", True
 
 
@@ -273,11 +279,11 @@ _RULES: Mapping[str, Rule] = {
     "--lr-decay-style": _style,
     "--lr-decay-iters": _decay,
     "--lr-wsd-decay-iters": _wsd_decay,
-    "--eval-interval": _interval("evaluation.every_steps"),
-    "--save-interval": _interval("checkpoint.every_steps"),
+    "--eval-interval": _interval("--eval-interval", "evaluation.every_steps"),
+    "--save-interval": _interval("--save-interval", "checkpoint.every_steps"),
     "--eval-iters": _validation,
     "--num-layers-per-virtual-pipeline-stage": _chunk,
     "--pipeline-model-parallel-layout": _pipeline_layout,
-    "--tensorboard-dir": _wandb,
+    "--tensorboard-dir": _tensorboard,
 }
 """Flags whose meaning takes a look at others."""

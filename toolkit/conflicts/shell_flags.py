@@ -42,8 +42,8 @@ def read_flags(text: str, file: str) -> list[Flag]:
         assigned = _ASSIGNMENT.fullmatch(word)
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
-            values = (_resolve(value, variables),) if equals else ()
-            flags.append(Flag(name, values, line))
+            own = (_resolve(value, variables),) if equals else ()
+            flags.append(Flag(name, own, line))
         elif assigned and not word.startswith("-"):
             variables[assigned[1]] = _resolve(assigned[2], variables)
             flags.append(Flag("", (), line))  # whatever follows is no value of the last flag

@@ -24,6 +24,13 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class AtMost:
+    """A number that the recipe's may not exceed, e.g. of the GPUs that are there."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
 class PerReplica:
     """A number of sequences per data-parallel replica and optimizer step."""
 
@@ -37,7 +44,7 @@ class Stated:
     key: str
     """The setting of the recipe that says the same, dotted."""
     value: object
-    """Its value in the recipe's words; `AUTO`, `OneOf`, or `PerReplica`."""
+    """Its value in the recipe's words; `AUTO`, `OneOf`, `AtMost`, or `PerReplica`."""
     name: str
     """What it is called there."""
     shown: str

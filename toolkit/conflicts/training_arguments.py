@@ -43,6 +43,8 @@ _SAME: Mapping[str, str] = {
 }
 """Settings that a recipe has with the same meaning; None and nothing state nothing."""
 
+_PRECISIONS: tuple[str, ...] = ("bf16", "fp16")
+
 _INTERVALS = {
     "logging": ("logging_strategy", "logging_steps", "logging.every_steps"),
     "eval": ("eval_strategy", "eval_steps", "evaluation.every_steps"),
@@ -110,7 +112,7 @@ class _Reader:
             yield self._stated("optimizer.clip_grad_norm", value or None, "max_grad_norm")
 
     def _precision(self) -> Iterator[Stated]:
-        stated = {key: self._take(key) for key in ("bf16", "fp16") if key in self.left}
+        stated = {key: self._take(key) for key in _PRECISIONS if key in self.left}
         meant = precision(stated)
         for key in stated:
             yield self._stated("training.precision", meant, key)

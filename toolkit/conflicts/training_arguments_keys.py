@@ -3,8 +3,7 @@
 The tests compare it with the installed transformers.
 """
 
-NOW = frozenset(
-    """
+_NOW = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1
     adam_beta2 adam_epsilon auto_find_batch_size average_tokens_across_devices
     batch_eval_metrics bf16 bf16_full_eval data_seed dataloader_drop_last dataloader_in_order
@@ -29,12 +28,12 @@ NOW = frozenset(
     torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
     trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
     use_cache use_cpu use_liger_kernel warmup_steps weight_decay
-    """.split()
-)
+"""
+
+NOW = frozenset(_NOW.split())
 """Of transformers 5."""
 
-BEFORE = frozenset(
-    """
+_BEFORE = """
     adafactor dispatch_batches evaluation_strategy fp16_backend fp16_opt_level
     fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap group_by_length
     half_precision_backend include_inputs_for_metrics include_tokens_per_second jit_mode_eval
@@ -42,8 +41,9 @@ BEFORE = frozenset(
     per_gpu_train_batch_size push_to_hub_model_id push_to_hub_organization push_to_hub_token
     ray_scope save_safetensors split_batches torchdynamo tpu_metrics_debug tpu_num_cores
     use_ipex use_legacy_prediction_loop use_mps_device warmup_ratio xpu_backend
-    """.split()
-)
+"""
+
+BEFORE = frozenset(_BEFORE.split())
 """Of transformers 4 only; files of then still have them."""
 
 KNOWN_KEYS = NOW | BEFORE | {"local_rank"}  # which to_json_string adds

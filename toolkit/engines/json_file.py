@@ -38,11 +38,16 @@ def read_json(path: Path, what: str = "DeepSpeed config") -> JsonFile:
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
     an object, or states a key twice (of which JSON readers silently keep the last).
     """
-    text = _text(path, what)
+    return parse_json(_text(path, what), path, what)
+
+
+def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFile:
+    """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise _unreadable(path, what, error.msg, "JSON, without comments", error.lineno) from error
+        allowed = "JSON, without comments"
+        raise _unreadable(path, what, error.msg, allowed, error.lineno) from error
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, what, str(error), "JSON with plain finite numbers") from error
     if not isinstance(values, dict):
@@ -75,14 +80,13 @@ def _text(path: Path, what: str) -> str:
             raise _unreadable(path, what, f"more than {MAX_BYTES} bytes", f"a {what}")
         return data.decode("utf-8")
     except OSError as error:
-        raise _unreadable(path, what, error.strerror or str(error), "a readable file") from error
+        found = error.strerror or str(error)
+        raise _unreadable(path, what, found, "a readable file") from error
     except ValueError as error:  # not UTF-8, or a null character in the path
         raise _unreadable(path, what, str(error), "UTF-8 text") from error
 
 
-def _unreadable(
-    path: Path, what: str, found: str, allowed: str, line: int = 0
-) -> RecipeError:
+def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) -> RecipeError:
     return RecipeError([Problem(what, found, allowed, "", str(path), line)])
 
 
