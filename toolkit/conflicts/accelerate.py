@@ -184,7 +184,7 @@ def _fsdp(
     second = version is not None and str(version.value) == "2"
     value = setting.value
     if key == "fsdp_version":
-        yield stated("parallel.engine", "fsdp" if second else f"fsdp version {value}")
+        yield stated("parallel.engine", "fsdp" if second else OneOf(("fsdp 1",)))
     elif key == "fsdp_sharding_strategy" and not second and str(value) in _STAGES:
         yield stated("parallel.zero.stage", _STAGES[str(value)])
     elif key == "fsdp_reshard_after_forward" and second:

@@ -17,7 +17,7 @@ from toolkit.conflicts.source import (
     shown,
 )
 from toolkit.engines.deepspeed_config import same
-from toolkit.recipe.describe import settings
+from toolkit.recipe.describe import choices, settings
 from toolkit.redact import redact
 
 Verdict = Literal["agrees", "disagrees", "auto", "open"]
@@ -135,6 +135,14 @@ def _advice(stated: Stated, fact: Fact) -> str:
         there = f"unset {stated.name}"
     if stated.key in DERIVED:
         return f"{there}; the recipe's is {DERIVED[stated.key]}"
-    if isinstance(stated.value, OneOf | AtMost) or stated.key not in settings():
-        return f"{there} to mean {stated.key} {shown(fact.value)}, or change the recipe"
-    return f"--set {stated.key}={shown(stated.value).replace(' ', '')}, or {there}"
+    if _can_be_set(stated.key, stated.value):
+        return f"--set {stated.key}={shown(stated.value).replace(' ', '')}, or {there}"
+    return f"{there} to mean {stated.key} {shown(fact.value)}, or change the recipe"
+
+
+def _can_be_set(key: str, value: object) -> bool:
+    """Whether a recipe can say the same with one `--set`."""
+    if isinstance(value, OneOf | AtMost) or key not in settings():
+        return False
+    words = choices(settings()[key].info.annotation)
+    return not words or not isinstance(value, str) or value in words
