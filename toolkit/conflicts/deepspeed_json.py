@@ -13,7 +13,7 @@ from toolkit.conflicts.source import (
     Unknown,
     device,
     global_batch,
-    precision,
+    precisions,
     shown,
     translated,
 )
@@ -76,7 +76,7 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
         if any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt):
             continue
         if key in _PRECISIONS:
-            switches[key] = value
+            switches[_PRECISIONS[key]] = value
             continue
         stated = _stated(key, value, prefix + key, _place(file, key))
         if stated is None:
@@ -84,9 +84,9 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
         else:
             found.stated.append(stated)
     found.stated += global_batch(found.stated)
-    meant = precision({_PRECISIONS[key]: value for key, value in switches.items()})
-    for key, value in switches.items():
-        at = (prefix + key, shown(value), _place(file, key))
+    for name, meant in precisions(switches).items():
+        key = f"{name}.enabled"
+        at = (prefix + key, shown(switches[name]), _place(file, key))
         found.stated.append(Stated("training.precision", meant, *at))
     return found
 

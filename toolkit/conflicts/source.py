@@ -125,20 +125,23 @@ def translated(key: str, value: object) -> object:
     return FOREIGN_VALUES.get(key, {}).get(value.lower(), value.lower())
 
 
-def precision(values: Mapping[str, object]) -> object:
-    """The recipe's `training.precision` from switches that are called bf16 and fp16.
+def precisions(switches: Mapping[str, object]) -> dict[str, object]:
+    """What each of the switches bf16 and fp16 says of the recipe's `training.precision`.
 
-    Both off is fp32; one that is off alone only excludes its precision.
+    One that is off excludes its own precision; both off leave fp32.
     """
-    for name in ("bf16", "fp16"):
-        if values.get(name) is True:
-            return name
-    if AUTO in values.values():
-        return AUTO
-    off = {name for name in values if values[name] is False}
-    if off >= {"bf16", "fp16"}:
-        return "fp32"
-    return OneOf(tuple(p for p in ("fp32", "bf16", "fp16", "fp8") if p not in off))
+    every = ("fp32", "bf16", "fp16", "fp8")
+    both_off = all(switches.get(name) is False for name in ("bf16", "fp16"))
+    meanings: dict[str, object] = {}
+    for name, value in switches.items():
+        if value is True:
+            meanings[name] = name
+        elif value is False:
+            others = tuple(other for other in every if other != name)
+            meanings[name] = "fp32" if both_off else OneOf(others)
+        else:
+            meanings[name] = value
+    return meanings
 
 
 def global_batch(stated: Iterable[Stated]) -> tuple[Stated, ...]:

@@ -12,7 +12,7 @@ from toolkit.conflicts.source import (
     Stated,
     beside,
     global_batch,
-    precision,
+    precisions,
     shown,
     translated,
     unknown,
@@ -113,10 +113,9 @@ class _Reader:
 
     def _precision(self) -> Iterator[Stated]:
         stated = {key: self._take(key) for key in _PRECISIONS if key in self.left}
-        meant = precision(stated)
-        for key in stated:
+        for key, meant in precisions(stated).items():
             yield self._stated("training.precision", meant, key)
-        if self.left.get("tf32") is True and meant == "fp32":
+        if self.left.get("tf32") is True and True not in stated.values():
             # Products of fp32 matrices in TF32 have ten bits.
             self._take("tf32")
             yield self._stated("training.precision", "tf32", "tf32")
