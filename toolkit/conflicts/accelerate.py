@@ -82,6 +82,8 @@ class Setting:
     name: str
     """What it is called there."""
     place: str
+    written: str = ""
+    """How it is written there, where that is not the value."""
 
 
 def read(file: JsonFile, name: str) -> Source:
@@ -148,7 +150,7 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
     value = setting.value
 
     def stated(target: str, meant: object, winner: str = "", advice: str = "") -> Stated:
-        at = (setting.name, shown(value), setting.place)
+        at = (setting.name, setting.written or shown(value), setting.place)
         return Stated(target, meant, *at, winner, advice)
 
     if key == "num_processes":

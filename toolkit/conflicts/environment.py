@@ -71,6 +71,9 @@ _WANDB: Mapping[str, str] = {
 }
 """What DMT tells W&B itself, whatever the variable says."""
 
+_LONGEST = 80
+"""Longest value shown, in characters."""
+
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 _PREFIXES = (
@@ -138,29 +141,22 @@ class _Reader:
             if name in _NAMES or name.startswith(_PREFIXES)
         }
         self.starting = starting
-        self.found = Collected()
+        self.asleep: list[str] = []
+        """What Accelerate would not read as the others are."""
 
     def source(self) -> Source:
         """Everything that they state."""
-        self.found.add(self._accelerate())
-        readers = (
+        found = self._accelerate()
+        for stated in (
             self._ranks(),
             self._torchrun(),
             self._devices(),
             self._wandb(),
             self._others(),
-        )
-        for stated in readers:
-            self.found.stated += stated
-        said = {stated.place for stated in self.found.stated} | {*self.found.only_there}
-        rest = sorted(name for name in self.environ if name not in said and name not in _USED)
-        slurm = [name for name in rest if name.startswith("SLURM_")]
-        self.found.only_there = [
-            *self.found.only_there,
-            *(name for name in rest if name not in slurm),
-            *([f"SLURM_* ({len(slurm)})"] if slurm else []),
-        ]
-        return self.found.source(
+        ):
+            found.stated += stated
+        found.only_there = list(self._only_there(found))
+        return found.source(
             NAME,
             KIND,
             "recipe",
@@ -169,6 +165,16 @@ class _Reader:
             "a script with its own Accelerator: ACCELERATE_* and FSDP_* win where it leaves "
             "them open",
         )
+
+    def _only_there(self, found: Collected) -> Iterator[str]:
+        """Variables that nothing was made of; Slurm's many are counted."""
+        said = {stated.place for stated in found.stated} | _USED.keys() | {*self.asleep}
+        rest = sorted(self.environ.keys() - said)
+        slurm = sum(name.startswith("SLURM_") for name in rest)
+        yield from (name for name in rest if not name.startswith("SLURM_"))
+        yield from (f"{name} (not in effect)" for name in self.asleep)
+        if slurm:
+            yield f"SLURM_* ({slurm})"
 
     def _value(self, name: str) -> Value:
         """A variable's value as YAML reads it, `True` and `true` alike."""
@@ -180,27 +186,28 @@ class _Reader:
     def _is_on(self, name: str) -> bool:
         return self.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
-    def _stated(self, name: str, key: str, value: object, **more: object) -> Stated:
-        shown = self.environ[name]
-        advice = str(more.get("advice") or f"unset {name}, or make it agree")
-        return Stated(
-            key,
-            value,
-            name,
-            shown if len(shown) < 80 else shown[:79] + "…",
-            name,
-            str(more.get("winner") or ""),
-            advice,
-            bool(more.get("breaks")),
-            more.get("certain") is not False,
-        )
+    def _stated(
+        self,
+        name: str,
+        key: str,
+        value: object,
+        *,
+        winner: str = "",
+        advice: str = "",
+        breaks: bool = False,
+        certain: bool = True,
+    ) -> Stated:
+        text = self.environ[name]
+        text = text if len(text) < _LONGEST else f"{text[: _LONGEST - 1]}…"
+        advice = advice or f"unset {name}, or make it agree"
+        return Stated(key, value, name, text, name, winner, advice, breaks, certain)
 
     def _accelerate(self) -> Collected:
         """As if they were the config file that `accelerate launch` made them of."""
-        settings, asleep = {}, []
+        settings = {}
         for name in self.environ:
             if name in _USED and self._is_on(name) and (kind := _USED[name][0]):
-                settings["distributed_type"] = Setting(kind, name, name)
+                settings["distributed_type"] = Setting(kind, name, name, self.environ[name])
         for name in self.environ:
             argument = _ACCELERATE.get(name) or self._argument(name)
             if argument is None or name in _USED:
@@ -208,11 +215,8 @@ class _Reader:
             if self._in_effect(name):
                 settings[argument] = Setting(self._value(name), name, name)
             else:
-                asleep.append(f"{name} (not in effect)")
-                self.environ = {k: v for k, v in self.environ.items() if k != name}
-        found = accelerate.collect(settings, Path())
-        found.only_there += asleep
-        return found
+                self.asleep.append(name)
+        return accelerate.collect(settings, Path())
 
     def _argument(self, name: str) -> str | None:
         """The argument of a variable that differs from it in case only."""
