@@ -21,7 +21,9 @@ def rendered(planned: Planned, folder: Path) -> Path | None:
     """The file that the recipe's own engine reads; None where Megatron-LM cannot say it."""
     if planned.plan.engine == "deepspeed":
         file = folder / "ds_config.json"
-        file.write_text(json.dumps(render_engine_config(planned.recipe, planned.plan), indent=1))
+        file.write_text(
+            json.dumps(render_engine_config(planned.recipe, planned.plan), indent=1)
+        )
         return file
     assert planned.plan.engine == "megatron"
     file = folder / "args.txt"

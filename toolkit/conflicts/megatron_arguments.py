@@ -7,6 +7,7 @@ them. torchrun's own flags in such a script count as well.
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
 from toolkit.conflicts.shell_flags import Flag, read_flags
 from toolkit.conflicts.source import Collected, OneOf, Source, Stated, unknown
 from toolkit.engines.megatron_lm import (
@@ -15,7 +16,6 @@ from toolkit.engines.megatron_lm import (
     TRANSFORMER_SWITCHES,
     TRANSFORMER_VALUES,
 )
-from toolkit.recipe.foreign import foreign
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 
 KIND = "Megatron-LM arguments"
@@ -137,13 +137,13 @@ class _Reader:
             self.found.stated.append(Stated(key, value, *at))
 
     def _other(self, name: str, flag: Flag) -> None:
-        """A flag that a recipe does not have, or a misspelt one that it has."""
-        known = (*_SAME, *_SWITCHES, *_RULES)
+        """A flag that no recipe has, a misspelt one, or that of another program."""
+        known = MEGATRON | TORCHRUN
         guess = unknown(name, f"{self.file}:{flag.line}", known)
-        if foreign(name) and not guess.hint.startswith("did you"):
-            self.found.unknown.append(guess)
-        else:
+        if name in known or not guess.hint:
             self.found.only_there.append(flag.name)
+        else:
+            self.found.unknown.append(guess)
 
 
 def _model_switches() -> dict[str, tuple[bool, str]]:

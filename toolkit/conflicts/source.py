@@ -112,7 +112,7 @@ class Collected:
 def unknown(name: str, place: str, known: Iterable[str]) -> Unknown:
     """An unknown name, with what may have been meant."""
     bare = name.rpartition(".")[2]
-    if near := get_close_matches(bare, list(known), 1, cutoff=0.75):
+    if near := get_close_matches(bare, list(known), 1, cutoff=0.8):
         return Unknown(name, place, f"did you mean `{near[0]}`?")
     other = foreign(bare)
     return Unknown(name, place, f"in a recipe: {other.advice}" if other else "")
