@@ -90,15 +90,20 @@ def test_the_recipes_own_file_shows_both_sides(
 
 
 def test_a_secret_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = "0123456789abcdef0123456789abcdef01234567"
     monkeypatch.setenv("WANDB_API_KEY", secret)
     monkeypatch.setenv("WANDB_PROJECT", secret)
     main(["check", str(TINY), "--against", "env"])
     main(["check", str(TINY), "--against", "env", "--json"])
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"wandb": {"project": secret}, "train_batch_size": 16}))
+    main(["check", str(TINY), "--against", str(file)])
+    main(["launch", str(TINY), "--dry-run"])
     captured = capsys.readouterr()
     assert "WANDB_PROJECT" in captured.out
+    assert "--set logging.wandb.project=" in captured.out
     assert secret not in captured.out + captured.err
 
 
