@@ -53,10 +53,15 @@ class Slurm:
         self.env = env
         """What a user of it has in the environment."""
 
-    def ask(self, *command: str) -> str:
-        """Run a command of Slurm's; its output."""
+    def ask(self, *command: str, folder: Path | None = None) -> str:
+        """Run a command of a user of the cluster; its output."""
         done = subprocess.run(
-            command, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30
+            command,
+            env={**os.environ, **self.env},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -1,0 +1,85 @@
+"""Training across two hosts, and what happens when one of them is cut off.
+
+pytest -m slow tests/e2e/test_two_hosts.py      # as root; Debian: pdsh openssh-server iproute2
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import Command, curve, events
+from tests.e2e.two_hosts import HOSTS, TwoHosts, missing, two_hosts
+
+WHY_NOT = missing()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+    pytest.mark.timeout(300),
+]
+TWO = {"cluster.nodes": 2, "cluster.gpus_per_node": 1}
+HANG_S = 8
+LONG = {**TWO, "training.steps": 100_000, "launch.hang_timeout_s": HANG_S}
+END_LIMIT_S = 2 * HANG_S + 60
+"""A hung rank is found within twice its time limit; then ssh must notice, too."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def torchrun(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list[Command]:
+    """`dmt launch` on each host; both share the disk, as on a cluster."""
+    meeting = {"launch.rendezvous": f"{HOSTS[0]}:29400"}
+    command = project.command(name, {**changes, **meeting}, "--launcher", "torchrun")
+    return [Command(hosts.on(host, command), project.folder, hosts.env) for host in HOSTS]
+
+
+def deepspeed(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list[Command]:
+    """`dmt launch` on the first host; DeepSpeed starts the ranks of both by ssh."""
+    hostfile = project.folder / "hosts"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in HOSTS))
+    stated = {**changes, "launch.hostfile": hostfile}
+    command = project.command(name, stated, "--launcher", "deepspeed")
+    return [Command(hosts.on(HOSTS[0], command), project.folder, hosts.env)]
+
+
+STARTS = pytest.mark.parametrize("start", [torchrun, deepspeed], ids=lambda one: one.__name__)
+
+
+@STARTS
+def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
+    run_dir = project.folder / f"two-{start.__name__}"
+    commands = start(hosts, project, run_dir.name, {**TWO, "training.steps": 6})
+    for command in commands:
+        ended = command.end(120)
+        assert ended.code == 0, ended.err
+    found, expected = curve(run_dir), curve(ddp_run)
+    assert found == {step: pytest.approx(expected[step], rel=1e-5) for step in range(1, 7)}
+    begun = events(run_dir, "start")
+    assert [one["world"] for one in begun] == [2]
+
+
+@STARTS
+def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
+    """The wire goes dead in mid-run: nobody waits for ever, and the user reads why."""
+    run_dir = project.folder / f"cut-{start.__name__}"
+    commands = start(hosts, project, run_dir.name, LONG)
+    first = commands[0]
+    metrics = run_dir / "metrics.jsonl"
+    first.wait_for(lambda: metrics.exists() and len(curve(run_dir)) > 3, "steps")
+    hosts.cut(HOSTS[1])
+    cut_at = time.monotonic()
+    try:
+        ended = first.end(END_LIMIT_S)
+    finally:
+        hosts.mend(HOSTS[1])
+    assert ended.code == 4
+    assert "hung" in ended.err or "waited" in ended.err, ended.err
+    assert time.monotonic() - cut_at < END_LIMIT_S
+    for command in commands[1:]:
+        assert command.end(END_LIMIT_S).code == 4

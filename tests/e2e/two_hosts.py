@@ -1,0 +1,147 @@
+"""Two hosts on this machine: network namespaces with a wire between them and sshd in each."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import rmtree, which
+
+import psutil
+
+HOSTS = ("dmt-a", "dmt-b")
+ADDRESS = {"dmt-a": "10.77.0.1", "dmt-b": "10.77.0.2"}
+WIRE = "dmt0"
+"""The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
+PROGRAMS = ("ip", "sshd", "ssh", "pdsh")
+_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+def missing() -> str | None:
+    """Why there can be no two hosts here."""
+    lacking = [name for name in PROGRAMS if which(name, path=_PATH) is None]
+    if lacking:
+        return f"not installed: {', '.join(lacking)}"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    probe = subprocess.run(["ip", "netns", "add", "dmt-probe"], env=_env(), capture_output=True)
+    subprocess.run(["ip", "netns", "del", "dmt-probe"], env=_env(), capture_output=True)
+    return "network namespaces are not allowed here" if probe.returncode else None
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH}
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run([*map(str, command)], env=_env(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+class TwoHosts:
+    """The hosts `dmt-a` and `dmt-b`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {
+            "GLOO_SOCKET_IFNAME": WIRE,
+            "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}",
+            "PATH": _PATH,
+        }
+        """What a user has in the environment on each."""
+
+    def on(self, host: str, command: list[str]) -> list[str]:
+        """The command that runs `command` on a host."""
+        return ["ip", "netns", "exec", host, *command]
+
+    def cut(self, host: str) -> None:
+        """Take the host's wire away: from now on nothing arrives, and nothing is refused."""
+        _run(*self.on(host, ["ip", "link", "set", WIRE, "down"]))
+
+    def mend(self, host: str) -> None:
+        """Put it back."""
+        _run(*self.on(host, ["ip", "link", "set", WIRE, "up"]))
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """What runs there."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", host], env=_env(), capture_output=True, text=True
+        )
+        found = []
+        for pid in map(int, done.stdout.split()):
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found
+
+    def kill_all(self, host: str) -> None:
+        """Kill everything on a host but sshd's listener."""
+        for process in self.processes(host):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Make them; leave no namespace, file or process behind."""
+    hosts = TwoHosts(folder)
+    _keys(folder)
+    try:
+        for host in HOSTS:
+            _run("ip", "netns", "add", host)
+        _wire()
+        for host in HOSTS:
+            _names(host)
+            _ssh_daemon(hosts, host)
+        yield hosts
+    finally:
+        for host in HOSTS:
+            hosts.kill_all(host)
+            subprocess.run(["ip", "netns", "del", host], env=_env(), capture_output=True)
+            rmtree(Path("/etc/netns") / host, ignore_errors=True)
+
+
+def _wire() -> None:
+    one, other = HOSTS
+    pair = ("ip", "link", "add", WIRE, "netns", one, "type", "veth")
+    _run(*pair, "peer", "name", WIRE, "netns", other)
+    for host in HOSTS:
+        inside = ("ip", "-n", host)
+        _run(*inside, "addr", "add", f"{ADDRESS[host]}/24", "dev", WIRE)
+        _run(*inside, "link", "set", WIRE, "up")
+        _run(*inside, "link", "set", "lo", "up")
+
+
+def _names(host: str) -> None:
+    """`ip netns exec` puts the files of /etc/netns/HOST over those of /etc."""
+    own = Path("/etc/netns") / host
+    own.mkdir(parents=True, exist_ok=True)
+    lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in HOSTS)]
+    (own / "hosts").write_text("\n".join(lines) + "\n")
+
+
+def _keys(folder: Path) -> None:
+    for name in ("host_key", "user_key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name)
+    (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
+    (folder / "sshd_config").write_text(
+        f"HostKey {folder}/host_key\n"
+        f"AuthorizedKeysFile {folder}/authorized_keys\n"
+        "Port 22\nStrictModes no\nPermitRootLogin yes\nPidFile none\nUsePAM no\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"IdentityFile {folder}/user_key\nStrictHostKeyChecking no\n"
+        f"UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+    )
+
+
+def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
+    Path("/run/sshd").mkdir(exist_ok=True)
+    sshd = which("sshd", path=_PATH)
+    assert sshd is not None
+    _run(*hosts.on(host, [sshd, "-f", str(hosts.folder / "sshd_config")]))
+    check = hosts.on(host, ["ssh", "-F", str(hosts.folder / "ssh_config"), host, "true"])
+    end = time.monotonic() + 20
+    while subprocess.run(check, env=_env(), capture_output=True).returncode:
+        assert time.monotonic() < end, f"no ssh to {host}"
+        time.sleep(0.2)
