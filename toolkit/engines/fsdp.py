@@ -58,7 +58,7 @@ class FsdpEngine(DataParallelEngine):
     def _shard(self, config: dict[str, Any]) -> list[FSDPModule]:
         """Wrap layers and model as `fsdp.json` says."""
         dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
-        arguments = {
+        arguments: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (self.world,)),
             "mp_policy": MixedPrecisionPolicy(**dtypes),
             "offload_policy": self._offload_policy(config["offload_policy"]),
