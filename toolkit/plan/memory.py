@@ -344,7 +344,8 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
     states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
-    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of `ds_configs` remain.
+    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of
+    `ds_configs` remain.
     """
     ranks = min(gpus_per_node, layout.world)
     each = state_bytes(workload)
