@@ -35,9 +35,9 @@ def render(
 
     deepspeed: DeepSpeed's JSON. fsdp: the arguments of torch's fully_shard as JSON. megatron:
     the arguments of megatron-core's classes as JSON, every field checked against the installed
-    version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to be
-    run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed as
-    comments on standard error.
+    version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
+    be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed
+    as comments on standard error.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
 
