@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig
 
 from tests.engines.parity_worker import CONFIG, Case
 from tests.processes import run_ranks
 from toolkit.engines.fsdp_config import render
+from toolkit.models import huggingface as hf
+from toolkit.models.families import FAMILIES
 from toolkit.plan.layout import Layout
 
-UNITS = CONFIG["num_hidden_layers"] + 1
-"""Decoder layers, and the rest of the model."""
 LAYERS = CONFIG["num_hidden_layers"]
+UNITS = LAYERS + 1
+"""Decoder layers, and the rest of the model."""
 MICRO_BATCHES = 4
 CASES = [
     Case("fsdp", 1, stage=3),
@@ -41,6 +44,14 @@ def test_the_words_are_those_of_the_installed_torch() -> None:
     names = fully_shard.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
     assert {key for key in config if "prefetch" not in key} <= names.keys()
     MixedPrecisionPolicy(**config["mp_policy"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_layers_are_found(family: str) -> None:
+    """Without them the whole model would be gathered as one."""
+    config = AutoConfig.for_model(family, num_hidden_layers=3)
+    layers = hf.decoder_layers(hf.meta_model(config))
+    assert len(layers) == 3
 
 
 @pytest.fixture(scope="module")

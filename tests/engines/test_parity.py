@@ -130,7 +130,7 @@ def test_bf16_stages_agree() -> None:
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"][:5], rel=2e-2)
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-4)
     assert results[2]["loss"] == pytest.approx(results[3]["loss"], rel=1e-5)
-    assert results[4]["loss"] == pytest.approx(results[3]["loss"], rel=1e-5)
+    assert results[4]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "FSDP2"
 
 
 def test_masks_are_uneven() -> None:
