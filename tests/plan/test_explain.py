@@ -127,6 +127,9 @@ def test_notes() -> None:
     assert f"idles for {15 / accumulation:.0%} of the time" in micro
     away = decided(found("1x8xh100-80gb", SEVENTY[1]))["offload of the optimizer cpu"]
     assert away.why == "auto; nothing fits without"
+    fsdp = decided(tiny(2, engine="fsdp", zero={"offload_optimizer": "cpu"}))
+    why = fsdp["offload of parameters cpu"].why
+    assert why.endswith("; the engine moves optimizer and parameters together")
 
 
 # Where nothing fits

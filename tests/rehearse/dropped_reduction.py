@@ -17,7 +17,7 @@ def _nothing(*arguments: Any, **options: Any) -> None:
 
 def _ddp(engine: Any, bug: ExitStack) -> None:
     unreduced = engine.replica.no_sync
-    bug.enter_context(patch.object(engine, "_reduce_gradients", lambda _: unreduced()))
+    bug.enter_context(patch.object(engine, "accumulating", lambda **_: unreduced()))
 
 
 def _deepspeed(engine: Any, bug: ExitStack) -> None:

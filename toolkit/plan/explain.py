@@ -300,8 +300,17 @@ def _note(search: Search, field: str) -> str:
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
-        return "; nothing fits without" if _asked(job, field) == "auto" else ""
+        return _why_offloaded(search) if _asked(job, field) == "auto" else ""
     return ""
+
+
+def _why_offloaded(search: Search) -> str:
+    """Why something leaves the device that the recipe leaves open."""
+    zero = search.job.parallel.zero
+    stated = {zero.offload_optimizer, zero.offload_parameters} - {"auto"}
+    if stated and TABLE[search.best.pair].offload_together:
+        return "; the engine moves optimizer and parameters together"
+    return "; nothing fits without"
 
 
 def _idle(layout: Layout) -> str:
