@@ -41,6 +41,7 @@ LAYERS = (
     ("toolkit.data",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
+    ("toolkit.accelerate.config", "toolkit.accelerate.common", "toolkit.accelerate.__init__"),
     ("toolkit.launchers", "toolkit.train"),
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),

@@ -1,0 +1,1 @@
+"""Accelerate from a recipe."""
