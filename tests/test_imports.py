@@ -41,8 +41,7 @@ LAYERS = (
     ("toolkit.data",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
-    ("toolkit.accelerate.config", "toolkit.accelerate.common", "toolkit.accelerate.__init__"),
-    ("toolkit.launchers", "toolkit.train"),
+    ("toolkit.launchers", "toolkit.train", "toolkit.accelerate"),
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),
 )  # fmt: skip
