@@ -33,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "zero2-2": (2, zero(2)),
     "zero3-2": (2, zero(3)),
     "zero3-2-offload": (2, zero(3, offload="cpu")),
+    "fsdp2-2": (2, Case("fsdp", 2, stage=2, family=LAYERS)),
+    "fsdp3-2": (2, Case("fsdp", 2, stage=3, family=LAYERS)),
     "tp2": (2, megatron(tensor=2)),
     "pp2": (2, megatron(pipeline=2)),
     "pp2-vpp2": (2, megatron(pipeline=2, virtual_pipeline=2)),

@@ -42,14 +42,12 @@ class Faults:
         self.step: int | None = None
         """The step now done, when it is one to spoil."""
         norms = [part for name, part in module.named_modules() if name.endswith("norm")]
-        norms[-1].register_forward_hook(self._spoil_output)
-        next(module.parameters()).register_hook(self._spoil_gradient)
+        norms[-1].register_forward_hook(self._spoil)
 
-    def _spoil_output(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    def _spoil(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        if self.step == NAN_GRADIENT:
+            output.register_hook(lambda gradient: gradient * math.inf)
         return output * math.nan if self.step == NAN_LOSS else output
-
-    def _spoil_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient * math.inf if self.step == NAN_GRADIENT else gradient
 
 
 def trained_module(engine: Any) -> nn.Module:

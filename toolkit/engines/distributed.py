@@ -111,12 +111,17 @@ def global_tokens(
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of all gradients together: float64 scalar.
+    """L2 norm of all gradients together: float64 scalar."""
+    return joint_norm(p.grad for p in parameters if p.grad is not None)
+
+
+def joint_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all tensors together: float64 scalar.
 
     By `sum`, which adds pairwise: torch's own fp32 norm of a large CPU tensor adds the
     squares one after the other and is wrong in the fourth digit for two million elements.
     """
-    squares = [p.grad.square().sum().double() for p in parameters if p.grad is not None]
+    squares = [tensor.square().sum().double() for tensor in tensors]
     return torch.stack(squares).sum().sqrt()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines import deepspeed_ops, megatron_config
+from toolkit.engines import deepspeed_ops, fsdp_config, megatron_config
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed_config import (
     DeepSpeedRequest,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENGINES = {
     "ddp": "toolkit.engines.ddp:DdpEngine",
     "deepspeed": "toolkit.engines.deepspeed:DeepSpeedEngine",
+    "fsdp": "toolkit.engines.fsdp:FsdpEngine",
     "megatron": "toolkit.engines.megatron:MegatronEngine",
 }
 
@@ -47,7 +48,7 @@ class EngineSetup:
     optimizer: OptimizerSection
     ranks: "Ranks"
     engine_config: dict[str, Any]
-    """The rendered backend configuration (`deepspeed.json`, `megatron.json`); empty for ddp."""
+    """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
     megatron: MegatronModel | None
     """The model in megatron-core's words; None for `hf`."""
 
@@ -89,9 +90,11 @@ def render_engine_config(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """
     if plan.engine == "megatron":
         return megatron_config.render(recipe, plan.layout)
+    precision = recipe.training.precision
+    if plan.engine == "fsdp":
+        return fsdp_config.render(plan.layout, precision)
     if plan.engine != "deepspeed":
         return {}
-    precision = recipe.training.precision
     assert precision != "fp8", "refused at check"
     request = DeepSpeedRequest(
         plan.layout,

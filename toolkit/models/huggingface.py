@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as hf_initialization
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
@@ -145,16 +146,18 @@ def empty_model(
     return model
 
 
-def restore_buffers(model: nn.Module, config: PretrainedConfig) -> None:
-    """Give every buffer (rotary frequencies) its fp32 value again.
+def restore_buffers(
+    model: nn.Module, config: PretrainedConfig, device: torch.device | None = None
+) -> None:
+    """Give every buffer (rotary frequencies) its fp32 value, on `device` or where it is.
 
     DeepSpeed casts buffers to bf16 together with the parameters, which shifts the
-    positions that the model sees.
+    positions that the model sees; a model that was made on the meta device has none.
     """
     with init_empty_weights(include_buffers=False):
         reference = dict(new_model(config, torch.float32).named_buffers())
     for name, buffer in model.named_buffers():
-        buffer.data = reference[name].to(buffer.device)
+        buffer.data = reference[name].to(device or buffer.device)
 
 
 def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> WeightSource:
@@ -207,6 +210,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": plain, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers in model order: what `enable_recompute` recomputes one at a time."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def enable_recompute(model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.layout import padded_vocab
-from toolkit.plan.legality import ANY, AVAILABLE, DEGREES, TABLE, Pair
+from toolkit.plan.legality import ANY, DEGREES, TABLE, Pair
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
 
@@ -111,7 +111,8 @@ def _approximated(
             if strength:
                 yield key, f"{strength}, but its random numbers differ between layouts"
     if layout.offload_optimizer != "none":
-        yield "offloaded AdamW", "DeepSpeed's own on the CPU, which rounds in another order"
+        whose = "torch's fused one" if plan.engine == "fsdp" else "DeepSpeed's own"
+        yield "offloaded AdamW", f"{whose} on the CPU, which rounds in another order"
 
 
 def _sent_in_fewer_bits(
@@ -153,9 +154,9 @@ def _split_sums(plan: Plan) -> str:
 
 
 def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """What the legality table has in some pair of this release, but not in this one."""
+    """What the legality table has in some other pair, but not in this one."""
     support = TABLE[pair]
-    others = [TABLE[other] for other in TABLE if other in AVAILABLE]
+    others = TABLE.values()
     ones = [name.replace("_", " ") for name in DEGREES if getattr(support, name) == 1]
     if ones:
         yield f"{', '.join(ones)} above 1", f"not in {pair}"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from toolkit.errors import Problem
 from toolkit.plan.layout import Placement, Recompute
-from toolkit.recipe.schema import ClusterSection, ParallelSection
+from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]
 ModelName = Literal["hf", "megatron"]
@@ -58,6 +58,10 @@ class Support:
     """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_together: bool = False
+    """Are optimizer states and parameters always in the same place?"""
+    only_when_asked: bool = False
+    """Does `engine: auto` leave it out?"""
     recompute: tuple[Recompute, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PLAIN_PRECISIONS)
@@ -72,7 +76,16 @@ TABLE: dict[Pair, Support] = {
         offload_parameters=_EVERYWHERE,
     ),
     Pair("ddp", "hf"): Support(),
-    Pair("fsdp", "hf"): Support(),
+    # Left out of `auto`: what the planner knows of its speed was measured in other trainers,
+    # with torch.compile, and what it knows of DeepSpeed's is assumed to be the same. So it
+    # cannot tell which of the two is faster.
+    Pair("fsdp", "hf"): Support(
+        zero_stages=(2, 3),
+        offload_optimizer=_ON_DEVICE_OR_CPU,
+        offload_parameters=_ON_DEVICE_OR_CPU,
+        offload_together=True,
+        only_when_asked=True,
+    ),
     # Context parallel needs an attention of its own over the context group: not yet. fp8
     # needs Transformer Engine's layers: not yet.
     Pair("megatron", "megatron"): Support(
@@ -96,9 +109,6 @@ TABLE: dict[Pair, Support] = {
 }
 """Every legal pair, the preferred one first."""
 
-AVAILABLE: frozenset[Pair] = frozenset(TABLE) - {Pair("fsdp", "hf")}
-"""Pairs that this release implements; the others are refused when asked for."""
-
 DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 """The degrees of `parallel`, which are also fields of `Support`."""
 _PIPELINE_AND_ZERO = (
@@ -109,15 +119,14 @@ _NOT_YET = {"context": "; context parallelism is not in this release"}
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
-    """The available pairs that can carry out what `parallel` asks for, preferred first.
+    """The pairs that can carry out what `parallel` asks for, preferred first.
 
     With a `precision`, only those that compute in it.
     """
     return [
         pair
         for pair, support in TABLE.items()
-        if pair in AVAILABLE
-        and _matches(parallel, pair)
+        if _matches(parallel, pair)
         and not _violations(parallel, pair)
         and (precision is None or precision in support.precisions)
     ]
@@ -126,9 +135,9 @@ def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list
 def precisions(parallel: ParallelSection) -> list[Precision]:
     """What the pairs that can carry out `parallel` compute in, the most usual last.
 
-    Where no pair can, which `problems` reports, what the available pairs compute in.
+    Where no pair can, which `problems` reports, what any pair computes in.
     """
-    able = pairs(parallel) or AVAILABLE
+    able = pairs(parallel) or TABLE
     return [name for name in _PRECISIONS if any(name in TABLE[p].precisions for p in able)]
 
 
@@ -236,21 +245,18 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
-    """What no legal pair can do; else what no pair of this release can do."""
+    """What the legal pair that comes nearest cannot do."""
     legal = [pair for pair in TABLE if _matches(parallel, pair)]
     if not legal:
         return [_illegal_pair(parallel)]
-    nearest_pair = min(legal, key=lambda pair: len(_violations(parallel, pair)))
-    if broken := _violations(parallel, nearest_pair):
-        return broken
-    return [] if pairs(parallel) else [_not_in_this_release(parallel)]
+    return min((_violations(parallel, pair) for pair in legal), key=len)
 
 
 def _illegal_pair(parallel: ParallelSection) -> Problem:
     """Both engine and model are named, and do not go together."""
     asked = (parallel.engine, parallel.model)
     near = [pair for pair in TABLE if (pair[0] == asked[0]) != (pair[1] == asked[1])]
-    best = min(near, key=lambda pair: pair not in AVAILABLE)
+    best = near[0]
     kept = 0 if best[0] == asked[0] else 1
     name, other = Pair._fields[1 - kept], Pair._fields[kept]
     fits = ", ".join(pair[1 - kept] for pair in near if pair[kept] == asked[kept])
@@ -259,17 +265,6 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
         f"{asked[1 - kept]} with {other}: {asked[kept]}",
         f"{fits} with {other}: {asked[kept]}",
         f"set parallel.{name} to {best[1 - kept]}",
-    )
-
-
-def _not_in_this_release(parallel: ParallelSection) -> Problem:
-    """The engine is legal by design, but still to come."""
-    here = [pair for pair in TABLE if pair in AVAILABLE]
-    return Problem(
-        "parallel.engine",
-        f"{parallel.engine}, which is not in this release",
-        f"in this release: {'; '.join(map(str, here))}",
-        f"set parallel.engine to {here[0].engine} (or auto)",
     )
 
 
@@ -305,6 +300,8 @@ def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 def _matches(parallel: ParallelSection, pair: Pair) -> bool:
+    if parallel.engine == "auto" and TABLE[pair].only_when_asked:
+        return False
     return parallel.engine in ("auto", pair.engine) and parallel.model in ("auto", pair.model)
 
 
@@ -339,6 +336,8 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             near = "cpu" if "cpu" in places else "none"
             fix = f"set parallel.zero.{name} to {near}{or_engine}"
             refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
+    if support.offload_together and not found and (problem := _apart(zero, pair, or_engine)):
+        found.append(problem)
     recompute = parallel.recompute
     if recompute != "auto" and recompute not in support.recompute:
         ways = ", ".join(support.recompute)
@@ -349,12 +348,35 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     return found
 
 
+def _apart(zero: ZeroSection, pair: Pair, or_engine: str) -> Problem | None:
+    """An offload that keeps optimizer states and parameters apart, or would have to."""
+    optimizer, parameters = zero.offload_optimizer, zero.offload_parameters
+    if optimizer == "cpu" and zero.stage not in (3, "auto"):
+        return Problem(
+            "parallel.zero.offload_optimizer",
+            f"cpu with stage: {zero.stage}",
+            f"none below stage 3 for {pair}, which moves optimizer and parameters together",
+            f"set parallel.zero.stage to 3 (or auto){or_engine}",
+        )
+    if "auto" in (optimizer, parameters) or optimizer == parameters:
+        return None
+    alone, other = "optimizer", "parameters"
+    if optimizer == "none":
+        alone, other = other, alone
+    return Problem(
+        f"parallel.zero.offload_{alone}",
+        f"cpu with offload_{other}: none",
+        f"both cpu or both none for {pair}, which moves optimizer and parameters together",
+        f"set parallel.zero.offload_{other} to cpu{or_engine}",
+    )
+
+
 def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     """The other way out of a degree that is too large: a pair that can do it, if any."""
     if name == "pipeline" and parallel.zero.stage in (2, 3):
         return ", or parallel.zero.stage to 1"
     asked = (parallel.engine, parallel.model)
-    able = [p for p in TABLE if p in AVAILABLE and getattr(TABLE[p], name) >= degree]
+    able = [p for p in TABLE if getattr(TABLE[p], name) >= degree]
     if not able:
         return ""
     other = min(

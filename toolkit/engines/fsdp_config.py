@@ -1,0 +1,28 @@
+"""From a layout to `fsdp.json`: torch's FSDP2 in the words of its own keyword arguments."""
+
+from typing import Any
+
+from toolkit.plan.layout import Layout
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of what a precision computes in."""
+PREFETCHED_LAYERS = 1
+"""Layers that are gathered ahead of the one that is computed: what the planner counts."""
+
+
+def render(layout: Layout, precision: str) -> dict[str, Any]:
+    """What `FsdpEngine` reads: the arguments of `fully_shard` for every decoder layer, and
+    how many layers are gathered ahead.
+
+    Stage 3 drops a layer's gathered weights after its forward pass; stage 2 keeps them. The
+    weights that are updated are sharded and fp32 in both, and so are the gradients that are
+    reduced; `param_dtype` is what is gathered and computed in.
+    """
+    offloads = layout.offload_parameters == "cpu"
+    return {
+        "reshard_after_forward": layout.zero_stage == 3,
+        "mp_policy": {"param_dtype": DTYPES[precision], "reduce_dtype": "float32"},
+        "offload_policy": {"pin_memory": True} if offloads else None,
+        "forward_prefetch": PREFETCHED_LAYERS,
+        "backward_prefetch": PREFETCHED_LAYERS,
+    }
