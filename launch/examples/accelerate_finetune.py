@@ -9,6 +9,7 @@ the recipe's; the loop is the same for all of them, and so are the losses: those
 """
 
 import argparse
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from toolkit.accelerate import accelerator as accelerator_of
+import toolkit.accelerate
 from toolkit.accelerate.samples import TrainingSamples
+from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError
 from toolkit.models.huggingface import parameter_groups
 from toolkit.recipe.load import load_recipe
@@ -88,7 +90,7 @@ def train_step(
     return accelerator.reduce(total, "sum").item()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("recipe", type=Path, help="recipe YAML")
     parser.add_argument(
@@ -97,12 +99,15 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        accelerator = accelerator_of(recipe)
+        accelerator = toolkit.accelerate.accelerator(recipe)
         train(accelerator, recipe)
     except DmtError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     accelerator.end_training()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    # Not sys.exit: on CPUs, gloo's threads now and then abort a Python that shuts down.
+    end_process(main())

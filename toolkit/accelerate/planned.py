@@ -19,12 +19,17 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from toolkit.accelerate.config import MIXED_PRECISION, script_config
-from toolkit.engines.deepspeed_models import DTYPES, import_deepspeed
+from toolkit.engines.deepspeed_models import import_deepspeed
 from toolkit.engines.distributed import join
 from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError, RunFailed
@@ -120,21 +125,24 @@ def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 
 def _fsdp(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    layout, precision = plan.layout, recipe.training.precision
-    policy = None
-    if precision != "fp32":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+    """What engine fsdp does, but for prefetching: Accelerate leaves that to torch."""
+    config = render_engine_config(recipe, plan)
+    dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
+    on_gpu = torch.cuda.is_available()
+    offload = OffloadPolicy()
+    if config["offload_policy"] is not None:
+        offload = CPUOffloadPolicy(config["offload_policy"]["pin_memory"] and on_gpu)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        reshard_after_forward=layout.zero_stage == 3,
+        reshard_after_forward=config["reshard_after_forward"],
         auto_wrap_policy="transformer_based_wrap",
-        cpu_offload=layout.offload_parameters == "cpu",
-        mixed_precision_policy=policy,
-        activation_checkpointing=layout.recompute == "full",
+        cpu_offload=offload,
+        mixed_precision_policy=MixedPrecisionPolicy(**dtypes),
+        activation_checkpointing=plan.layout.recompute == "full",
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
+    return {"fsdp_plugin": plugin, "cpu": not on_gpu}
 
 
 _SETTINGS = {"ddp": _ddp, "deepspeed": _deepspeed, "fsdp": _fsdp}

@@ -1,5 +1,6 @@
 """transformers' TrainingArguments from a recipe and its plan."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -24,6 +25,8 @@ def arguments_of(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> Trainin
     """
     on_cpu = not torch.cuda.is_available()
     PlannedAccelerator(recipe, plan)
+    # Otherwise TrainingArguments makes a second, empty DeepSpeed configuration.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
     optimizer, training = recipe.optimizer, recipe.training
     shared = {
         "use_configured_state": True,
