@@ -143,8 +143,6 @@ def _start(engine: EngineName, cluster: ClusterSection) -> Iterator[tuple[str, o
     yield "machine_rank", ASK_FOR_RANK
     yield "main_process_ip", ASK_FOR_IP
     yield "main_process_port", PORT
-    yield "same_network", True
-    yield "rdzv_backend", "static"
 
 
 def _distributed_type(engine: EngineName, world: int) -> str:
