@@ -18,7 +18,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -72,15 +72,11 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         Raises PlanError for a model that cannot do what the plan says, RunFailed when
         Accelerate has not done it.
         """
-        buffers: dict[str, Tensor] = {}
         for model in _modules(args):
             self._get_ready(model)
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         prepared = super().prepare(*args, device_placement=device_placement)
         for model in _modules(prepared if isinstance(prepared, tuple | list) else [prepared]):
             _check(model, self.plan)
-            if self.plan.engine == "deepspeed":
-                _restore_buffers(model, buffers)
         return prepared
 
     def _get_ready(self, model: nn.Module) -> None:
@@ -104,8 +100,9 @@ def _join_process_group() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if not dist.is_initialized():
         join()
-    # Unset, Accelerate would count physical cores, of which containers know none.
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    if not torch.cuda.is_available():
+        # Unset, Accelerate would count physical cores, of which containers know none.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
@@ -113,7 +110,7 @@ def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """On CPUs, Accelerate must take itself for one with another device (see `cpu`)."""
+    """Accelerate forgets DeepSpeed when it is told of a CPU; the backend alone may say so."""
     import_deepspeed()
     os.environ["ACCELERATE_USE_CPU"] = "false"
     plugin = DeepSpeedPlugin(
@@ -198,11 +195,3 @@ def _check(model: nn.Module, plan: Plan) -> None:
             fix="report this, with the versions of accelerate and torch",
             retry=False,
         )
-
-
-def _restore_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Give buffers (rotary frequencies) the precision again that DeepSpeed took from them."""
-    for name, buffer in model.named_buffers():
-        old = before.get(name.removeprefix("module."))
-        if old is not None and old.dtype != buffer.dtype:
-            buffer.data = old.to(buffer.device)
