@@ -71,7 +71,7 @@ def test_the_worker_under_fsdp2(finetune: Project, worker_losses: list[float]) -
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("name", sorted(COMMON.keys() - {"fsdp2"}))
 def test_the_worker_under_every_other_file(
     name: str, finetune: Project, worker_losses: list[float]
@@ -92,7 +92,7 @@ def test_a_loop_of_ones_own_under_zero_2(finetune: Project, worker_losses: list[
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("name", COMMON)
 @pytest.mark.parametrize("script", [LOOP, TRAINER], ids=lambda script: script.stem)
 def test_both_examples_under_every_file(
@@ -110,7 +110,7 @@ def test_both_examples_under_every_file(
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "nvme" not in name])
 def test_every_rendered_file_starts(
     name: str, finetune: Project, worker_losses: list[float]
