@@ -119,9 +119,8 @@ def test_some_pairs(written) -> None:
     names = list(LAYOUTS)
     shuffled = random.Random(5).sample(names, len(names))
     around = list(zip(shuffled, [*shuffled[1:], shuffled[0]], strict=True))
-    check(
-        *written, LAYOUTS, around + [(name, name) for name in ("ddp-2", "zero3-2", "pp2-vpp2")]
-    )
+    unbroken = [(name, name) for name in ("ddp-2", "zero3-2", "fsdp3-2", "pp2-vpp2")]
+    check(*written, LAYOUTS, around + unbroken)
 
 
 @pytest.mark.slow

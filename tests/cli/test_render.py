@@ -31,6 +31,15 @@ def test_prints_complete_json() -> None:
     assert config["optimizer"]["params"]["lr"] == 3.0e-3
 
 
+def test_fsdps_keyword_arguments() -> None:
+    fsdp = ("--set", "parallel.engine=fsdp", "--set", "parallel.zero.stage=3")
+    config = json.loads(run("--to", "fsdp", *fsdp))
+    assert config == json.loads(run(*fsdp))
+    assert config["reshard_after_forward"] is True
+    with pytest.raises(PlanError, match="engine fsdp, which reads no deepspeed config"):
+        run("--to", "deepspeed", *fsdp)
+
+
 def test_overrides_choose_another_preset() -> None:
     config = json.loads(
         run("--set", "parallel.zero.stage=3", "--set", "parallel.zero.offload_optimizer=cpu")
@@ -62,6 +71,7 @@ def test_engines_read_no_other_configuration() -> None:
         run(*ddp)
     for target, engine in (
         ("deepspeed", "deepspeed"),
+        ("fsdp", "fsdp"),
         ("megatron", "megatron"),
         ("megatron-lm", "megatron"),
     ):

@@ -11,6 +11,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "zero1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
     "zero2": {"parallel.engine": "deepspeed", "parallel.zero.stage": 2},
     "zero3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
+    "fsdp3": {"parallel.engine": "fsdp", "parallel.zero.stage": 3},
     "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
     "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
 }

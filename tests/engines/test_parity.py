@@ -20,10 +20,13 @@ OFFLOAD_TOLERANCE = 1e-4
 """DeepSpeed's C++ Adam rounds differently from torch's."""
 
 SPLITS = (4, 2, 1)
-SINGLE = [Case("ddp", micro) for micro in (8, 2)]
+SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
 PAIRS = [
     *(Case("ddp", micro) for micro in SPLITS),
     *(Case("deepspeed", micro, stage=stage) for stage in range(4) for micro in SPLITS),
+    *(Case("fsdp", micro, stage=stage) for stage in (2, 3) for micro in (4, 1)),
+    Case("fsdp", 2, stage=3, recompute="full"),
+    Case("fsdp", 2, stage=3, offload="cpu"),
     Case("ddp", 2, recompute="full"),
     Case("deepspeed", 2, stage=3, recompute="full"),
 ]
@@ -90,6 +93,7 @@ def test_resumed_runs(tmp_path: Path) -> None:
     cases = [Case("ddp", 4, resume_in=str(tmp_path))] + [
         Case("deepspeed", 4, stage=stage, resume_in=str(tmp_path)) for stage in range(4)
     ]
+    cases.append(Case("fsdp", 4, stage=3, resume_in=str(tmp_path)))
     for name, result in run(cases, world=2).items():
         print(name)
         assert_equals_reference(result, TOLERANCE)
@@ -118,6 +122,7 @@ def test_bf16_stages_agree() -> None:
     cases = [
         Case("deepspeed", 2, stage=stage, precision="bf16", steps=5) for stage in (0, 1, 2, 3)
     ]
+    cases.append(Case("fsdp", 2, stage=3, precision="bf16", steps=5))
     results = list(run(cases, world=2).values())
     expected = _reference()
     for result in results:
@@ -125,6 +130,7 @@ def test_bf16_stages_agree() -> None:
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"][:5], rel=2e-2)
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-4)
     assert results[2]["loss"] == pytest.approx(results[3]["loss"], rel=1e-5)
+    assert results[4]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "FSDP2"
 
 
 def test_masks_are_uneven() -> None:

@@ -32,7 +32,9 @@ TWO = [
     megatron(tensor=2),
     megatron(pipeline=2),
     megatron(stage=1),
+    Case("fsdp", 2, stage=3),
     Case("ddp", 2, precision="fp16"),
+    Case("fsdp", 2, stage=3, offload="cpu", precision="fp16"),
     replace(megatron(tensor=2), precision="fp16"),
 ]
 

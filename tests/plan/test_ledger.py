@@ -185,6 +185,16 @@ def test_only_what_the_recipe_does_is_listed() -> None:
             },
         ),
         (
+            {"parallel__engine": "fsdp"},
+            {
+                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "ZeRO 0, 1",
+                "offload to nvme",
+                "selective recompute",
+                "fp8",
+            },
+        ),
+        (
             {"parallel__engine": "megatron"},
             {"context above 1", "ZeRO 2, 3", "offload to cpu, nvme", "fp8"},
         ),

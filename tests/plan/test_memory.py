@@ -72,8 +72,9 @@ def per_byte(spec: ModelSpec, layout: Layout) -> float:
         # ZeRO (arXiv:1910.02054), figure 1, with gradients summed in fp32.
         ("deepspeed", "bf16", [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]),
         ("deepspeed", "fp32", [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]),
-        # FSDP2's mixed precision and DDP's autocast keep fp32 weights.
-        ("fsdp", "bf16", [16, 10, 7, 4]),
+        # FSDP2's mixed precision and DDP's autocast keep fp32 weights. In stage 2 these are
+        # sharded too: what is gathered from them is a buffer.
+        ("fsdp", "bf16", [16, 10, 16 / 4, 16 / 4]),
         ("ddp", "bf16", [16]),
     ],
 )
@@ -339,6 +340,9 @@ def test_fsdp_holds_gathered_layers_and_unsharded_gradients() -> None:
     assert memory.buffers == pytest.approx(gathered + gradients)
     alone = peak_memory(workload(UNTIED, engine="fsdp"), Layout(zero_stage=3))
     assert alone.buffers == 0
+    kept = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=2))
+    assert kept.buffers == pytest.approx(2 * UNTIED.parameters.total + gradients)
+    assert kept.model_states == memory.model_states
 
 
 def test_offload_moves_states_to_the_node() -> None:
@@ -356,6 +360,11 @@ def test_offload_moves_states_to_the_node() -> None:
     # Gradients, four buffers of one partition's optimizer, and the live weights.
     assert host_bytes(train, infinity, 8) == pytest.approx((4 + 4 * 12 + 2) * total / 2)
     assert host_bytes(train, Layout(dp=16), 8) == 0
+    # FSDP: fp32 weight and gradient and two moments of each rank's shard, and no copy.
+    fsdp = workload(UNTIED, engine="fsdp")
+    everything = replace(away, zero_stage=3, offload_parameters="cpu")
+    assert peak_memory(fsdp, everything).model_states == 0
+    assert host_bytes(fsdp, everything, 8) == pytest.approx(16 * total / 2)
 
 
 def parts(memory: Memory) -> float:

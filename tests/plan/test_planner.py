@@ -157,7 +157,7 @@ def test_what_is_illegal_by_now_is_refused() -> None:
 
 def test_legality_chooses_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = legality.Pair("ddp", "hf")
-    monkeypatch.setattr("toolkit.plan.legality.AVAILABLE", frozenset((ddp,)))
+    monkeypatch.setattr("toolkit.plan.legality.TABLE", {ddp: legality.TABLE[ddp]})
     assert plan_recipe(recipe()).engine == "ddp"
 
 

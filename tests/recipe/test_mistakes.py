@@ -418,12 +418,19 @@ MISTAKES = {
         "to auto",
         at="resume",
     ),
-    "fsdp engine": M("engine: auto", "engine: fsdp", "parallel.engine", "to deepspeed"),
+    "fsdp with half an offload": M(
+        "stage: auto",
+        "stage: 3\n    offload_optimizer: cpu\n    offload_parameters: none",
+        "parallel.zero.offload_optimizer",
+        "parallel.zero.offload_parameters to cpu",
+        at="offload_optimizer",
+    ),
 }  # fmt: skip
 EXTRA = {
     "fp8 on A100": ("gpu: cpu", "gpu: a100-80gb"),
     "fp8 on H100": ("gpu: cpu", "gpu: h100-80gb"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
+    "fsdp with half an offload": ("engine: auto", "engine: fsdp"),
     "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),
     "megatron with a DeepSpeed file": ("engine: auto", "engine: megatron"),
     "MLP that tensor cannot split": ("engine: auto", "tensor: 2"),

@@ -15,7 +15,7 @@ from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
-Target = Literal["deepspeed", "megatron", "megatron-lm", "accelerate"]
+Target = Literal["deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate"]
 
 
 def render(
@@ -34,11 +34,12 @@ def render(
 ) -> None:
     """Print the configuration that a recipe becomes, every value filled.
 
-    deepspeed: DeepSpeed's JSON. megatron: the arguments of megatron-core's classes as JSON,
-    every field checked against the installed version. megatron-lm: the arguments of
-    Megatron-LM's own pretrain_gpt.py, one per line, to be run by
-    `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed as comments
-    on standard error. accelerate: the YAML that `accelerate launch --config_file` takes.
+    deepspeed: DeepSpeed's JSON. fsdp: the arguments of torch's fully_shard as JSON. megatron:
+    the arguments of megatron-core's classes as JSON, every field checked against the installed
+    version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
+    be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed
+    as comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
+    takes.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
 
@@ -58,8 +59,8 @@ def render(
     elif target == "accelerate":
         text = accelerate_config.render(loaded, plan).rstrip("\n")
     else:
-        config = _deepspeed if target == "deepspeed" else _megatron
-        text = json.dumps(config(recipe, loaded, plan), indent=2)
+        config = _megatron if target == "megatron" else _of_engine
+        text = json.dumps(config(recipe, loaded, plan, target), indent=2)
     if out is None:
         typer.echo(text)
     else:
@@ -67,7 +68,7 @@ def render(
 
 
 def _own_target(recipe: Path, plan: Plan) -> Target:
-    if plan.engine in ("deepspeed", "megatron"):
+    if plan.engine != "ddp":
         return plan.engine
     raise PlanError(
         f"{recipe} runs on the engine {plan.engine}, which reads no configuration",
@@ -78,21 +79,22 @@ def _own_target(recipe: Path, plan: Plan) -> Target:
 def _require(recipe: Path, plan: Plan, target: Target, able: bool) -> None:
     """Raises PlanError where the plan's engine has nothing to do with `target`."""
     if not able:
-        engine = "deepspeed" if target == "deepspeed" else "megatron"
+        engine = "megatron" if target == "megatron-lm" else target
         raise PlanError(
             f"{recipe} runs on the engine {plan.engine}, which reads no {target} configuration",
             fix=f"--set parallel.engine={engine}",
         )
 
 
-def _deepspeed(recipe: Path, loaded: Recipe, plan: Plan) -> dict[str, Any]:
-    _require(recipe, plan, "deepspeed", plan.engine == "deepspeed")
+def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:
+    """`deepspeed.json` or `fsdp.json`."""
+    _require(recipe, plan, target, plan.engine == target)
     return render_engine_config(loaded, plan)
 
 
-def _megatron(recipe: Path, loaded: Recipe, plan: Plan) -> dict[str, Any]:
+def _megatron(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:
     """The whole of `megatron.json`, or the model's sections where DeepSpeed trains it."""
-    _require(recipe, plan, "megatron", plan.model == "megatron")
+    _require(recipe, plan, target, plan.model == "megatron")
     config = megatron_config.render(loaded, plan.layout)
     if plan.engine != "megatron":
         config = {name: config[name] for name in ("transformer", "gpt")}

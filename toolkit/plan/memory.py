@@ -222,8 +222,10 @@ def _states(
 
     each = state_bytes(workload)
     away = layout.offload_optimizer != "none"
+    # FSDP updates shards in stage 2 too; what it keeps gathered is in `_fsdp_window`.
+    whole_below = 2 if workload.engine == "fsdp" else 3
     return (
-        0.0 if layout.offload_parameters != "none" else held(each.weight, 3),
+        0.0 if layout.offload_parameters != "none" else held(each.weight, whole_below),
         # From stage 2 on, reduced gradients go where the optimizer is.
         0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2),
         0.0 if away else held(each.optimizer, 1),
@@ -341,15 +343,17 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
     """Host memory of one node for what is offloaded to the CPU, or passes through it.
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
-    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back. With
-    NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of `ds_configs` remain.
+    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
+    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of
+    `ds_configs` remain.
     """
     ranks = min(gpus_per_node, layout.world)
-    each, width = state_bytes(workload), compute_bytes(workload)
+    each = state_bytes(workload)
+    copies = 0 if workload.engine == "fsdp" else compute_bytes(workload)
     share = _offloaded_parameters(workload, layout)
     held = 0.0
     if layout.offload_optimizer == "cpu":
-        held += (each.optimizer + each.gradient + width) * share
+        held += (each.optimizer + each.gradient + copies) * share
     elif layout.offload_optimizer == "nvme":
         # Gradients stay in memory; four buffers of one sub-group pass by.
         held += each.gradient * share

@@ -208,12 +208,14 @@ class ZeroSection(Section):
 
     stage: ZeroStage | Auto = "auto"
     """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
-    megatron has 0 and 1, its distributed optimizer; ddp has 0."""
+    megatron has 0 and 1, its distributed optimizer; ddp has 0; fsdp has 3, and 2: parameters
+    are gathered once a step and kept until its last backward pass."""
     offload_optimizer: Literal["none", "cpu", "nvme"] | Auto = "auto"
     """Where optimizer states live outside the step. `auto`: on the device, or where nothing
     fits there, on the CPU (or on NVMe where `nvme_path` names a folder)."""
     offload_parameters: Literal["none", "cpu", "nvme"] | Auto = "auto"
-    """Where parameters live outside their use (stage 3); `auto` as above."""
+    """Where parameters live outside their use (stage 3); `auto` as above. Engine fsdp moves
+    optimizer states and parameters together: both `cpu` or both `none`."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     config: NonEmpty | None = None
@@ -225,7 +227,8 @@ class ParallelSection(Section):
     """How to spread the model: intent, free of any backend's spelling."""
 
     engine: Literal["auto", "deepspeed", "megatron", "fsdp", "ddp"] = "auto"
-    """What owns gradients, optimizer and sharding."""
+    """What owns gradients, optimizer and sharding. `auto` leaves `fsdp` (torch's FSDP2) out:
+    the planner cannot tell whether it or DeepSpeed is faster, so it has to be asked for."""
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"

@@ -30,10 +30,14 @@ class Candidate:
     """What was changed to make the recipe's own layout fit; empty when nothing."""
 
 
-def _deepspeed(stage: Literal[0, 1, 2, 3], place: Placement = "none") -> ParallelSection:
+def _zero(
+    stage: Literal[0, 1, 2, 3],
+    place: Placement = "none",
+    engine: Literal["deepspeed", "fsdp"] = "deepspeed",
+) -> ParallelSection:
     parameters = place if stage == 3 else "none"
     zero = ZeroSection(stage=stage, offload_optimizer=place, offload_parameters=parameters)
-    return _settled(engine="deepspeed", model="hf", zero=zero)
+    return _settled(engine=engine, model="hf", zero=zero)
 
 
 def _megatron(
@@ -53,11 +57,13 @@ def _settled(**settings: Any) -> ParallelSection:
 
 STANDARD: tuple[Candidate, ...] = (
     Candidate("ddp", 2, _settled(engine="ddp", model="hf", zero=ZeroSection(stage=0))),
-    Candidate("zero0", 2, _deepspeed(0)),
-    Candidate("zero1", 2, _deepspeed(1)),
-    Candidate("zero2", 2, _deepspeed(2)),
-    Candidate("zero3", 2, _deepspeed(3)),
-    Candidate("zero3-offload", 2, _deepspeed(3, "cpu")),
+    Candidate("zero0", 2, _zero(0)),
+    Candidate("zero1", 2, _zero(1)),
+    Candidate("zero2", 2, _zero(2)),
+    Candidate("zero3", 2, _zero(3)),
+    Candidate("zero3-offload", 2, _zero(3, "cpu")),
+    Candidate("fsdp2", 2, _zero(2, engine="fsdp")),
+    Candidate("fsdp3", 2, _zero(3, engine="fsdp")),
     Candidate("megatron-tp2", 2, _megatron(tensor=2)),
     Candidate("megatron-tp2-sp", 2, _megatron(tensor=2, sequence=True)),
     Candidate("megatron-pp2", 2, _megatron(pipeline=2)),

@@ -51,7 +51,7 @@ class RunDirectory:
         return self.path / "plan.json"
 
     def engine_config(self, engine: str) -> Path:
-        """The engine's complete configuration (`deepspeed.json`, `megatron.json`)."""
+        """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"
 
     @property

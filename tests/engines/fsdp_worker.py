@@ -1,0 +1,81 @@
+"""Run by every rank of test_fsdp.py: looks into the engine while it trains, JSON on rank 0.
+
+python -m tests.engines.fsdp_worker CASES_JSON
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.engines.parity_worker import (
+    SEED,
+    Case,
+    for_each_case,
+    global_batches,
+    micro_batches,
+    new_engine,
+    recipe,
+)
+from toolkit.engines.distributed import Ranks
+from toolkit.engines.fsdp import FsdpEngine
+from toolkit.models import huggingface as hf
+
+COLLECTIVES = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced"}
+
+
+class Counted(TorchDispatchMode):
+    """How often parameters are gathered and gradients reduced, by type of what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Counter[str]] = {w: Counter() for w in COLLECTIVES.values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if word := COLLECTIVES.get(func.overloadpacket.__name__):
+            self.found[word][str(args[0].dtype)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sharded(engine: FsdpEngine) -> bool:
+    """Is nothing gathered?"""
+    return all(isinstance(p, DTensor) for p in engine.model.parameters())
+
+
+def look(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """One step and one evaluation of a case."""
+    with Counted() as while_built:
+        engine, layout = new_engine(case, ranks, SEED)
+    assert isinstance(engine, FsdpEngine)
+    config = hf.build_config(recipe(case, ranks.world).model)
+    reference = hf.empty_model(config, torch.device("cpu"))
+    buffers = zip(engine.model.buffers(), reference.buffers(), strict=True)
+    inputs, labels = next(global_batches(1))
+    batches = micro_batches(inputs, labels, ranks, layout)
+    with Counted() as in_step:
+        engine.train_step(batches, 1e-3)
+    after_step = sharded(engine)
+    with Counted() as in_evaluation:
+        engine.evaluate(batches)
+    held = [shard.get("weight").numel() for shard in engine.state()]
+    moments = [shard.get("exp_avg").dtype for shard in engine.state()]
+    result = {
+        "while_built": while_built.found,
+        "in_step": in_step.found,
+        "in_evaluation": in_evaluation.found,
+        "sharded": [after_step, sharded(engine)],
+        "buffers": all(torch.equal(a, b) for a, b in buffers),
+        "held": [None] * ranks.world,
+        "whole": sum(p.numel() for p in reference.parameters()),
+        "moments": sorted({str(dtype) for dtype in moments}),
+    }
+    dist.all_gather_object(result["held"], sum(held))
+    engine.close()
+    return result
+
+
+if __name__ == "__main__":
+    for_each_case(look)
