@@ -19,7 +19,7 @@ LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
     "toolkit.models.spec", "toolkit.models.families", "toolkit.models.config_check",
     "toolkit.models.config_keys", "toolkit.launchers", "toolkit.cli.main", "toolkit.cli.check",
-    "toolkit.report", "toolkit.cli.report",
+    "toolkit.report", "toolkit.cli.report", "toolkit.conflicts",
 )  # fmt: skip
 
 LAYERS = (
@@ -41,6 +41,7 @@ LAYERS = (
     ("toolkit.data",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
+    ("toolkit.conflicts",),
     ("toolkit.launchers", "toolkit.train", "toolkit.accelerate"),
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),

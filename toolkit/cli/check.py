@@ -1,12 +1,13 @@
 """`dmt check`: read recipes and report every mistake at once.
 
 A recipe that reads well is also planned and rendered, because some mistakes show only
-there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. Nothing is
-downloaded and nothing written.
+there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. `--against`
+compares it with what other tools read. Nothing is downloaded and nothing written.
 """
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,11 +16,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.cli.conflict_tables import record, show
+from toolkit.conflicts import Report, against, places_in
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.models.families import model_spec
 from toolkit.plan.layout import total_steps
-from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.explain import place_of
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
@@ -38,6 +41,13 @@ class Verdict:
     problems: tuple[Problem, ...] = ()
     note: str | None = None
     """What could not be checked, and why."""
+    reports: tuple[Report, ...] = ()
+    """One for each place that it was compared with."""
+
+    @property
+    def good(self) -> bool:
+        """No mistake in it, and nothing that disagrees with it."""
+        return not self.problems and all(report.agrees for report in self.reports)
 
 
 def check(
@@ -51,43 +61,67 @@ def check(
             "--set", metavar="KEY=VALUE", help="Override a setting.", show_default=False
         ),
     ] = None,
+    others: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against",
+            metavar="FILE|env",
+            help="Compare with what another tool reads: a DeepSpeed or Accelerate config, "
+            "TrainingArguments, Megatron-LM arguments, or the environment; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
+    With --against, also every setting that two places state, with both values and who wins;
+    exit 2 when any disagrees.
+
     Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
+
+    Example: `dmt check recipe.yaml --against ds_config.json --against env`
     """
-    verdicts = [judge(path, overrides or ()) for path in recipes]
+    verdicts = [judge(path, overrides or (), others or ()) for path in recipes]
     if as_json:
         typer.echo(json.dumps({"recipes": [_record(verdict) for verdict in verdicts]}))
     else:
         _print(verdicts)
-    if any(verdict.problems for verdict in verdicts):
+    if not all(verdict.good for verdict in verdicts):
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def judge(path: Path, overrides: Sequence[str] = ()) -> Verdict:
+def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> Verdict:
     """Load, plan and render one recipe; its mistakes become part of the verdict."""
     try:
         recipe = load_recipe(path, overrides)
     except RecipeError as error:
         return Verdict(str(path), None, error.problems)
+    note, found, plan = None, list[Problem](), None
     try:
-        note = _plan(recipe)
+        plan, note = _plan(recipe)
     except RecipeError as error:
-        found = error.problems
+        found += error.problems
     except PlanError as error:
         key, _, reason = error.message.partition(": ")
-        found = (Problem(key, reason, "a recipe that can be planned", error.fix),)
-    else:
-        return Verdict(str(path), recipe, note=note)
-    return Verdict(str(path), None, tuple(_placed(p, path, overrides) for p in found))
+        found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
+    reports: list[Report] = []
+    if others:
+        places = places_in(path, overrides)
+        plan = plan or _plan_alone(recipe)
+        for other in others:
+            try:
+                reports += against(other, recipe, plan, places)
+            except RecipeError as error:
+                found += error.problems
+    problems = tuple(_placed(problem, path, overrides) for problem in found)
+    return Verdict(str(path), None if problems else recipe, problems, note, tuple(reports))
 
 
-def _plan(recipe: Recipe) -> str | None:
-    """Plan and render without the network; returns why it could not be done.
+def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
+    """Plan and render without the network; returns the plan, or why there is none.
 
     Raises RecipeError or PlanError when the recipe is wrong.
     """
@@ -95,9 +129,15 @@ def _plan(recipe: Recipe) -> str | None:
         config = model_config(recipe.model, download=False)
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
-        return f"not planned: {error.message}"
+        return None, f"not planned: {error.message}"
     model = recipe.model.model_copy(update={"config": config})
-    decide(recipe.model_copy(update={"model": model}), None)
+    return decide(recipe.model_copy(update={"model": model}), None).plan, None
+
+
+def _plan_alone(recipe: Recipe) -> Plan | None:
+    """The plan of a recipe whose own DeepSpeed file disagrees with it; None without one."""
+    with suppress(RecipeError, PlanError):
+        return plan_recipe(adopt_engine_config(recipe))
     return None
 
 
@@ -145,12 +185,15 @@ def _length(recipe: Recipe) -> str:
 
 def _record(verdict: Verdict) -> dict[str, object]:
     problems = [asdict(problem) for problem in verdict.problems]
-    return {
+    fields: dict[str, object] = {
         "file": verdict.file,
-        "ok": not problems,
+        "ok": verdict.good,
         "problems": problems,
         "note": verdict.note,
     }
+    if verdict.reports:
+        fields["against"] = [record(report) for report in verdict.reports]
+    return fields
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
@@ -173,6 +216,8 @@ def _print(verdicts: Sequence[Verdict]) -> None:
             out.print(line, soft_wrap=True)
         else:
             err.print(_problem_list(verdict), soft_wrap=True)
+        for report in verdict.reports:
+            show(out, report)
 
 
 def _problem_list(verdict: Verdict) -> Text:

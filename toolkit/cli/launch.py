@@ -13,6 +13,7 @@ import typer
 
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
 from toolkit.cli.plan import ledger_of
+from toolkit.conflicts import preflight
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -75,6 +76,7 @@ def launch(
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
         _tell(line)
+    preflight(assignment.recipe, assignment.plan, "launch", _tell)
     if dry_run:
         print(spec.printable())
         return

@@ -1,7 +1,7 @@
 """From a layout to the JSON that DeepSpeed reads: a preset with every `"auto"` filled.
 
 A preset (or the user's own file) says how DeepSpeed works: buckets, prefetch, aio. What
-to train is the recipe's: the settings that `_owned` lists. Where the file states one of
+to train is the recipe's: the settings of `OWNED`. Where the file states one of
 them otherwise, nobody can know which of the two is meant, so it is refused.
 """
 
@@ -40,6 +40,28 @@ DEFAULTS: Mapping[str, object] = {
     "wall_clock_breakdown": False,
 }
 """Written where the file does not state them."""
+
+OWNED: Mapping[str, str] = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    "gradient_accumulation_steps": (
+        "training.global_batch_size / (training.micro_batch_size · dp)"
+    ),
+    "gradient_clipping": "optimizer.clip_grad_norm",
+    "bf16.enabled": "training.precision",
+    "fp16.enabled": "training.precision",
+    "optimizer.type": "optimizer.name",
+    "optimizer.params.lr": "optimizer.learning_rate",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    f"{ZERO}.stage": "parallel.zero.stage",
+    f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
+    f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
+    f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
+    f"{OFFLOAD_PARAMETERS}.nvme_path": "parallel.zero.nvme_path",
+}
+"""Settings whose value is the recipe's, and the recipe key that decides each."""
 
 REQUIRED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
@@ -103,7 +125,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     file = open_config(request.config or preset_for(request.layout))
     owned = _owned(request)
     problems = [
-        *_unknown_keys(file),
+        *unknown_keys(file),
         *_disagreements(file, owned),
         *_not_ours_to_run(file),
         *_unfilled(file, owned),
@@ -178,28 +200,27 @@ def _device(file: JsonFile, block: str) -> Placement | None:
 def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
     """Every setting that the recipe decides, by DeepSpeed's name for it."""
     layout, optimizer = request.layout, request.optimizer
-    accumulation = "training.global_batch_size / (training.micro_batch_size · dp)"
-    clipping = optimizer.clip_grad_norm or 0.0  # DeepSpeed clips at 1.0 unless told not to
-    settings: dict[str, tuple[object, str]] = {
-        "train_batch_size": (layout.global_batch, "training.global_batch_size"),
-        "train_micro_batch_size_per_gpu": (layout.micro_batch, "training.micro_batch_size"),
-        "gradient_accumulation_steps": (layout.gradient_accumulation, accumulation),
-        "gradient_clipping": (clipping, "optimizer.clip_grad_norm"),
-        "bf16.enabled": (request.precision == "bf16", "training.precision"),
-        "fp16.enabled": (request.precision == "fp16", "training.precision"),
-        "optimizer.type": ("AdamW", "optimizer.name"),
-        "optimizer.params.lr": (optimizer.learning_rate, "optimizer.learning_rate"),
-        "optimizer.params.betas": (list(optimizer.betas), "optimizer.betas"),
-        "optimizer.params.eps": (optimizer.eps, "optimizer.eps"),
-        "optimizer.params.weight_decay": (optimizer.weight_decay, "optimizer.weight_decay"),
-        f"{ZERO}.stage": (layout.zero_stage, "parallel.zero.stage"),
+    settings: dict[str, object] = {
+        "train_batch_size": layout.global_batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.gradient_accumulation,
+        # DeepSpeed clips at 1.0 unless told not to.
+        "gradient_clipping": optimizer.clip_grad_norm or 0.0,
+        "bf16.enabled": request.precision == "bf16",
+        "fp16.enabled": request.precision == "fp16",
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": optimizer.learning_rate,
+        "optimizer.params.betas": list(optimizer.betas),
+        "optimizer.params.eps": optimizer.eps,
+        "optimizer.params.weight_decay": optimizer.weight_decay,
+        f"{ZERO}.stage": layout.zero_stage,
     }
-    for block, device, source in _offloads(layout):
+    for block, device, _ in _offloads(layout):
         folder = request.nvme_path if device == "nvme" else None
-        settings[f"{block}.device"] = (device, source)
+        settings[f"{block}.device"] = device
         if folder is not None or device != "nvme":
-            settings[f"{block}.nvme_path"] = (folder, "parallel.zero.nvme_path")
-    return {key: _Owned(value, source) for key, (value, source) in settings.items()}
+            settings[f"{block}.nvme_path"] = folder
+    return {key: _Owned(value, OWNED[key]) for key, value in settings.items()}
 
 
 def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
@@ -222,7 +243,7 @@ def _by_layout(request: DeepSpeedRequest) -> dict[str, object]:
     return settings
 
 
-def _unknown_keys(file: JsonFile) -> Iterator[Problem]:
+def unknown_keys(file: JsonFile) -> Iterator[Problem]:
     """Keys that DeepSpeed would drop without a word, or not accept."""
     for block, known in KNOWN_KEYS.items():
         value = _get(file.values, block) if block else file.values
@@ -246,7 +267,7 @@ def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Prob
     """Settings that the file and the recipe both state, with different values."""
     for key, setting in owned.items():
         found = _stated(file, key)
-        if found is not None and setting.value is not None and not _same(found, setting.value):
+        if found is not None and setting.value is not None and not same(found, setting.value):
             wanted = json.dumps(setting.value)
             yield file.problem(
                 key,
@@ -256,7 +277,7 @@ def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Prob
             )
     for key, value in REQUIRED.items():
         found = _stated(file, key)
-        if found is not None and not _same(found, value):
+        if found is not None and not same(found, value):
             allowed = f"{json.dumps(value)}: any other value changes or spoils the loss"
             yield file.problem(key, found, allowed, "delete it")
 
@@ -309,7 +330,7 @@ def _stated(file: JsonFile, key: str) -> object:
     return None if value == "auto" else value
 
 
-def _same(found: object, wanted: object) -> bool:
+def same(found: object, wanted: object) -> bool:
     """Whether two settings mean the same: 1e-4 is 0.0001, "adamw" is "AdamW", 1 is not true."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
@@ -318,7 +339,7 @@ def _same(found: object, wanted: object) -> bool:
             max(abs(found), abs(wanted)) < MAX_FLOAT and math.isclose(found, wanted)
         )
     if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
+        return len(found) == len(wanted) and all(map(same, found, wanted))
     if isinstance(found, str) and wanted == "AdamW":
         return found.lower() == "adamw"
     return found == wanted

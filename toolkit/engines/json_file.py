@@ -32,21 +32,26 @@ class JsonFile:
         return Problem(key, shown, allowed, fix, str(self.path), self.lines.get(key, 0))
 
 
-def read_json(path: Path) -> JsonFile:
-    """Read an object from a UTF-8 JSON file.
+def read_json(path: Path, what: str = "DeepSpeed config") -> JsonFile:
+    """Read an object from a UTF-8 JSON file; errors call it `what`.
 
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
     an object, or states a key twice (of which JSON readers silently keep the last).
     """
-    text = _text(path)
+    return parse_json(_text(path, what), path, what)
+
+
+def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFile:
+    """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise _unreadable(path, error.msg, "JSON, without comments", error.lineno) from error
+        allowed = "JSON, without comments"
+        raise _unreadable(path, what, error.msg, allowed, error.lineno) from error
     except (ValueError, RecursionError) as error:
-        raise _unreadable(path, str(error), "JSON with plain finite numbers") from error
+        raise _unreadable(path, what, str(error), "JSON with plain finite numbers") from error
     if not isinstance(values, dict):
-        raise _unreadable(path, type(values).__name__, "an object: { … }", 1)
+        raise _unreadable(path, what, type(values).__name__, "an object: { … }", 1)
     lines: dict[str, int] = {}
     repeated: list[Problem] = []
     for key, line in _stated_keys(text):
@@ -67,21 +72,22 @@ def read_json(path: Path) -> JsonFile:
     return JsonFile(path, values, lines)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, what: str) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise _unreadable(path, f"more than {MAX_BYTES} bytes", "a DeepSpeed config")
+            raise _unreadable(path, what, f"more than {MAX_BYTES} bytes", f"a {what}")
         return data.decode("utf-8")
     except OSError as error:
-        raise _unreadable(path, error.strerror or str(error), "a readable file") from error
+        found = error.strerror or str(error)
+        raise _unreadable(path, what, found, "a readable file") from error
     except ValueError as error:  # not UTF-8, or a null character in the path
-        raise _unreadable(path, str(error), "UTF-8 text") from error
+        raise _unreadable(path, what, str(error), "UTF-8 text") from error
 
 
-def _unreadable(path: Path, found: str, allowed: str, line: int = 0) -> RecipeError:
-    return RecipeError([Problem("DeepSpeed config", found, allowed, "", str(path), line)])
+def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) -> RecipeError:
+    return RecipeError([Problem(what, found, allowed, "", str(path), line)])
 
 
 def _refuse_constant(name: str) -> object:

@@ -26,7 +26,7 @@ from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.plan.layout import Layout, stage_layers
 from toolkit.recipe.schema import Recipe
 
-_TRANSFORMER_VALUES = {
+TRANSFORMER_VALUES = {
     "num_layers": "--num-layers",
     "hidden_size": "--hidden-size",
     "num_attention_heads": "--num-attention-heads",
@@ -53,7 +53,7 @@ _TRANSFORMER_VALUES = {
 }
 """Fields of TransformerConfig that a flag takes as they are."""
 
-_TRANSFORMER_SWITCHES = {
+TRANSFORMER_SWITCHES = {
     "gated_linear_unit": (True, "--swiglu"),
     "add_bias_linear": (False, "--disable-bias-linear"),
     "add_qkv_bias": (True, "--add-qkv-bias"),
@@ -78,12 +78,12 @@ _TRANSFORMER_OTHERS = frozenset(
      "params_dtype", "pipeline_dtype")
 )  # fmt: skip
 
-_GPT_VALUES = {
+GPT_VALUES = {
     "position_embedding_type": "--position-embedding-type",
     "rotary_percent": "--rotary-percent",
     "vocab_size": "--padded-vocab-size",
 }
-_GPT_SWITCHES = {
+GPT_SWITCHES = {
     "rope_scaling": (True, "--use-rope-scaling"),
     "share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
 }
@@ -164,8 +164,8 @@ def _switches(section: Mapping[str, Any], flags: Mapping[str, tuple[bool, str]])
 
 def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Arguments:
     transformer, gpt = config["transformer"], config["gpt"]
-    yield from _values(transformer, _TRANSFORMER_VALUES)
-    yield from _switches(transformer, _TRANSFORMER_SWITCHES)
+    yield from _values(transformer, TRANSFORMER_VALUES)
+    yield from _switches(transformer, TRANSFORMER_SWITCHES)
     groups = transformer["num_query_groups"]
     if groups != transformer["num_attention_heads"]:
         yield ("--group-query-attention",)
@@ -178,8 +178,8 @@ def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Argumen
             yield f"--{name.replace('_', '-')}", f"[{pattern}]"
     if "recompute_modules" in transformer:
         yield "--recompute-modules", *transformer["recompute_modules"]
-    yield from _values(gpt, _GPT_VALUES)
-    yield from _switches(gpt, _GPT_SWITCHES)
+    yield from _values(gpt, GPT_VALUES)
+    yield from _switches(gpt, GPT_SWITCHES)
     if "rotary_base" in gpt:
         yield "--rotary-base", str(int(gpt["rotary_base"]))
     # Rotary positions may reach further than the config's; Megatron-LM wants them to be said.
@@ -237,8 +237,8 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
         yield problem(found, f"factor {ROPE_SCALING_FACTOR:g}: pretrain_gpt.py passes no other")
     if gpt.get("rotary_base", 0) % 1:
         yield problem(f"rope_theta {gpt['rotary_base']}", "a whole number")
-    said = {*_TRANSFORMER_VALUES, *_TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}
-    said |= {*_GPT_VALUES, *_GPT_SWITCHES, *_GPT_OTHERS}
+    said = {*TRANSFORMER_VALUES, *TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}
+    said |= {*GPT_VALUES, *GPT_SWITCHES, *_GPT_OTHERS}
     for name in (*transformer, *gpt):
         if name not in said:
             yield problem(f"what needs megatron-core's {name}", "no argument says this")

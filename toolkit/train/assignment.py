@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.conflicts import preflight
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
@@ -17,6 +18,7 @@ from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.redact import redact
 from toolkit.train.claim import refuse_if_claimed
 from toolkit.train.run_dir import RunDirectory
 
@@ -109,13 +111,15 @@ def assign(
 ) -> Assignment:
     """Plan and write the run directory of `world` ranks that a foreign launcher started.
 
-    Raises PlanError when the recipe's cluster has another number.
+    Raises PlanError when the recipe's cluster has another number, or the environment says
+    otherwise than the recipe what would spoil the run.
     """
     recipe = load_recipe(recipe_path, overrides)
     if _came_back_resized(recipe, world):
         return _assign_anew(recipe, run_dir, command, world)
     check_world(recipe, world)
     assignment = decide(recipe, run_dir)
+    preflight(assignment.recipe, assignment.plan, "worker", _tell)
     write(assignment, command)
     return assignment
 
@@ -140,7 +144,7 @@ def _assign_anew(
     before = recipe.cluster.world_size
     assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
     write(assignment, command)
-    print(f"dmt: {world} ranks in place of {before}: planned again", file=sys.stderr)
+    _tell(f"dmt: {world} ranks in place of {before}: planned again")
     return assignment
 
 
@@ -180,3 +184,7 @@ def check_world(recipe: Recipe, world: int) -> None:
             f"process(es) each, the launcher started {world}",
             fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M",
         )
+
+
+def _tell(message: str) -> None:
+    print(redact(message), file=sys.stderr, flush=True)

@@ -1,0 +1,281 @@
+"""What each kind of file says that DMT does not write itself, and files of no kind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conflicts.conftest import Planned
+from toolkit.conflicts.compare import Report
+from toolkit.errors import RecipeError
+
+
+def read(tiny: Planned, folder: Path, text: str, name: str) -> Report:
+    file = folder / name
+    file.write_text(text)
+    return tiny.against(file)
+
+
+def told(report: Report) -> dict[str, tuple[str, str, str]]:
+    """By the other's name: our key, the verdict, and its line."""
+    return {
+        row.name: (row.key, row.verdict, row.place.rpartition(":")[2])
+        for row in report.compared
+    }
+
+
+TRAINER = {
+    "output_dir": "out",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.003,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 0.1,
+    "max_steps": 200,
+    "num_train_epochs": 3.0,
+    "bf16": True,
+    "fp16": False,
+    "max_grad_norm": 0.0,
+    "optim": "adafactor",
+    "eval_strategy": "no",
+    "save_strategy": "epoch",
+    "save_steps": 500,
+    "gradient_checkpointing": True,
+    "report_to": ["tensorboard"],
+    "deepspeed": {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"},
+    "learning_rat": 1.0,
+    "hub_token": "<HUB_TOKEN>",
+    "eval_steps": None,
+}
+
+
+def test_training_arguments(tiny: Planned, tmp_path: Path) -> None:
+    report = read(tiny, tmp_path, json.dumps(TRAINER, indent=2), "training_args.json")
+    assert told(report) == {
+        "per_device_train_batch_size": ("training.micro_batch_size", "disagrees", "3"),
+        "gradient_accumulation_steps": ("gradient_accumulation", "disagrees", "4"),
+        "per_device_train_batch_size · gradient_accumulation_steps · dp": (
+            "training.global_batch_size",
+            "agrees",
+            "3",
+        ),
+        "learning_rate": ("optimizer.learning_rate", "agrees", "5"),
+        "lr_scheduler_type": ("schedule.name", "disagrees", "6"),
+        "warmup_steps": ("schedule.warmup_steps", "agrees", "7"),  # a tenth of 200
+        "max_steps": ("training.steps", "agrees", "8"),
+        "bf16": ("training.precision", "disagrees", "10"),
+        "fp16": ("training.precision", "agrees", "11"),
+        "max_grad_norm": ("optimizer.clip_grad_norm", "disagrees", "12"),
+        "optim": ("optimizer.name", "disagrees", "13"),
+        "eval_strategy": ("evaluation.every_steps", "disagrees", "14"),
+        "gradient_checkpointing": ("parallel.recompute", "disagrees", "17"),
+        "report_to": ("logging.tensorboard", "disagrees", "18"),
+        "deepspeed": ("parallel.engine", "agrees", "21"),
+        "deepspeed.zero_optimization.stage": ("parallel.zero.stage", "agrees", "23"),
+        "deepspeed.train_batch_size": ("training.global_batch_size", "auto", "25"),
+    }
+    (typo,) = report.unknown
+    assert (typo.name, typo.hint) == ("learning_rat", "did you mean `learning_rate`?")
+    assert {"output_dir", "save_strategy", "hub_token"} <= {*report.source.only_there}
+
+
+def test_the_advice_can_be_followed(tiny: Planned, tmp_path: Path) -> None:
+    report = read(tiny, tmp_path, json.dumps(TRAINER, indent=2), "training_args.json")
+    advice = {row.name: row.advice for row in report.conflicts}
+    where = f"{tmp_path}/training_args.json"
+    assert advice["bf16"] == f"--set training.precision=bf16, or change bf16 at {where}:10"
+    # No recipe can say this.
+    assert advice["optim"] == (
+        f"change optim at {where}:13 to mean optimizer.name adamw, or change the recipe"
+    )
+
+
+def test_a_deepspeed_file_that_training_arguments_name(tiny: Planned, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    text = json.dumps({"output_dir": "out", "deepspeed": "ds.json"})
+    report = read(tiny, tmp_path, text, "args.json")
+    stage = told(report)["zero_optimization.stage"]
+    assert stage == ("parallel.zero.stage", "disagrees", "1")
+    (row,) = report.conflicts
+    assert row.place == f"{tmp_path}/ds.json:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "verdict"),
+    [
+        ("num_train_epochs: 2", "training.epochs", "open"),  # the recipe counts steps
+        ("tf32: true\nbf16: false\nfp16: false", "training.precision", "disagrees"),
+        ("warmup_ratio: 0.05", "schedule.warmup_steps", "open"),
+        ("fsdp: full_shard", "parallel.engine", "disagrees"),
+        ("lr_scheduler_kwargs: {min_lr: 1.0e-9}", "schedule.min_learning_rate", "disagrees"),
+    ],
+)
+def test_more_training_arguments(
+    text: str, key: str, verdict: str, tiny: Planned, tmp_path: Path
+) -> None:
+    report = read(tiny, tmp_path, f"output_dir: x\n{text}\n", "args.yaml")
+    last = report.compared[-1]
+    assert (last.key, last.verdict) == (key, verdict)
+    assert bool(last.advice) == (verdict != "agrees")
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: fp16
+num_processes: 4
+use_cpu: true
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: none
+  gradient_clipping: 1.0
+  gradient_accumulation_steps: auto
+  deepspeed_config_fil: ds.json
+fsdp_config:
+  fsdp_version: {version}
+  fsdp_reshard_after_forward: true
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_offload_params: false
+"""
+
+
+def test_accelerate_with_deepspeed(tiny: Planned, tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="DEEPSPEED", version=2)
+    report = read(tiny, tmp_path, text, "accelerate.yaml")
+    assert told(report) == {
+        "distributed_type": ("parallel.engine", "agrees", "2"),
+        "mixed_precision": ("training.precision", "disagrees", "3"),
+        "num_processes": ("world_size", "disagrees", "4"),
+        "use_cpu": ("cluster.gpu", "agrees", "5"),
+        "deepspeed_config.zero_stage": ("parallel.zero.stage", "disagrees", "7"),
+        "deepspeed_config.offload_optimizer_device": (
+            "parallel.zero.offload_optimizer",
+            "agrees",
+            "8",
+        ),
+        "deepspeed_config.gradient_clipping": ("optimizer.clip_grad_norm", "agrees", "9"),
+        "deepspeed_config.gradient_accumulation_steps": (
+            "gradient_accumulation",
+            "auto",
+            "10",
+        ),
+    }
+    winners = {row.name: row.winner for row in report.conflicts}
+    assert winners["num_processes"] == "refused"
+    assert winners["mixed_precision"] == "recipe"
+    (typo,) = report.unknown
+    assert typo.hint == "did you mean `deepspeed_config_file`?"
+    assert "fsdp_config.fsdp_version (not in effect)" in report.source.only_there
+
+
+@pytest.mark.parametrize(("version", "stage"), [(1, "agrees"), (2, "disagrees")])
+def test_accelerate_with_fsdp(version: int, stage: str, tiny: Planned, tmp_path: Path) -> None:
+    """Version 1 shards by its strategy, here gradients only; version 2 by resharding."""
+    text = ACCELERATE.format(kind="FSDP", version=version)
+    report = read(tiny, tmp_path, text, "accelerate.yaml")
+    verdicts = [row.verdict for row in report.compared if row.key == "parallel.zero.stage"]
+    assert verdicts == [stage]
+    engines = [row.verdict for row in report.compared if row.key == "parallel.engine"]
+    assert engines == ["disagrees", "disagrees"]
+
+
+def test_accelerate_with_deepspeeds_json_inside(tiny: Planned, tmp_path: Path) -> None:
+    text = (
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+        '  deepspeed_config_file: |-\n    {\n      "zero_optimization": {"stage": 1}\n    }\n'
+    )
+    report = read(tiny, tmp_path, text, "accelerate.yaml")
+    assert told(report)["zero_optimization.stage"] == ("parallel.zero.stage", "disagrees", "6")
+
+
+SCRIPT = """\
+#!/bin/bash
+# Don't forget to set the data path
+export TP=2
+PP=${TP}
+ARGS=(
+  --tensor-model-parallel-size $TP
+  --pipeline_model_parallel_size ${PP}
+  --num-layers 8 --num-layers-per-virtual-pipeline-stage 2
+  --lr=3e-3 --optimizer adam --clip-grad 0
+  --seq-length $SEQ
+  --sequence-parallel
+  --global-batch-siz 16
+)
+torchrun --nproc_per_node 2 pretrain_gpt.py "${ARGS[@]}" \\
+  --train-iters 200 --lr-warmup-iters 20 --weight-decay 0.1 | tee log.txt
+"""
+
+
+def test_a_script_that_starts_megatron(tiny: Planned, tmp_path: Path) -> None:
+    report = read(tiny, tmp_path, SCRIPT, "train.sh")
+    assert told(report) == {
+        "--tensor-model-parallel-size": ("parallel.tensor", "disagrees", "6"),
+        "--pipeline_model_parallel_size": ("parallel.pipeline", "disagrees", "7"),
+        "--num-layers": ("megatron.num_layers", "disagrees", "8"),
+        "--num-layers-per-virtual-pipeline-stage": (
+            "parallel.virtual_pipeline",
+            "disagrees",
+            "8",
+        ),
+        "--lr": ("optimizer.learning_rate", "agrees", "9"),
+        "--optimizer": ("optimizer.name", "agrees", "9"),
+        "--clip-grad": ("optimizer.clip_grad_norm", "disagrees", "9"),
+        "--seq-length": ("training.sequence_length", "open", "10"),
+        "--sequence-parallel": ("parallel.sequence", "disagrees", "11"),
+        "--nproc_per_node": ("cluster.gpus_per_node", "agrees", "14"),
+        "--train-iters": ("training.steps", "agrees", "15"),
+        "--lr-warmup-iters": ("schedule.warmup_steps", "agrees", "15"),
+        "--weight-decay": ("optimizer.weight_decay", "agrees", "15"),
+    }
+    (typo,) = report.unknown
+    assert typo.hint == "did you mean `--global-batch-size`?"
+    assert report.source.only_there == ()
+
+
+def test_a_flag_by_another_tools_name(tiny: Planned, tmp_path: Path) -> None:
+    report = read(tiny, tmp_path, "--tp-size 2\n--eod-mask-loss\n", "args.txt")
+    (other,) = report.unknown
+    assert "parallel.tensor" in other.hint
+    assert report.source.only_there == ("--eod-mask-loss",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.json", b"[1]", "a text without"),
+        ("a.json", b'{"a": 1', "JSON"),
+        ("a.json", b'{"a": 1}', "settings a"),
+        ("a.json", b'{"train_batch_size": 1, "train_batch_size": 2}', "stated again"),
+        ("a.yaml", b"- 1", "no map"),
+        ("a.yaml", b"a: [", "YAML"),
+        ("a.yaml", b"name: x\nmodel: {}\ntraining: {}", "a recipe"),
+        ("a.txt", b"hello", "without `--flags`"),
+        ("a.txt", b"--lr 'never ends\n", "does not end"),
+        ("a.txt", b"\xff\xfe\x00", "utf-8"),
+        ("a.txt", b"", "without `--flags`"),
+        ("missing", None, "No such file"),
+        (".", None, "directory"),
+        ("a.txt", b"x" * 300_000, "more than 256 KiB"),
+    ],
+)
+def test_no_kind_of_file(
+    name: str, content: bytes | None, found: str, tiny: Planned, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecipeError) as caught:
+        tiny.against(tmp_path / name)
+    (problem,) = caught.value.problems
+    assert found in f"{problem.found} {problem.allowed}"
+    assert problem.file == str(tmp_path / name)
+
+
+def test_without_a_plan_what_is_auto_is_open(tmp_path: Path, tiny: Planned) -> None:
+    unplanned: Any = Planned(tiny.recipe, None)  # type: ignore[arg-type]
+    text = '{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}'
+    verdicts = {
+        row.name: row.verdict for row in read(unplanned, tmp_path, text, "a.json").compared
+    }
+    assert verdicts == {"zero_optimization.stage": "open", "gradient_clipping": "disagrees"}

@@ -1,0 +1,67 @@
+"""The written-down lists of other tools' names against the installed tools."""
+
+import dataclasses
+
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
+from transformers import TrainingArguments
+
+from tests.processes import ROOT
+from toolkit.conflicts import (
+    accelerate,
+    environment,
+    megatron_arguments,
+    training_arguments,
+)
+from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
+from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
+from toolkit.conflicts.training_arguments_keys import BEFORE, NOW
+
+
+def test_training_arguments() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert {name for name in fields if not name.startswith("_")} == NOW
+    assert not NOW & BEFORE
+    read = training_arguments._SAME.keys() - {
+        "model_name_or_path", "max_seq_length", "max_length",  # of scripts and of TRL
+    }  # fmt: skip
+    assert read <= NOW | BEFORE
+
+
+def test_accelerates_config_file() -> None:
+    older = {"dynamo_backend", "fp16"}
+    assert ClusterConfig.__dataclass_fields__.keys() | older == TOP_LEVEL
+
+
+def test_accelerates_sections_are_arguments_of_its_launcher() -> None:
+    arguments = {action.dest for action in launch_command_parser()._actions}
+    listed = {name for names in SECTIONS.values() for name in names}
+    assert listed <= arguments
+    prefixes = ("fsdp_", "megatron_lm_", "parallelism_config_", "fp8_", "dynamo_", "offload_")
+    assert {name for name in arguments if name.startswith(prefixes)} <= listed
+    read = {*accelerate._SAME, *accelerate._OFFLOADS, *accelerate._CLIPPING}
+    assert read <= listed | TOP_LEVEL
+    assert {*environment._ACCELERATE.values()} <= listed | TOP_LEVEL
+
+
+def test_megatrons_options() -> None:
+    lines = (ROOT / "tests/engines/megatron_lm_arguments.txt").read_text().splitlines()
+    assert {line.split()[0] for line in lines if line.startswith("--")} == MEGATRON
+    read = {
+        *megatron_arguments._SAME,
+        *megatron_arguments._SWITCHES,
+        *megatron_arguments._RULES,
+        *megatron_arguments._SAID_ELSEWHERE,
+    }
+    assert read <= MEGATRON | TORCHRUN
+
+
+def test_torchruns_options() -> None:
+    options = {
+        option.replace("_", "-")
+        for action in get_args_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert options >= TORCHRUN

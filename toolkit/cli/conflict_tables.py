@@ -1,0 +1,102 @@
+"""How `dmt check --against` shows what two places state."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.conflicts.compare import Comparison, Report
+
+_MOST_NAMES = 30
+"""Settings of the other place alone: more are only counted."""
+
+_COLOURS = {"agrees": "green", "disagrees": "red", "auto": "green", "open": "yellow"}
+
+
+def record(report: Report) -> dict[str, Any]:
+    """One comparison as plain data, for `--json`."""
+    source = report.source
+    return {
+        "source": source.name,
+        "kind": source.kind,
+        "agrees": report.agrees,
+        "settings": [asdict(row) for row in report.compared],
+        "only_there": list(source.only_there),
+        "unknown": [asdict(name) for name in source.unknown],
+        "who_wins": list(source.who),
+    }
+
+
+def show(console: Console, report: Report) -> None:
+    """Print one comparison: the table, what to do, what else is there, who wins.
+
+    Only the table is wrapped, so that a terminal finds `file:line`.
+    """
+    source, conflicts = report.source, report.conflicts
+    sign = Text("✓ ", "green") if report.agrees else Text("✗ ", "red")
+    count = f"{len(report.compared)} settings stated in both places, {len(conflicts)} disagree"
+    head = Text.assemble("  ", sign, (source.name, "bold"), f"  {source.kind}: {count}")
+    console.print(head, soft_wrap=True)
+    if report.compared:
+        console.print(_table(report))
+    for line in _lines(report):
+        console.print(line, soft_wrap=True)
+
+
+def _lines(report: Report) -> Iterator[Text]:
+    source = report.source
+    for row in report.compared:
+        if row.verdict in ("disagrees", "open"):
+            yield _todo(row)
+    for name in source.unknown:
+        hint = f": {name.hint}" if name.hint else ""
+        yield Text(f"  unknown  {name.name} ({name.place}){hint}", "red")
+    if source.only_there:
+        yield _only_there(source.only_there)
+    for sentence in source.who:
+        yield Text(f"  {sentence}", "dim")
+
+
+def _table(report: Report) -> Table:
+    """Disagreements first, the recipe's words and value above the other's."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("setting", "value", "who wins"):
+        table.add_column(name, overflow="fold")
+    rank = ("disagrees", "open", "auto", "agrees")
+    for row in sorted(report.compared, key=lambda row: rank.index(row.verdict)):
+        outcome = Text(_outcome(row), _COLOURS[row.verdict])
+        if row.verdict == "agrees":
+            table.add_row(f"{row.key}  [dim]{escape(row.name)}[/]", escape(row.recipe), outcome)
+        else:
+            names = f"{row.key}\n  [dim]{escape(row.name)}[/]"
+            values = f"{escape(row.recipe) or '?'}\n{escape(row.other)}"
+            table.add_row(names, values, outcome)
+    return table
+
+
+def _outcome(row: Comparison) -> str:
+    words = {"agrees": "agree", "auto": "recipe fills it", "open": "open"}
+    return words.get(row.verdict, row.winner)
+
+
+def _todo(row: Comparison) -> Text:
+    """Both places, and what to do."""
+    text = Text("  ")
+    text.append(row.place, "cyan")
+    text.append(f"  {row.key}", "bold")
+    if row.verdict == "disagrees":
+        text.append(f"  {row.other}, the recipe {row.recipe} ({row.origin})")
+    text.append(f"\n      {'fix' if row.verdict == 'disagrees' else 'open'}  ")
+    text.append(row.advice, "green" if row.verdict == "disagrees" else "yellow")
+    return text
+
+
+def _only_there(names: tuple[str, ...]) -> Text:
+    more = len(names) - _MOST_NAMES
+    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return Text(f"  only there ({len(names)}): {shown}", "dim")

@@ -1,0 +1,99 @@
+"""Settings that two places state: a recipe, and what other tools read (docs/conflicts.md).
+
+Each kind of place has one small module that reads it into `source.Stated`, in the recipe's
+words; `facts.py` says what the recipe and its plan state; `compare.py` judges.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from toolkit.conflicts import environment
+from toolkit.conflicts.compare import Comparison, Report, compare
+from toolkit.conflicts.detect import read_source
+from toolkit.conflicts.environment import Starting
+from toolkit.conflicts.facts import Places, facts, places_in
+from toolkit.errors import PlanError
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import Recipe
+
+__all__ = [
+    "Comparison",
+    "Report",
+    "against",
+    "environment_conflicts",
+    "places_in",
+    "preflight",
+]
+
+ENVIRONMENT = environment.NAME
+"""Stands for the present environment where a file is asked for."""
+
+_MOST_NAMED = 6
+"""Conflicts named in the one line at a start."""
+
+
+def against(
+    other: str, recipe: Recipe, plan: Plan | None, places: Places = lambda _: ""
+) -> list[Report]:
+    """Compare a recipe with the file `other`, or with the environment (`env`).
+
+    Without a plan, what the recipe leaves at `auto` is not judged. Raises RecipeError when
+    the file cannot be read or is of no known kind.
+    """
+    if other == ENVIRONMENT:
+        sources = environment.read(recipe, os.environ)
+    else:
+        sources = [read_source(Path(other), recipe)]
+    known = facts(recipe, plan, places)
+    return [compare(source, known) for source in sources]
+
+
+def environment_conflicts(
+    recipe: Recipe,
+    plan: Plan | None = None,
+    starting: Starting | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[Comparison, ...]:
+    """What the environment states otherwise than a recipe, before anything starts.
+
+    With Accelerate's default config file, unless a worker that another launcher started asks:
+    what that file says has then become variables, or is not in use. `environ` is os.environ
+    unless given. Raises RecipeError when a DeepSpeed config that it names cannot be read.
+    """
+    sources = environment.read(recipe, os.environ if environ is None else environ, starting)
+    known = facts(recipe, plan)
+    return tuple(row for source in sources for row in compare(source, known).conflicts)
+
+
+def preflight(
+    recipe: Recipe, plan: Plan, starting: Starting, tell: Callable[[str], None]
+) -> None:
+    """Name what the environment states otherwise than the recipe; what agrees is silent.
+
+    Raises PlanError for what would fail or silently train something else. `tell` gets one
+    line for each winner of the rest.
+    """
+    found = environment_conflicts(recipe, plan, starting)
+    if breaking := [row for row in found if row.breaks]:
+        raise PlanError(
+            f"the environment disagrees with the recipe: {_named(breaking)}",
+            fix="; ".join(dict.fromkeys(row.advice for row in breaking)),
+        )
+    for winner in dict.fromkeys(row.winner for row in found):
+        rows = [row for row in found if row.winner == winner]
+        tell(
+            f"dmt: the environment disagrees, and the {winner} wins: {_named(rows)}; see "
+            "`dmt check RECIPE --against env`"
+        )
+
+
+def _named(rows: list[Comparison]) -> str:
+    """`ACCELERATE_MIXED_PRECISION=fp16 (training.precision is bf16), …`."""
+    texts = [f"{_place(row)}={row.other} ({row.key} is {row.recipe})" for row in rows]
+    more = len(texts) - _MOST_NAMED
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _place(row: Comparison) -> str:
+    return row.name if row.name == row.place else f"{row.place} {row.name}"

@@ -1,0 +1,148 @@
+"""The one comparison: what another place states, beside what the recipe and its plan state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from toolkit.conflicts.facts import DERIVED, Fact
+from toolkit.conflicts.source import (
+    AUTO,
+    DATA_PARALLEL,
+    AtMost,
+    OneOf,
+    PerReplica,
+    Source,
+    Stated,
+    Unknown,
+    shown,
+)
+from toolkit.engines.deepspeed_config import same
+from toolkit.recipe.describe import choices, settings
+from toolkit.redact import redact
+
+Verdict = Literal["agrees", "disagrees", "auto", "open"]
+"""`auto`: takes the recipe's value. `open`: shows only when it runs."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting that both places state."""
+
+    key: str
+    """The recipe's key; a word of `DERIVED` for what it implies."""
+    recipe: str
+    """The recipe's value, or the plan's where it is `auto`; empty where none is known yet."""
+    origin: str
+    """Where that comes from: `FILE:LINE`, `default`, `planned`, `derived: …`."""
+    name: str
+    """What the setting is called there."""
+    other: str
+    """Its value there, as written."""
+    place: str
+    """`FILE:LINE`, or the variable."""
+    verdict: Verdict
+    winner: str
+    """Who wins; empty where the two agree."""
+    advice: str
+    """What to do; empty where the two agree."""
+    breaks: bool
+    """Whether a run that starts all the same would fail or train something else."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything found out about one other place."""
+
+    source: Source
+    compared: tuple[Comparison, ...]
+
+    @property
+    def conflicts(self) -> tuple[Comparison, ...]:
+        """The settings that disagree."""
+        return tuple(row for row in self.compared if row.verdict == "disagrees")
+
+    @property
+    def unknown(self) -> tuple[Unknown, ...]:
+        """Names that the other tool does not know."""
+        return self.source.unknown
+
+    @property
+    def agrees(self) -> bool:
+        """Nothing disagrees, and no name is misspelt."""
+        return not self.conflicts and not self.unknown
+
+
+def compare(source: Source, facts: Mapping[str, Fact]) -> Report:
+    """Judge every setting of `source` that the recipe states as well."""
+    return Report(source, tuple(_judge(stated, source, facts) for stated in source.stated))
+
+
+def _judge(stated: Stated, source: Source, facts: Mapping[str, Fact]) -> Comparison:
+    fact = facts.get(stated.key)
+    stated = _multiplied(stated, facts)
+    verdict = _verdict(stated, fact)
+    disagrees = verdict == "disagrees"
+    advice = ""
+    if disagrees:
+        assert fact is not None, "what is compared has a value"
+        advice = stated.advice or _advice(stated, fact)
+    elif verdict == "open":
+        advice = stated.advice or "the recipe leaves it open until the run is planned"
+    return Comparison(
+        key=stated.key,
+        recipe="" if fact is None else redact(shown(fact.value)),
+        origin="" if fact is None else fact.origin,
+        name=stated.name,
+        other=redact(stated.shown),
+        place=stated.place,
+        verdict=verdict,
+        winner={"agrees": "", "auto": "recipe", "open": ""}.get(
+            verdict, stated.winner or source.winner
+        ),
+        advice=redact(advice),
+        breaks=disagrees and stated.breaks,
+    )
+
+
+def _multiplied(stated: Stated, facts: Mapping[str, Fact]) -> Stated:
+    """A batch per replica as the global one, where the number of replicas is known."""
+    if not isinstance(stated.value, PerReplica):
+        return stated
+    replicas = facts.get(DATA_PARALLEL)
+    if replicas is None:
+        return replace(stated, certain=False)
+    assert isinstance(replicas.value, int)
+    batch = stated.value.sequences * replicas.value
+    return replace(stated, value=batch, shown=f"{stated.shown} = {batch}")
+
+
+def _verdict(stated: Stated, fact: Fact | None) -> Verdict:
+    if stated.value == AUTO:
+        return "auto"
+    if fact is None or not stated.certain:
+        return "open"
+    if isinstance(stated.value, AtMost):
+        assert isinstance(fact.value, int)
+        return "agrees" if fact.value <= stated.value.limit else "disagrees"
+    wanted = stated.value.values if isinstance(stated.value, OneOf) else (stated.value,)
+    return "agrees" if any(same(value, fact.value) for value in wanted) else "disagrees"
+
+
+def _advice(stated: Stated, fact: Fact) -> str:
+    """The two ways to make both say the same."""
+    there = f"change {stated.name} at {stated.place}"
+    if stated.name == stated.place:
+        there = f"unset {stated.name}"
+    if stated.key in DERIVED:
+        return f"{there}; the recipe's is {DERIVED[stated.key]}"
+    if _can_be_set(stated.key, stated.value):
+        return f"--set {stated.key}={shown(stated.value).replace(' ', '')}, or {there}"
+    return f"{there} to mean {stated.key} {shown(fact.value)}, or change the recipe"
+
+
+def _can_be_set(key: str, value: object) -> bool:
+    """Whether a recipe can say the same with one `--set`."""
+    if isinstance(value, OneOf | AtMost) or key not in settings():
+        return False
+    words = choices(settings()[key].info.annotation)
+    return not words or not isinstance(value, str) or value in words

@@ -1,0 +1,135 @@
+"""A DeepSpeed `ds_config.json`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.conflicts.source import (
+    ACCUMULATION,
+    AUTO,
+    Collected,
+    Source,
+    Stated,
+    Unknown,
+    device,
+    global_batch,
+    precisions,
+    shown,
+    translated,
+)
+from toolkit.engines.deepspeed_config import OWNED, REQUIRED, open_config, unknown_keys
+from toolkit.engines.json_file import JsonFile
+from toolkit.recipe.schema import Recipe
+
+KIND = "DeepSpeed config"
+
+_ELSEWHERE: Mapping[str, str] = {
+    "scheduler.params.warmup_num_steps": "schedule.warmup_steps",
+    "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
+    "scheduler.params.warmup_min_lr": "",
+    "scheduler.params.total_num_steps": "training.steps",
+    "tensor_parallel.autotp_size": "parallel.tensor",
+    "wandb.enabled": "logging.wandb",
+    "wandb.project": "logging.wandb.project",
+    "wandb.team": "logging.wandb.entity",
+    "tensorboard.enabled": "logging.tensorboard",
+}
+"""Settings that DMT does not write, but whose meaning a recipe states."""
+
+_SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_PRECISIONS = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
+
+
+def read(file: JsonFile, name: str, recipe: Recipe) -> Source:
+    """What a DeepSpeed config states; `recipe` says whether DMT reads this very file."""
+    found = collect(file)
+    if _is_named(file.path, recipe):
+        return found.source(
+            name,
+            KIND,
+            "refused",
+            'parallel.zero.config names this file: DMT fills each "auto" and refuses a value '
+            "that disagrees, so nothing starts",
+        )
+    return found.source(
+        name,
+        KIND,
+        "recipe",
+        "DMT does not read this file (parallel.zero.config would name it): the recipe wins",
+        "HF Trainer refuses batch, accumulation, clipping, optimizer, warm-up and precision "
+        "that disagree with its TrainingArguments; ZeRO and all else are this file's",
+    )
+
+
+def collect(file: JsonFile, prefix: str = "") -> Collected:
+    """Every setting of `file`; `prefix` is put before names, for a config inside another."""
+    found = Collected()
+    misspelt = {problem.key: problem for problem in unknown_keys(file)}
+    for key, problem in misspelt.items():
+        place = _place(file, key)
+        hint = problem.fix if problem.fix.startswith("did you") else ""
+        found.unknown.append(
+            Unknown(prefix + key, place, hint or "DeepSpeed drops it silently")
+        )
+    switches: dict[str, object] = {}
+    for key, value in _leaves(file.values):
+        if any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt):
+            continue
+        if key in _PRECISIONS:
+            switches[_PRECISIONS[key]] = value
+            continue
+        stated = _stated(key, value, prefix + key, _place(file, key))
+        if stated is None:
+            found.only_there.append(prefix + key)
+        else:
+            found.stated.append(stated)
+    found.stated += global_batch(found.stated)
+    for name, meant in precisions(switches).items():
+        key = f"{name}.enabled"
+        at = (prefix + key, shown(switches[name]), _place(file, key))
+        found.stated.append(Stated("training.precision", meant, *at))
+    return found
+
+
+def _stated(key: str, value: object, name: str, place: str) -> Stated | None:
+    """A setting in the recipe's words; None where a recipe has no such setting."""
+    if key in REQUIRED:
+        target, meaning = f"deepspeed.{key}", value
+    elif key == "scheduler.type":
+        target, meaning = "schedule.name", _SCHEDULERS.get(str(value), value)
+    elif key == "gradient_accumulation_steps":
+        target, meaning = ACCUMULATION, value
+    else:
+        target, meaning = OWNED.get(key) or _ELSEWHERE.get(key, ""), value
+    if not target:
+        return None
+    if target == "optimizer.clip_grad_norm" and value == 0:
+        meaning = None
+    elif target == "optimizer.name":
+        meaning = str(value).lower()
+    elif key.endswith(".device"):
+        meaning = device(value)
+    elif target == "schedule.name":
+        meaning = translated(target, meaning)
+    return Stated(target, AUTO if value == AUTO else meaning, name, shown(value), place)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    leaves: list[tuple[str, object]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            leaves += _leaves(value, f"{prefix}{name}.")
+        else:
+            leaves.append((f"{prefix}{name}", value))
+    return leaves
+
+
+def _place(file: JsonFile, key: str) -> str:
+    line = file.lines.get(key, 0)
+    return f"{file.path}:{line}" if line else str(file.path)
+
+
+def _is_named(path: Path, recipe: Recipe) -> bool:
+    """Whether the recipe's own `parallel.zero.config` is this file."""
+    config = recipe.parallel.zero.config
+    return config is not None and open_config(config).path.resolve() == path.resolve()

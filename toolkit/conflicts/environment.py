@@ -1,0 +1,336 @@
+"""The present environment: what launchers, Accelerate, W&B and others left in it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from toolkit.conflicts import accelerate, detect
+from toolkit.conflicts.accelerate import Setting
+from toolkit.conflicts.source import (
+    WORLD,
+    AtMost,
+    Collected,
+    OneOf,
+    Source,
+    Stated,
+    Unknown,
+)
+from toolkit.errors import RecipeError
+from toolkit.recipe.schema import HfSource, Recipe
+from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+
+NAME = "env"
+KIND = "environment"
+
+Starting = Literal["launch", "worker"]
+"""`dmt launch` starts its own workers; launch/train.py was started by another launcher."""
+
+_ACCELERATE: Mapping[str, str] = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+}
+"""Variables of `accelerate launch` → its arguments; others differ in their prefix only."""
+
+_USED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "ACCELERATE_USE_DEEPSPEED": ("DEEPSPEED", ("ACCELERATE_DEEPSPEED_",)),
+    "ACCELERATE_USE_FSDP": ("FSDP", ("FSDP_",)),
+    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM", ("MEGATRON_LM_",)),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("", ("PARALLELISM_CONFIG_",)),
+}
+"""The switch, the distributed_type that it means, and the variables that count only then."""
+
+_RANKS: Mapping[str, str] = {
+    "WORLD_SIZE": WORLD,
+    "LOCAL_WORLD_SIZE": "cluster.gpus_per_node",
+    "GROUP_WORLD_SIZE": "cluster.nodes",
+    "NNODES": "cluster.nodes",
+    "SLURM_NNODES": "cluster.nodes",
+    "TORCHELASTIC_MAX_RESTARTS": "launch.max_restarts",
+}
+"""How many processes a launcher around this one started, and how."""
+
+_TORCHRUN: Mapping[str, str] = {
+    "PET_NNODES": "cluster.nodes",
+    "PET_NPROC_PER_NODE": "cluster.gpus_per_node",
+    "PET_MAX_RESTARTS": "launch.max_restarts",
+}
+"""What torchrun takes for flags that it is not given; DMT gives it --nproc-per-node."""
+
+_WANDB: Mapping[str, str] = {
+    "WANDB_MODE": "logging.wandb.mode",
+    "WANDB_PROJECT": "logging.wandb.project",
+    "WANDB_NAME": "name",
+}
+"""What DMT tells W&B itself, whatever the variable says."""
+
+_LONGEST = 80
+"""Longest value shown, in characters."""
+
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+_PREFIXES = (
+    *("ACCELERATE_", "CUDA_", "DEEPSPEED_", "DMT_", "DS_", "FSDP_", "GLOO_", "HF_", "LOCAL_"),
+    *("MASTER_", "MEGATRON_LM_", "NCCL_", "OMP_", "PARALLELISM_CONFIG_", "PET_", "PYTORCH_"),
+    *("SLURM_", "TORCH_", "TORCHELASTIC_", "TRANSFORMERS_", "WANDB_"),
+)
+_NAMES = ("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def read(
+    recipe: Recipe, environ: Mapping[str, str], starting: Starting | None = None
+) -> list[Source]:
+    """What the environment states, and the config file that Accelerate reads unasked.
+
+    `starting` says who starts the workers, where that is known: it decides who wins.
+    Raises RecipeError when a DeepSpeed config that a variable names cannot be read.
+    """
+    sources = [_Reader(recipe, environ, starting).source()]
+    if starting != "worker" and (path := default_config(environ)) is not None:
+        sources.append(_default_config(path, recipe))
+    return sources
+
+
+def default_config(environ: Mapping[str, str]) -> Path | None:
+    """The file that `accelerate launch` reads when it is given none; None without one."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    folder = Path(environ.get("HF_HOME") or cache).expanduser() / "accelerate"
+    files = (folder / "default_config.yaml", folder / "default_config.json")
+    return next((file for file in files if file.is_file()), None)
+
+
+def _default_config(path: Path, recipe: Recipe) -> Source:
+    who = (
+        "`accelerate launch` without --config_file reads this file: of launch/train.py it then "
+        "starts num_processes, and for all else the recipe wins; `dmt launch` does not read it",
+        "a script with its own Accelerator: this file wins, if accelerate launch starts it",
+    )
+    try:
+        found = detect.read_source(path, recipe)
+    except RecipeError as error:
+        wrong = Unknown(path.name, str(path), error.problems[0].found)
+        return Source(str(path), accelerate.KIND, "recipe", who, (), unknown=(wrong,))
+    return Source(
+        found.name,
+        found.kind,
+        found.winner,
+        who,
+        found.stated,
+        found.only_there,
+        found.unknown,
+    )
+
+
+class _Reader:
+    """Goes through the variables once."""
+
+    def __init__(
+        self, recipe: Recipe, environ: Mapping[str, str], starting: Starting | None
+    ) -> None:
+        self.recipe = recipe
+        self.environ = {
+            name: text
+            for name, text in environ.items()
+            if name in _NAMES or name.startswith(_PREFIXES)
+        }
+        self.starting = starting
+        self.asleep: list[str] = []
+        """What Accelerate would not read as the others are."""
+
+    def source(self) -> Source:
+        """Everything that they state."""
+        found = self._accelerate()
+        for stated in (
+            self._ranks(),
+            self._torchrun(),
+            self._devices(),
+            self._wandb(),
+            self._others(),
+        ):
+            found.stated += stated
+        found.only_there = list(self._only_there(found))
+        return found.source(
+            NAME,
+            KIND,
+            "recipe",
+            "`dmt launch` clears what launchers around it left and passes the rest on; its "
+            "workers, and launch/train.py, follow the recipe",
+            "a script with its own Accelerator: ACCELERATE_* and FSDP_* win where it leaves "
+            "them open",
+        )
+
+    def _only_there(self, found: Collected) -> Iterator[str]:
+        """Variables that nothing was made of; Slurm's many are counted."""
+        said = {stated.place for stated in found.stated} | _USED.keys() | {*self.asleep}
+        rest = sorted(self.environ.keys() - said)
+        slurm = sum(name.startswith("SLURM_") for name in rest)
+        yield from (name for name in rest if not name.startswith("SLURM_"))
+        yield from (f"{name} (not in effect)" for name in self.asleep)
+        if slurm:
+            yield f"SLURM_* ({slurm})"
+
+    def _value(self, name: str) -> Value:
+        """A variable's value as YAML reads it, `True` and `true` alike."""
+        try:
+            return resolve_plain(self.environ[name])
+        except NumberError:
+            return self.environ[name]
+
+    def _is_on(self, name: str) -> bool:
+        return self.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+
+    def _stated(
+        self,
+        name: str,
+        key: str,
+        value: object,
+        *,
+        winner: str = "",
+        advice: str = "",
+        breaks: bool = False,
+        certain: bool = True,
+    ) -> Stated:
+        text = self.environ[name]
+        text = text if len(text) < _LONGEST else f"{text[: _LONGEST - 1]}…"
+        advice = advice or f"unset {name}, or make it agree"
+        return Stated(key, value, name, text, name, winner, advice, breaks, certain)
+
+    def _accelerate(self) -> Collected:
+        """As if they were the config file that `accelerate launch` made them of."""
+        settings = {}
+        for name in self.environ:
+            if name in _USED and self._is_on(name) and (kind := _USED[name][0]):
+                settings["distributed_type"] = Setting(kind, name, name, self.environ[name])
+        for name in self.environ:
+            argument = _ACCELERATE.get(name) or self._argument(name)
+            if argument is None or name in _USED:
+                continue
+            if self._in_effect(name):
+                settings[argument] = Setting(self._value(name), name, name)
+            else:
+                self.asleep.append(name)
+        return accelerate.collect(settings, Path())
+
+    def _argument(self, name: str) -> str | None:
+        """The argument of a variable that differs from it in case only."""
+        if name.startswith(("FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")):
+            return name.lower()
+        return None
+
+    def _in_effect(self, name: str) -> bool:
+        """Whether Accelerate would read it."""
+        if name == "ACCELERATE_MIXED_PRECISION" and self._value(name) == "no":
+            # Written for every run. Beside DeepSpeed's JSON it says nothing, and without a
+            # config file it only means that none was asked for.
+            return "mixed_precision" in self.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "")
+        for switch, (_, prefixes) in _USED.items():
+            if name.startswith(prefixes):
+                return self._is_on(switch)
+        return True
+
+    def _ranks(self) -> Iterator[Stated]:
+        for name, key in _RANKS.items():
+            value = self._value(name) if name in self.environ else None
+            if not isinstance(value, int):
+                continue
+            if self.starting == "launch":
+                yield self._stated(name, key, value)
+            elif key == WORLD:
+                advice = (
+                    f"start as many as the recipe says, or --set cluster.nodes=N --set "
+                    f"cluster.gpus_per_node=M; `dmt launch` ignores {name}"
+                )
+                yield self._stated(name, key, value, winner="refused", advice=advice)
+            else:
+                advice = f"--set {key}={value}: the plan is then made for what was started"
+                yield self._stated(name, key, value, winner="launcher", advice=advice)
+
+    def _torchrun(self) -> Iterator[Stated]:
+        ours = self.starting == "launch" and self.recipe.launch.launcher == "torchrun"
+        for name, key in _TORCHRUN.items():
+            value = self._value(name) if name in self.environ else None
+            if isinstance(value, int):
+                asked = ours and name != "PET_NPROC_PER_NODE"
+                winner = "torchrun" if asked or self.starting is None else "recipe"
+                # DMT starts one agent: with more, it would wait for the others for ever.
+                breaks = ours and name == "PET_NNODES"
+                yield self._stated(name, key, value, winner=winner, breaks=breaks)
+
+    def _devices(self) -> Iterator[Stated]:
+        gpu = self.recipe.cluster.gpu
+        if gpu != "cpu" and (visible := self.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+            names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+            yield self._stated(
+                "CUDA_VISIBLE_DEVICES",
+                "cluster.gpus_per_node",
+                AtMost(len(names)),
+                winner="environment",
+                advice="list as many GPUs as cluster.gpus_per_node, or unset it",
+                breaks=self.starting == "launch",
+            )
+        if "DS_ACCELERATOR" in self.environ:
+            asked = self.environ["DS_ACCELERATOR"]
+            same = (asked == "cpu") == (gpu == "cpu")
+            # `dmt launch` sets it for CPUs itself.
+            overridden = self.starting == "launch" and gpu == "cpu"
+            yield self._stated(
+                "DS_ACCELERATOR",
+                "cluster.gpu",
+                gpu if same else asked,
+                winner="recipe" if overridden else "environment",
+                breaks=not overridden and self.recipe.parallel.engine in ("auto", "deepspeed"),
+            )
+        if gpu != "cpu" and self._is_on("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
+            yield self._stated(
+                "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+                "training.precision",
+                OneOf(("bf16", "fp16", "fp8")),
+                winner="environment",
+                advice="unset it: products of fp32 matrices would have ten bits",
+                breaks=True,
+            )
+
+    def _wandb(self) -> Iterator[Stated]:
+        wandb = self.recipe.logging.wandb
+        if wandb is None:
+            return
+        for name, key in _WANDB.items():
+            if name in self.environ:
+                yield self._stated(name, key, self.environ[name])
+        if "WANDB_ENTITY" in self.environ:
+            # What the recipe leaves open, W&B takes from here.
+            entity = OneOf((self.environ["WANDB_ENTITY"], None))
+            yield self._stated("WANDB_ENTITY", "logging.wandb.entity", entity)
+        if self._is_on("WANDB_DISABLED"):
+            yield self._stated("WANDB_DISABLED", "logging.wandb", False)
+
+    def _others(self) -> Iterator[Stated]:
+        if "DMT_CACHE" in self.environ:
+            folder = OneOf((self.environ["DMT_CACHE"], None))
+            yield self._stated("DMT_CACHE", "data.cache", folder)
+        advice = "only what is in the cache is found"
+        for name in _OFFLINE:
+            if not self._is_on(name):
+                continue
+            for key in self._from_hub(name):
+                yield self._stated(name, key, None, advice=advice, certain=False)
+
+    def _from_hub(self, name: str) -> Iterator[str]:
+        """What the recipe takes from the Hugging Face hub, as far as `name` concerns it."""
+        model, data = self.recipe.model, self.recipe.data
+        if name != "HF_DATASETS_OFFLINE":
+            hub = model.hub if model.init == "pretrained" or model.config is None else None
+            if hub is not None and not Path(hub).exists():
+                yield "model.hub"
+            if data.tokenizer != "bytes" and not Path(data.tokenizer).exists():
+                yield "data.tokenizer"
+        remote = isinstance(data.train, HfSource) and not Path(data.train.path).exists()
+        if remote and name != "TRANSFORMERS_OFFLINE":
+            yield "data.train.path"

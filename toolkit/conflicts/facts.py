@@ -1,0 +1,143 @@
+"""What a recipe, and the plan made of it, state: the side that everything is compared with."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.conflicts.source import ACCUMULATION, AUTO, DATA_PARALLEL, WORLD
+from toolkit.engines.deepspeed_config import REQUIRED
+from toolkit.engines.megatron_config import render_model, trained_config
+from toolkit.errors import DmtError
+from toolkit.models.families import megatron_model
+from toolkit.plan.layout import total_steps
+from toolkit.plan.planner import Plan
+from toolkit.recipe.explain import node_at, place_of
+from toolkit.recipe.layers import read_layers
+from toolkit.recipe.schema import Recipe
+
+DERIVED: Mapping[str, str] = {
+    WORLD: "cluster.nodes · cluster.gpus_per_node",
+    ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
+    DATA_PARALLEL: "world / (tensor · pipeline · context)",
+}
+"""How a value comes about that no recipe states."""
+
+_LENGTHS = ("training.steps", "training.tokens", "training.epochs")
+"""One of them is stated; the others are unknown, not nothing."""
+
+Places = Callable[[str], str]
+"""Where the recipe states a key: `FILE:LINE`; empty where it does not."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One value of the run."""
+
+    value: object
+    origin: str
+    """`FILE:LINE`, `default`, `planned`, `derived: …`."""
+
+
+def places_in(path: Path, overrides: Sequence[str] = ()) -> Places:
+    """Where the recipe file at `path`, with its overrides, states each setting."""
+    root = read_layers(path, overrides).root
+
+    def place(key: str) -> str:
+        parts = key.split(".")
+        if node_at(parts, root) is None:
+            return ""
+        file, line = place_of(parts, root)
+        return f"{file}:{line}" if line else file
+
+    return place
+
+
+def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> dict[str, Fact]:
+    """Every value of the run by its key. Without a plan, what is `auto` is left out."""
+    found = {
+        key: Fact(value, places(key) or "default")
+        for key, value in _flat(recipe.model_dump(exclude={"model": {"config"}}), "")
+        if value != AUTO and not (value is None and key in _LENGTHS)
+    }
+    found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
+    derived = {WORLD: recipe.cluster.world_size}
+    if plan is not None:
+        derived[ACCUMULATION] = plan.layout.gradient_accumulation
+        derived[DATA_PARALLEL] = plan.layout.dp
+    found |= {key: Fact(value, f"derived: {DERIVED[key]}") for key, value in derived.items()}
+    found |= _composed(recipe, found)
+    found |= _fixed(plan)
+    found |= _shape(recipe, plan, places)
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, list(value) if isinstance(value, tuple) else value
+
+
+def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
+    if plan is None:
+        return
+    layout = plan.layout
+    yield "training.micro_batch_size", layout.micro_batch
+    yield "parallel.engine", plan.engine
+    yield "parallel.model", plan.model
+    yield "parallel.tensor", layout.tp
+    yield "parallel.pipeline", layout.pp
+    yield "parallel.virtual_pipeline", layout.vpp
+    yield "parallel.expert", layout.ep
+    yield "parallel.sequence", layout.sequence_parallel
+    yield "parallel.zero.stage", layout.zero_stage
+    yield "parallel.zero.offload_optimizer", layout.offload_optimizer
+    yield "parallel.zero.offload_parameters", layout.offload_parameters
+    yield "parallel.recompute", layout.recompute
+
+
+def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
+    """What other tools state in one setting and a recipe in two, or the reverse."""
+    composed = {}
+    betas = found["optimizer.betas"]
+    for index, beta in enumerate(recipe.optimizer.betas):
+        composed[f"optimizer.betas[{index}]"] = Fact(beta, betas.origin)
+    if recipe.training.tokens is not None:
+        steps = total_steps(recipe.training)
+        composed["training.steps"] = Fact(steps, "derived: training.tokens")
+    wandb = recipe.logging.wandb
+    on = wandb is not None and wandb.mode != "disabled"
+    mode = found.get("logging.wandb.mode") or found["logging.wandb"]
+    composed["logging.wandb"] = Fact(on, mode.origin)
+    return composed
+
+
+def _fixed(plan: Plan | None) -> dict[str, Fact]:
+    """What the engine never does otherwise."""
+    if plan is None or plan.engine != "deepspeed":
+        return {}
+    origin = "fixed: any other value changes or spoils the loss"
+    return {f"deepspeed.{key}": Fact(value, origin) for key, value in REQUIRED.items()}
+
+
+def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]:
+    """The model in megatron-core's words, where the recipe says enough of it.
+
+    With everything that its layout adds, where megatron-core's model is the planned one.
+    """
+    shape: dict[str, Any] = {}
+    with suppress(DmtError, KeyError):  # only on the hub, or no family that megatron has
+        model = megatron_model(trained_config(recipe.model))
+        shape = {**model.transformer, **model.gpt}
+        if plan is not None and plan.model == "megatron":
+            config = render_model(model, plan.layout, recipe.training.precision)
+            shape = {**config["transformer"], **config["gpt"]}
+    if "max_sequence_length" in shape:
+        positions = max(shape["max_sequence_length"], recipe.training.sequence_length)
+        shape["max_sequence_length"] = positions
+    origin = places("model.config") or places("model.hub") or "default"
+    return {f"megatron.{name}": Fact(value, origin) for name, value in shape.items()}

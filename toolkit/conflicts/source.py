@@ -1,0 +1,177 @@
+"""What a file, or the environment, states: each setting in the recipe's words."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+
+AUTO = "auto"
+"""A value that leaves the decision to whoever fills it: it takes the recipe's."""
+
+WORLD = "world_size"
+ACCUMULATION = "gradient_accumulation"
+DATA_PARALLEL = "data_parallel"
+"""Keys of what no recipe states, because it is derived."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A statement that several values of the recipe fulfil, e.g. `fp16: false`."""
+
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """A number that the recipe's may not exceed, e.g. of the GPUs that are there."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class PerReplica:
+    """A number of sequences per data-parallel replica and optimizer step."""
+
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Stated:
+    """One setting of the other place."""
+
+    key: str
+    """The setting of the recipe that says the same, dotted."""
+    value: object
+    """Its value in the recipe's words; `AUTO`, `OneOf`, `AtMost`, or `PerReplica`."""
+    name: str
+    """What it is called there."""
+    shown: str
+    """Its value as it is written there."""
+    place: str
+    """`FILE:LINE`, or the variable's name."""
+    winner: str = ""
+    """Who wins where the two disagree, if not `Source.winner`."""
+    advice: str = ""
+    """What to do about it, if not the usual."""
+    breaks: bool = False
+    """Whether a run that starts all the same would fail or train something else."""
+    certain: bool = True
+    """False: whether it agrees shows only in the run; `advice` says when."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A name that the tool, whose settings these are, does not know."""
+
+    name: str
+    place: str
+    hint: str = ""
+    """Such as: did you mean `train_batch_size`?"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that states settings."""
+
+    name: str
+    """As the user calls it: a path, or `env`."""
+    kind: str
+    """What it is, in words."""
+    winner: str
+    """Who wins under DMT where it disagrees with the recipe."""
+    who: tuple[str, ...]
+    """One sentence for each tool that would read it: what counts there."""
+    stated: tuple[Stated, ...]
+    only_there: tuple[str, ...] = ()
+    """Settings without a counterpart in a recipe."""
+    unknown: tuple[Unknown, ...] = ()
+
+
+@dataclass
+class Collected:
+    """What a reader gathers on its way through a file."""
+
+    stated: list[Stated] = field(default_factory=list)
+    only_there: list[str] = field(default_factory=list)
+    unknown: list[Unknown] = field(default_factory=list)
+
+    def add(self, other: "Collected") -> None:
+        """Take over everything of `other`."""
+        self.stated += other.stated
+        self.only_there += other.only_there
+        self.unknown += other.unknown
+
+    def source(self, name: str, kind: str, winner: str, *who: str) -> Source:
+        """The whole of it."""
+        found = (tuple(self.stated), tuple(self.only_there), tuple(self.unknown))
+        return Source(name, kind, winner, who, *found)
+
+
+def unknown(name: str, place: str, known: Iterable[str]) -> Unknown:
+    """An unknown name, with what may have been meant."""
+    bare = name.rpartition(".")[2]
+    if near := get_close_matches(bare, list(known), 1, cutoff=0.8):
+        return Unknown(name, place, f"did you mean `{near[0]}`?")
+    other = foreign(bare)
+    return Unknown(name, place, f"in a recipe: {other.advice}" if other else "")
+
+
+def translated(key: str, value: object) -> object:
+    """Another tool's value in the recipe's word for it."""
+    if not isinstance(value, str):
+        return value
+    return FOREIGN_VALUES.get(key, {}).get(value.lower(), value.lower())
+
+
+def precisions(switches: Mapping[str, object]) -> dict[str, object]:
+    """What each of the switches bf16 and fp16 says of the recipe's `training.precision`.
+
+    One that is off excludes its own precision; both off leave fp32.
+    """
+    every = ("fp32", "bf16", "fp16", "fp8")
+    both_off = all(switches.get(name) is False for name in ("bf16", "fp16"))
+    meanings: dict[str, object] = {}
+    for name, value in switches.items():
+        if value is True:
+            meanings[name] = name
+        elif value is False:
+            others = tuple(other for other in every if other != name)
+            meanings[name] = "fp32" if both_off else OneOf(others)
+        else:
+            meanings[name] = value
+    return meanings
+
+
+def global_batch(stated: Iterable[Stated]) -> tuple[Stated, ...]:
+    """The global batch that a micro batch and its accumulation come to."""
+    found = {one.key: one for one in stated if type(one.value) is int}
+    micro, steps = found.get("training.micro_batch_size"), found.get(ACCUMULATION)
+    if micro is None or steps is None or "training.global_batch_size" in found:
+        return ()
+    assert isinstance(micro.value, int) and isinstance(steps.value, int)
+    batch = PerReplica(micro.value * steps.value)
+    name, text = f"{micro.name} · {steps.name} · dp", f"{micro.shown} · {steps.shown} · dp"
+    return (Stated("training.global_batch_size", batch, name, text, micro.place),)
+
+
+def device(value: object) -> object:
+    """`none` where nothing is offloaded, however that is written."""
+    return "none" if value in (None, "none", "None") else value
+
+
+def shown(value: object) -> str:
+    """A value as JSON and YAML write it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def beside(name: str, path: Path) -> Path:
+    """A file that another one names: from the working directory, as the tools take it, else
+    from that file's own folder."""
+    near = path.parent / name
+    return near if not Path(name).exists() and near.exists() else Path(name)
