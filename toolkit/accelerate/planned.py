@@ -187,7 +187,9 @@ def _check(model: nn.Module, plan: Plan) -> None:
         found, wanted = f"{units} units of FSDP2", isinstance(model, FSDPModule) and units > 1
     else:
         found = type(model).__name__
-        wanted = plan.layout.world == 1 or isinstance(model, DistributedDataParallel)
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        alone = plan.layout.world == 1 or not trains
+        wanted = alone or isinstance(model, DistributedDataParallel)
     if not wanted:
         raise RunFailed(
             f"planned: engine {plan.engine}, zero {plan.layout.zero_stage}, "

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.accelerate.config import refuse_megatron
+from toolkit.conflicts import preflight
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
+from toolkit.launchers.base import tell
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
@@ -71,6 +73,7 @@ def planned_for_launcher(
     plan = plan_recipe(recipe)
     refuse_megatron(recipe, plan)
     _refuse_other_engine(plan)
+    preflight(recipe, plan, "worker", _tell_once)
     return recipe, plan
 
 
@@ -84,3 +87,9 @@ def _refuse_other_engine(plan: Plan) -> None:
                 fix="start with the file that `dmt render RECIPE --to accelerate` writes, or "
                 f"--set parallel.engine={engine}",
             )
+
+
+def _tell_once(message: str) -> None:
+    """Every rank finds the same; one says it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tell(message)
