@@ -2,6 +2,8 @@
 
     deepspeed --num_gpus 2 launch/train.py recipes/tiny/llama-bytes.yaml
     torchrun --nproc-per-node 2 launch/train.py recipes/tiny/llama-bytes.yaml
+    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
+        launch/train.py recipes/tiny/llama-bytes.yaml
 
 Rank 0 plans the recipe, writes the run directory and tells the others.
 """

@@ -45,7 +45,7 @@ LAYERS = (
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.conflicts",),
-    ("toolkit.launchers", "toolkit.train"),
+    ("toolkit.launchers", "toolkit.train", "toolkit.accelerate"),
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),
 )  # fmt: skip

@@ -75,10 +75,11 @@ class Project:
     """A user's folder: recipe, data and runs."""
 
     folder: Path
+    name: str = "recipe.yaml"
 
     @property
     def recipe(self) -> Path:
-        return self.folder / "recipe.yaml"
+        return self.folder / self.name
 
     def command(
         self, run_dir: str, changes: Mapping[str, object] | None = None, *more: str

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from toolkit.accelerate import config as accelerate_config
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.engines import megatron_config, megatron_lm
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
@@ -14,7 +15,7 @@ from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
-Target = Literal["deepspeed", "fsdp", "megatron", "megatron-lm"]
+Target = Literal["deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate"]
 
 
 def render(
@@ -37,11 +38,14 @@ def render(
     the arguments of megatron-core's classes as JSON, every field checked against the installed
     version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
     be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed
-    as comments on standard error.
+    as comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
+    takes.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
 
     Example: dmt render recipes/llama/llama-3.1-405b-pretrain.yaml --to megatron-lm > args.txt
+
+    Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
     plan = plan_recipe(loaded)
@@ -52,6 +56,8 @@ def render(
         for note in rendered.notes:
             typer.echo(f"# {note}", err=True)
         text = rendered.text
+    elif target == "accelerate":
+        text = accelerate_config.render(loaded, plan).rstrip("\n")
     else:
         config = _megatron if target == "megatron" else _of_engine
         text = json.dumps(config(recipe, loaded, plan, target), indent=2)

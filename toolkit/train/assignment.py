@@ -98,7 +98,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
     recipe = load_recipe(run.recipe)
     if _came_back_resized(recipe, world):
         return _assign_anew(recipe, run.path, ["dmt", *sys.argv[1:]], world)
-    _check_world(recipe, world)
+    check_world(recipe, world)
     return Assignment(recipe, plan, config, run.path, prediction)
 
 
@@ -117,7 +117,7 @@ def assign(
     recipe = load_recipe(recipe_path, overrides)
     if _came_back_resized(recipe, world):
         return _assign_anew(recipe, run_dir, command, world)
-    _check_world(recipe, world)
+    check_world(recipe, world)
     assignment = decide(recipe, run_dir)
     preflight(assignment.recipe, assignment.plan, "worker", _tell)
     write(assignment, command)
@@ -175,7 +175,8 @@ def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
     return recipe.model_copy(update={"cluster": section})
 
 
-def _check_world(recipe: Recipe, world: int) -> None:
+def check_world(recipe: Recipe, world: int) -> None:
+    """Raises PlanError when the recipe's cluster has not `world` processes."""
     cluster = recipe.cluster
     if cluster.world_size != world:
         raise PlanError(

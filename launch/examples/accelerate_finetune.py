@@ -1,0 +1,113 @@
+"""Fine-tune a model in a loop of your own, under Accelerate, with a recipe's parallelism.
+
+    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
+        launch/examples/accelerate_finetune.py RECIPE [--set KEY=VALUE …]
+
+The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`. Engine and ZeRO stage are
+the recipe's; the loop is the same for all of them, and so are the losses: those of
+`dmt launch RECIPE`.
+"""
+
+import argparse
+import sys
+from itertools import islice
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+import toolkit.accelerate
+from toolkit.accelerate.samples import TrainingSamples
+from toolkit.engines.distributed import end_process
+from toolkit.errors import DmtError
+from toolkit.models.huggingface import parameter_groups
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.train.schedule import learning_rate
+
+
+class LanguageModel(nn.Module):
+    """A model class of your own: it answers with the summed loss of its tokens."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.decoder = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.decoder(input_ids=input_ids, use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def train(accelerator: Accelerator, recipe: Recipe) -> None:
+    settings = recipe.optimizer
+    samples = TrainingSamples(recipe)  # in order: not to be shuffled
+    loader = DataLoader(samples, batch_size=accelerator.plan.layout.micro_batch)
+    model = LanguageModel(recipe.model.hub)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, settings.weight_decay),  # none for norms and biases
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    micro_batches = iter(loader)
+    for step in range(samples.steps):
+        rate = learning_rate(step, samples.steps, settings.learning_rate, recipe.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batches = list(islice(micro_batches, accelerator.gradient_accumulation_steps))
+        loss = train_step(accelerator, model, optimizer, batches, settings.clip_grad_norm)
+        accelerator.print(f"step {step + 1}/{samples.steps}  loss {loss:.9f}", flush=True)
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, Tensor]],
+    clip: float | None,
+) -> float:
+    """One optimizer step; the mean loss over all tokens of the global batch."""
+    tokens = sum((batch["shift_labels"] != -100).sum() for batch in batches)
+    tokens = accelerator.reduce(tokens, "sum").clamp(min=1)
+    # Accelerate averages over micro batches and processes; the loss is a sum over both.
+    averaged_over = accelerator.gradient_accumulation_steps * accelerator.num_processes
+    total = torch.zeros((), device=accelerator.device)
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(batch["input_ids"], batch["shift_labels"]) / tokens
+            accelerator.backward(loss * averaged_over)
+            if accelerator.sync_gradients and clip is not None:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += loss.detach()
+    return accelerator.reduce(total, "sum").item()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("recipe", type=Path, help="recipe YAML")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE"
+    )
+    arguments = parser.parse_args()
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        accelerator = toolkit.accelerate.accelerator(recipe)
+        train(accelerator, recipe)
+    except DmtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    # Not sys.exit: on CPUs, gloo's threads now and then abort a Python that shuts down.
+    end_process(main())

@@ -1,0 +1,98 @@
+"""Fine-tune with transformers' Trainer, everything that it is told taken from a recipe.
+
+    accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
+        launch/examples/hf_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]
+
+The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`. Engine and ZeRO stage are
+the recipe's, and the losses are those of `dmt launch RECIPE`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from toolkit.accelerate import training_arguments
+from toolkit.accelerate.samples import TrainingSamples
+from toolkit.accelerate.trainer import lr_scheduler
+from toolkit.engines.distributed import end_process
+from toolkit.errors import DmtError
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+
+
+class RecipeTrainer(Trainer):
+    """Trainer with the recipe's data order and learning rates, which no argument can say."""
+
+    def __init__(self, recipe: Recipe, **arguments: object) -> None:
+        self.recipe = recipe
+        super().__init__(**arguments)
+
+    def _get_train_sampler(self, dataset: TrainingSamples | None = None) -> Sampler:
+        return SequentialSampler(dataset or self.train_dataset)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = lr_scheduler(
+                self.recipe, optimizer or self.optimizer, num_training_steps
+            )
+        return self.lr_scheduler
+
+
+class PrintLoss(TrainerCallback):
+    """Trainer rounds the losses that it prints to four digits; these have all."""
+
+    def on_log(self, _arguments, state, _control, logs, **_) -> None:
+        if state.is_world_process_zero and "loss" in logs:
+            print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.9f}")
+
+
+def train(recipe: Recipe, output_dir: Path) -> None:
+    samples = TrainingSamples(recipe)
+    arguments = training_arguments(
+        recipe,
+        max_steps=samples.steps,
+        output_dir=str(output_dir),
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    # After the arguments: they let ZeRO-3 shard a model while it is loaded.
+    model = AutoModelForCausalLM.from_pretrained(recipe.model.hub, dtype=torch.float32)
+    trainer = RecipeTrainer(
+        recipe,
+        model=model,
+        args=arguments,
+        train_dataset=samples,
+        callbacks=[PrintLoss()],
+    )
+    trainer.train()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("recipe", type=Path, help="recipe YAML")
+    parser.add_argument("--output-dir", type=Path, default=Path("trainer-output"))
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE"
+    )
+    arguments = parser.parse_args()
+    try:
+        train(load_recipe(arguments.recipe, arguments.overrides), arguments.output_dir)
+    except DmtError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    # Not sys.exit: on CPUs, gloo's threads now and then abort a Python that shuts down.
+    end_process(main())

@@ -1,0 +1,51 @@
+"""A project to fine-tune in, and what DMT's own worker makes of it."""
+
+import pytest
+import torch
+
+from tests.e2e.conftest import Project, write_project
+from tests.e2e.product import curve
+from toolkit.engines.deepspeed_ops import build, preflight
+from toolkit.models import huggingface as hf
+from toolkit.recipe.load import load_recipe
+
+STEPS = 5
+FINETUNE = f"""
+extends: recipe.yaml
+name: finetune
+model: {{hub: ./start, init: pretrained}}
+training: {{steps: {STEPS}}}
+optimizer: {{weight_decay: 0.1, clip_grad_norm: 0.5}}
+schedule: {{name: cosine, warmup_steps: 2, min_learning_rate: 1.0e-4}}
+"""
+"""Two micro batches a step on each of two ranks; clipping that clips, a rate that changes."""
+
+
+@pytest.fixture(scope="session")
+def finetune(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A folder with data, first weights in `start/` and `finetune.yaml`."""
+    folder = tmp_path_factory.mktemp("finetune")
+    recipe = load_recipe(write_project(folder))
+    config = hf.build_config(recipe.model)
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(recipe.model, config, recipe.training.seed))
+    model.save_pretrained(folder / "start")
+    (folder / "finetune.yaml").write_text(FINETUNE, encoding="utf-8")
+    return Project(folder, "finetune.yaml")
+
+
+@pytest.fixture(scope="session")
+def worker_losses(finetune: Project) -> list[float]:
+    """The losses of `dmt launch finetune.yaml`: engine ddp, two ranks."""
+    ended = finetune.launch("worker")
+    assert ended.code == 0, ended.err
+    losses = [loss for loss, _ in curve(finetune.folder / "worker").values()]
+    assert len(losses) == STEPS
+    return losses
+
+
+@pytest.fixture(scope="session")
+def cpu_adam() -> None:
+    """DeepSpeed's AdamW for offload, compiled once: about a minute."""
+    preflight(["cpu_adam"])
+    build(["cpu_adam"], print)

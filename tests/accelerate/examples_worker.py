@@ -1,0 +1,132 @@
+"""Run by every rank of the tests: the two examples, one engine after the other.
+
+    python tests/accelerate/examples_worker.py RECIPE OUTPUT_DIR
+
+Prints one JSON object on rank 0: for each example and engine the losses, and what became of
+the model.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.nn import Linear, Module, Sequential  # noqa: E402
+from transformers import Trainer  # noqa: E402
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
+
+import toolkit.accelerate  # noqa: E402
+from toolkit.engines.distributed import end_process  # noqa: E402
+from toolkit.errors import DmtError  # noqa: E402
+from toolkit.recipe.load import load_recipe  # noqa: E402
+from toolkit.recipe.schema import Recipe  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
+ENGINES = {
+    "zero2": ["parallel.engine=deepspeed", "parallel.zero.stage=2"],
+    "zero3": ["parallel.engine=deepspeed", "parallel.zero.stage=3"],
+    "fsdp2": ["parallel.engine=fsdp", "parallel.zero.stage=3"],
+}
+BF16 = [*ENGINES["zero3"], "training.precision=bf16", "parallel.recompute=full"]
+SWITCHES = ("ACCELERATE_", "FSDP_")
+
+
+def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
+    """What the own loop printed, and what its model became."""
+    example = runpy.run_path(str(EXAMPLES / "accelerate_finetune.py"))
+    accelerator = toolkit.accelerate.accelerator(recipe)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        example["train"](accelerator, recipe)
+    (model,) = accelerator._models
+    if recipe.training.precision == "bf16":
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    return printed.getvalue(), kind_of(model)
+
+
+def with_trainer(recipe: Recipe, output: Path) -> tuple[str, str]:
+    """What the Trainer printed, and what it trained."""
+    example = runpy.run_path(str(EXAMPLES / "hf_trainer.py"))
+    trained: list[str] = []
+    step = Trainer.training_step
+
+    def watched(trainer: Trainer, model: Module, *rest: Any) -> torch.Tensor:
+        trained.append(kind_of(model))
+        return step(trainer, model, *rest)
+
+    Trainer.training_step = watched
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        example["train"](recipe, output)
+    Trainer.training_step = step
+    (kind,) = set(trained)
+    return printed.getvalue(), kind
+
+
+def kind_of(model: Module) -> str:
+    """What shards a model, and how many layers of it are gathered one by one."""
+    if hasattr(model, "zero_optimization_stage"):
+        return f"zero{model.zero_optimization_stage()}"
+    units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    return f"fsdp2 in {units} units" if units else type(model).__name__
+
+
+def refusals(recipe_file: Path) -> dict[str, str]:
+    """What is said where a model would be left whole."""
+    found = {}
+    for name in ("no layer names", "not sharded by Accelerate"):
+        accelerator = toolkit.accelerate.accelerator(recipe_file, ENGINES["fsdp2"])
+        model = Sequential(Linear(4, 4))
+        if name != "no layer names":
+            model._no_split_modules = ["Linear"]
+            # What Accelerate takes a run on CPUs for when nobody tells it otherwise.
+            AcceleratorState().distributed_type = "MULTI_CPU"
+        try:
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        except DmtError as error:
+            found[name] = str(error)
+        forget()
+    return found
+
+
+def forget() -> None:
+    """Let the next Accelerator start anew."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [name for name in os.environ if name.startswith(SWITCHES)]:
+        del os.environ[name]
+
+
+def main(recipe_file: Path, output: Path) -> None:
+    result: dict[str, Any] = {}
+    runs = {
+        **{("own loop", name): (finetuned, changes) for name, changes in ENGINES.items()},
+        **{("trainer", name): (with_trainer, changes) for name, changes in ENGINES.items()},
+        ("own loop", "bf16"): (finetuned, BF16),
+    }
+    for (example, name), (run, changes) in runs.items():
+        printed, kind = run(load_recipe(recipe_file, changes), output)
+        losses = [float(loss) for loss in re.findall(r"^step .*loss (\S+)$", printed, re.M)]
+        result[f"{example}, {name}"] = {"losses": losses, "kind": kind}
+        forget()
+    result["refusals"] = refusals(recipe_file)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(result))
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,166 @@
+"""The files for `accelerate launch`, read by Accelerate's own code."""
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import DeepSpeedPlugin
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from tests.e2e.product import dmt, run, settings
+from tests.processes import ROOT
+from toolkit.accelerate.common import FOLDER
+from toolkit.accelerate.config import COMMON, render, render_common, script_config
+from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.errors import PlanError
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+
+TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
+LAYOUTS: dict[str, dict[str, object]] = {
+    "ddp": {"engine": "ddp"},
+    "zero0": {"engine": "deepspeed", "zero.stage": 0},
+    "zero1": {"engine": "deepspeed", "zero.stage": 1},
+    "zero2": {"engine": "deepspeed", "zero.stage": 2},
+    "zero3": {"engine": "deepspeed", "zero.stage": 3},
+    "zero2 offload": {"engine": "deepspeed", "zero.stage": 2, "zero.offload_optimizer": "cpu"},
+    "zero3 nvme": {
+        "engine": "deepspeed",
+        "zero.stage": 3,
+        "zero.offload_optimizer": "nvme",
+        "zero.offload_parameters": "nvme",
+        "zero.nvme_path": "'/local nvme: {x} #1'",
+    },
+    "fsdp": {"engine": "fsdp", "zero.stage": 3, "zero.offload_parameters": "cpu"},
+    "fsdp, gathered once": {"engine": "fsdp", "zero.stage": 2, "recompute": "full"},
+}
+
+
+def planned(*overrides: str) -> tuple[Recipe, Plan]:
+    recipe = adopt_engine_config(load_recipe(TINY, overrides))
+    return recipe, plan_recipe(recipe)
+
+
+def of_layout(name: str, *more: str) -> tuple[Recipe, Plan]:
+    return planned(*(f"parallel.{key}={value}" for key, value in LAYOUTS[name].items()), *more)
+
+
+def read(text: str, folder: Path) -> ClusterConfig:
+    """What Accelerate reads of a file; it refuses unknown keys."""
+    file = folder / "accelerate.yaml"
+    file.write_text(text, encoding="utf-8")
+    return load_config_from_file(str(file))
+
+
+def launched(text: str, folder: Path, *options: str) -> Namespace:
+    """The arguments that `accelerate launch --config_file` ends up with."""
+    read(text, folder)
+    file = str(folder / "accelerate.yaml")
+    parsed = launch_command_parser().parse_args(["--config_file", file, *options, "x.py"])
+    arguments: Namespace = _validate_launch_command(parsed)[0]
+    return arguments
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_accelerate_reads_what_was_planned(name: str, tmp_path: Path) -> None:
+    recipe, plan = of_layout(name)
+    config = read(render(recipe, plan), tmp_path)
+    kinds = {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}
+    assert config.distributed_type == kinds[plan.engine]
+    assert (config.num_machines, config.num_processes, config.use_cpu) == (1, 2, True)
+    assert config.mixed_precision == (None if plan.engine == "deepspeed" else "no")
+    if plan.engine == "fsdp":
+        stated = config.fsdp_config
+        assert stated["fsdp_version"] == 2
+        assert stated["fsdp_reshard_after_forward"] is (plan.layout.zero_stage == 3)
+        offloads = plan.layout.offload_parameters == "cpu"
+        assert stated["fsdp_offload_params"] is offloads
+        recomputes = plan.layout.recompute == "full"
+        assert stated["fsdp_activation_checkpointing"] is recomputes
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("zero")])
+def test_deepspeeds_whole_json_arrives(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, plan = of_layout(name, "optimizer.clip_grad_norm=null")
+    arguments = launched(render(recipe, plan), tmp_path)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    for variable in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(variable, environment[variable])
+    plugin = DeepSpeedPlugin()
+    expected = dict(script_config(render_engine_config(recipe, plan)))
+    assert "optimizer" not in expected and "auto" not in json.dumps(expected)
+    found: dict[str, Any] = plugin.deepspeed_config
+    assert found.pop("steps_per_print") == float("inf")  # Accelerate's own
+    del expected["steps_per_print"]
+    assert found == expected
+    assert found["gradient_clipping"] == 0.0, "DeepSpeed's default would be 1.0"
+    assert plugin.zero3_init_flag is (plan.layout.zero_stage == 3)
+
+
+def test_one_process_is_no_distributed_run(tmp_path: Path) -> None:
+    config = read(render(*of_layout("ddp", "cluster.gpus_per_node=1")), tmp_path)
+    assert (config.distributed_type, config.num_processes) == ("NO", 1)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp"])
+def test_several_machines_need_their_rank_on_the_command_line(
+    name: str, tmp_path: Path
+) -> None:
+    """PAINS 11: with Accelerate's default, 0 on each of them, they wait for each other."""
+    prepare = prepare_deepspeed_cmd_env if name == "zero3" else prepare_multi_gpu_env
+    text = render(*of_layout(name, "cluster.nodes=2"))
+    assert "--machine_rank 0, 1, …" in text.replace("\n# ", " ")
+    arguments = launched(text, tmp_path)
+    with pytest.raises(ValueError, match="give --machine_rank N on the command line, 0 on"):
+        prepare(arguments)
+    given = ("--machine_rank", "1", "--main_process_ip", "10.0.0.7")
+    arguments = launched(text, tmp_path, *given)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    prepare(arguments)
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "2", 1)
+    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "10.0.0.7:29500")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.engine=megatron", "parallel.tensor=2", "parallel.zero.stage=auto"),
+        ("parallel.model=megatron", "parallel.recompute=selective"),
+    ],
+)
+def test_megatrons_model_is_refused_with_what_works(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError, match=r"megatron-core's model") as caught:
+        render(*planned(*overrides))
+    words = caught.value.fix.partition(";")[0].split()
+    assert set(words[0::2]) == {"--set"}
+    recipe, plan = planned(*overrides, *words[1::2])
+    assert (plan.engine, plan.model) == ("deepspeed", "hf")
+    render(recipe, plan)
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_the_common_files_are_current_and_read(name: str, tmp_path: Path) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    assert text == render_common(name), "python -m toolkit.accelerate.common"
+    assert read(text, tmp_path).num_processes == 8
+
+
+def test_there_are_no_other_files() -> None:
+    assert {file.stem for file in FOLDER.iterdir()} == set(COMMON)
+
+
+def test_the_verb_writes_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "a.yaml"
+    changes = settings({"parallel.engine": "fsdp"})
+    ended = run(dmt("render", TINY, "--to", "accelerate", "--out", out, *changes), tmp_path)
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    assert out.read_text(encoding="utf-8") == render(*planned("parallel.engine=fsdp"))

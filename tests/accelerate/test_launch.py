@@ -1,0 +1,149 @@
+"""`accelerate launch --config_file` really starts what the files say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.accelerate.conftest import STEPS
+from tests.accelerate.test_config import LAYOUTS
+from tests.e2e.conftest import Project
+from tests.e2e.product import Ended, curve, dmt, run, settings, tool
+from tests.processes import ROOT
+from toolkit.accelerate.config import COMMON
+
+pytestmark = pytest.mark.slow
+
+WORKER = ROOT / "launch" / "train.py"
+LOOP = ROOT / "launch" / "examples" / "accelerate_finetune.py"
+TRAINER = ROOT / "launch" / "examples" / "hf_trainer.py"
+CHANGES: dict[str, dict[str, object]] = {
+    "ddp": {"parallel.engine": "ddp"},
+    "zero1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
+    "zero2": {"parallel.engine": "deepspeed", "parallel.zero.stage": 2},
+    "zero2_offload": {
+        "parallel.engine": "deepspeed",
+        "parallel.zero.stage": 2,
+        "parallel.zero.offload_optimizer": "cpu",
+    },
+    "zero3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
+    "zero3_offload": {
+        "parallel.engine": "deepspeed",
+        "parallel.zero.stage": 3,
+        "parallel.zero.offload_optimizer": "cpu",
+        "parallel.zero.offload_parameters": "cpu",
+    },
+    "fsdp2": {"parallel.engine": "fsdp", "parallel.zero.stage": 3},
+}
+"""What a recipe must say to run on what a common file starts."""
+SAME = {"zero2_offload": 1e-4, "zero3_offload": 1e-4}
+"""Largest relative difference of losses: DeepSpeed's own AdamW on CPUs; others 1e-5."""
+
+
+def launch(project: Project, file: Path, script: Path, *arguments: str | Path) -> Ended:
+    """Start a script by a file of `launch/accelerate/`, on two processes."""
+    start = tool("accelerate", "launch", "--config_file", file, "--num_processes", "2")
+    return run([*start, str(script), *map(str, arguments)], project.folder)
+
+
+def common(name: str) -> Path:
+    return ROOT / "launch" / "accelerate" / f"{name}.yaml"
+
+
+def printed_losses(ended: Ended) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step .*loss (\S+)$", ended.out, re.M)]
+
+
+def worker_trains(name: str, project: Project, expected: list[float]) -> None:
+    """`launch/train.py` under a common file has the losses of `dmt launch`."""
+    run_dir = f"worker-{name}"
+    changes = settings(CHANGES[name])
+    ended = launch(
+        project, common(name), WORKER, project.recipe, "--run-dir", run_dir, *changes
+    )
+    assert ended.code == 0, ended.err
+    losses = [loss for loss, _ in curve(project.folder / run_dir).values()]
+    assert losses == pytest.approx(expected, rel=SAME.get(name, 1e-5))
+
+
+def test_the_worker_under_fsdp2(finetune: Project, worker_losses: list[float]) -> None:
+    worker_trains("fsdp2", finetune, worker_losses)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("name", sorted(COMMON.keys() - {"fsdp2"}))
+def test_the_worker_under_every_other_file(
+    name: str, finetune: Project, worker_losses: list[float]
+) -> None:
+    worker_trains(name, finetune, worker_losses)
+
+
+def test_a_loop_of_ones_own_under_zero_2(finetune: Project, worker_losses: list[float]) -> None:
+    """By the file of the recipe, as it is."""
+    changes = settings(CHANGES["zero2"])
+    file = finetune.folder / "zero2.yaml"
+    rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
+    assert run(rendered, finetune.folder).code == 0
+    start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
+    ended = run([*start, *changes], finetune.folder)
+    assert ended.code == 0, ended.err
+    assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=lambda script: script.stem)
+def test_both_examples_under_every_file(
+    script: Path,
+    name: str,
+    finetune: Project,
+    worker_losses: list[float],
+) -> None:
+    changes = settings(CHANGES[name])
+    ended = launch(finetune, common(name), script, finetune.recipe, *changes)
+    assert ended.code == 0, ended.err
+    found = printed_losses(ended)
+    assert len(found) == STEPS
+    assert found == pytest.approx(worker_losses, rel=SAME.get(name, 1e-6))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("cpu_adam")
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "nvme" not in name])
+def test_every_rendered_file_starts(
+    name: str, finetune: Project, worker_losses: list[float]
+) -> None:
+    """Also with activations that are computed again, and gradients that are not clipped."""
+    changes = settings(
+        {f"parallel.{key}": value for key, value in LAYOUTS[name].items()}
+        | {"parallel.recompute": "full"}
+    )
+    file = finetune.folder / "rendered.yaml"
+    rendered = dmt("render", finetune.recipe, "--to", "accelerate", "--out", file, *changes)
+    assert run(rendered, finetune.folder).code == 0
+    start = tool("accelerate", "launch", "--config_file", file, LOOP, finetune.recipe)
+    ended = run([*start, *changes], finetune.folder)
+    assert ended.code == 0, ended.err
+    assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=lambda script: script.stem)
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_one_process_needs_no_launcher(
+    script: Path, engine: str, finetune: Project, worker_losses: list[float]
+) -> None:
+    changes = settings(CHANGES[engine] | {"cluster.gpus_per_node": 1})
+    ended = run(tool("python", script, finetune.recipe, *changes), finetune.folder)
+    assert ended.code == 0, ended.err
+    assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("script", [LOOP])
+def test_a_mistake_is_one_error(script: Path, finetune: Project) -> None:
+    ended = run(tool("python", script, finetune.recipe), finetune.folder)
+    assert ended.code == 2
+    assert "2 process(es) each, the launcher started 1" in ended.err
+    assert "Traceback" not in ended.err

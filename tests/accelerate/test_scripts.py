@@ -1,0 +1,97 @@
+"""Scripts that are not ours train as `dmt launch` does, with a recipe's parallelism."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerate.conftest import STEPS
+from tests.e2e.conftest import Project
+from tests.processes import ROOT, run_ranks
+from toolkit.accelerate.scripts import planned_for_launcher
+from toolkit.errors import PlanError, RecipeError
+
+WORKER = "tests/accelerate/examples_worker.py"
+TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
+SAME = 1e-6
+"""Largest relative difference between losses in fp32; 5e-8 measured."""
+SAME_BF16 = 1e-3
+ENGINES = ("zero2", "zero3", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def results(finetune: Project, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Both examples under every engine, in one start of two ranks."""
+    output = str(tmp_path_factory.mktemp("output"))
+    argv = [WORKER, str(finetune.recipe), output]
+    printed = run_ranks(argv, 2, timeout_s=280, env={"PYTHONWARNINGS": "ignore"})
+    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("example", ["own loop", "trainer"])
+def test_the_losses_are_the_workers(
+    example: str, engine: str, results: dict[str, Any], worker_losses: list[float]
+) -> None:
+    """PAINS 1: accumulation, uneven masks, clipping, weight decay and schedule included."""
+    found = results[f"{example}, {engine}"]
+    assert found["losses"] == pytest.approx(worker_losses, rel=SAME)
+    assert len(found["losses"]) == STEPS
+
+
+@pytest.mark.slow
+def test_models_are_sharded_as_planned(results: dict[str, Any]) -> None:
+    kinds = {key: value["kind"] for key, value in results.items() if key != "refusals"}
+    assert kinds["own loop, zero2"] == kinds["trainer, zero2"] == "zero2"
+    assert kinds["own loop, zero3"] == kinds["trainer, zero3"] == "zero3"
+    # Two layers, what lies around them, and in Trainer's model the tail that Accelerate knows.
+    assert kinds["own loop, fsdp2"] == "fsdp2 in 3 units"
+    assert kinds["trainer, fsdp2"].startswith("fsdp2 in ")
+
+
+@pytest.mark.slow
+def test_rotary_frequencies_stay_fp32_under_deepspeed(
+    results: dict[str, Any], worker_losses: list[float]
+) -> None:
+    """The worker of the test looks at the buffers' types."""
+    losses = results["own loop, bf16"]["losses"]
+    assert losses == pytest.approx(worker_losses, rel=SAME_BF16)
+    assert losses != worker_losses
+
+
+@pytest.mark.slow
+def test_a_model_that_would_stay_whole_is_refused(results: dict[str, Any]) -> None:
+    """On CPUs, Accelerate leaves FSDP out without a word."""
+    said = results["refusals"]
+    assert "does not say which of its layers FSDP shards" in said["no layer names"]
+    assert "_no_split_modules" in said["no layer names"]
+    assert "engine fsdp" in said["not sharded by Accelerate"]
+    assert "0 units of FSDP2" in said["not sharded by Accelerate"]
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's MULTI_CPU, for one, starts one process where two were asked for."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(PlanError, match=r"has 1 node\(s\) with 2 .* the launcher started 1"):
+        planned_for_launcher(TINY, [])
+
+
+def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PAINS 6: axolotl#394, a stray Accelerate configuration switched FSDP on."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(PlanError, match=r"told to use fsdp, .* the engine deepspeed"):
+        planned_for_launcher(TINY, [])
+    _, plan = planned_for_launcher(TINY, ["parallel.engine=fsdp"])
+    assert plan.engine == "fsdp"
+
+
+def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match=r"training\.stepz"):
+        planned_for_launcher(str(TINY), ["training.stepz=3"])
+    with pytest.raises(PlanError, match="megatron-core's model"):
+        planned_for_launcher(Path(TINY), ["parallel.model=megatron"])

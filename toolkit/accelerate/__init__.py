@@ -1,0 +1,19 @@
+"""Accelerate and the Hugging Face Trainer with the parallelism of a recipe.
+
+For a loop of your own:
+
+    recipe = load_recipe(Path("recipe.yaml"))
+    accelerator = toolkit.accelerate.accelerator(recipe)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+For transformers' Trainer:
+
+    arguments = toolkit.accelerate.training_arguments(recipe, output_dir="out")
+
+Start the script with any launcher: `accelerate launch`, `torchrun`, `deepspeed`, or plain
+`python` for one process. docs/accelerate.md says what each of the two takes over.
+"""
+
+from toolkit.accelerate.scripts import accelerator, training_arguments
+
+__all__ = ["accelerator", "training_arguments"]

@@ -1,0 +1,56 @@
+"""The recipe's training data as a torch data set, in the order that the recipe fixes."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from toolkit.data.build import build_data
+from toolkit.data.order import sample_indices
+from toolkit.models.huggingface import build_config
+from toolkit.plan.layout import total_steps
+from toolkit.recipe.schema import Recipe
+
+
+class TrainingSamples(Dataset[dict[str, Tensor]]):
+    """Every sample of the run, one after the other: do not shuffle them.
+
+    Samples [k · global batch, (k + 1) · global batch) are those of `dmt launch`'s step k,
+    whatever the number of processes. An item has int64 tensors [sequence length]:
+    `input_ids`, and the token that follows each of them as `shift_labels`, -100 where no
+    loss is taken. That is transformers' name for labels that a model must not shift once
+    more; `labels` is the same tensor, because its models and Trainer look for both names.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Tokenise the data of `recipe`, or find it in the cache; one process does.
+
+        Raises DataError as `build_data` does.
+        """
+        training = recipe.training
+        data = build_data(
+            recipe.data,
+            sequence_length=training.sequence_length,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            vocab_size=build_config(recipe.model).vocab_size,
+            base=Path.cwd(),
+        )
+        self._packed = data.train
+        self._seed = training.seed
+        steps = total_steps(training, len(data.train))
+        assert steps is not None, "known once the data is"
+        self.steps = steps
+        """Optimizer steps of the run."""
+        self._length = steps * training.global_batch_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        if not 0 <= place < self._length:
+            raise IndexError(place)
+        (index,) = sample_indices(self._seed, len(self._packed), place, 1)
+        tokens, following = map(torch.from_numpy, self._packed.sample(int(index)))
+        return {"input_ids": tokens, "labels": following, "shift_labels": following}

@@ -1,0 +1,95 @@
+"""What a script of one's own calls. Nothing heavy is imported before it does."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.accelerate.config import refuse_megatron
+from toolkit.conflicts import preflight
+from toolkit.engines.setup import adopt_engine_config
+from toolkit.errors import PlanError
+from toolkit.launchers.base import tell
+from toolkit.plan.planner import Plan, plan_recipe
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.train.assignment import check_world
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from toolkit.accelerate.planned import PlannedAccelerator
+
+SWITCHES = {"ACCELERATE_USE_DEEPSPEED": "deepspeed", "ACCELERATE_USE_FSDP": "fsdp"}
+"""Variables by which `accelerate launch` names the engine of its file."""
+
+
+def accelerator(
+    recipe: Recipe | Path | str, overrides: Sequence[str] = (), **more: Any
+) -> "PlannedAccelerator":
+    """An Accelerator that shards, accumulates and computes as the recipe's plan says.
+
+    It has the recipe as `.recipe` and the plan as `.plan`, and joins the process group if
+    nobody has. `overrides` are those of `dmt launch --set`, where `recipe` is a file. `more`
+    goes to `accelerate.Accelerator` (trackers, project folder, …).
+
+    Raises RecipeError or PlanError where the recipe is wrong, has other processes than the
+    launcher started, needs megatron-core, or was started for another engine;
+    BackendUnavailable where DeepSpeed's operators cannot be built.
+    """
+    loaded, plan = planned_for_launcher(recipe, overrides)
+    from toolkit.accelerate.planned import PlannedAccelerator
+
+    return PlannedAccelerator(loaded, plan, **more)
+
+
+def training_arguments(
+    recipe: Recipe | Path | str, overrides: Sequence[str] = (), **more: Any
+) -> "TrainingArguments":
+    """TrainingArguments of a recipe: batch, optimizer, precision, length and parallelism.
+
+    The Trainer that gets them finds the recipe's Accelerator set up. `more` goes to
+    TrainingArguments (`output_dir`, saving, reporting, …). The learning rate's schedule is
+    `toolkit.accelerate.trainer.lr_scheduler`: none of Trainer's is the recipe's.
+
+    Raises as `accelerator` does.
+    """
+    loaded, plan = planned_for_launcher(recipe, overrides)
+    from toolkit.accelerate.trainer import arguments_of
+
+    return arguments_of(loaded, plan, more)
+
+
+def planned_for_launcher(
+    recipe: Recipe | Path | str, overrides: Sequence[str]
+) -> tuple[Recipe, Plan]:
+    """The recipe, and its plan for the processes that the launcher started."""
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(Path(recipe), overrides)
+    elif overrides:
+        raise ValueError("overrides change a recipe's file: pass its path, not the Recipe")
+    check_world(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    recipe = adopt_engine_config(recipe)
+    plan = plan_recipe(recipe)
+    refuse_megatron(recipe, plan)
+    _refuse_other_engine(plan)
+    preflight(recipe, plan, "worker", _tell_once)
+    return recipe, plan
+
+
+def _refuse_other_engine(plan: Plan) -> None:
+    """Accelerate lets these variables add an engine to what the script asks for."""
+    for variable, engine in SWITCHES.items():
+        if os.environ.get(variable, "").lower() == "true" and engine != plan.engine:
+            raise PlanError(
+                f"{variable}=true: the launcher was told to use {engine}, the recipe runs on "
+                f"the engine {plan.engine}",
+                fix="start with the file that `dmt render RECIPE --to accelerate` writes, or "
+                f"--set parallel.engine={engine}",
+            )
+
+
+def _tell_once(message: str) -> None:
+    """Every rank finds the same; one says it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tell(message)
