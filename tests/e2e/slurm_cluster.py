@@ -92,7 +92,8 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     folder.chmod(0o755)
-    env = {"SLURM_CONF": str(conf), "PATH": SEARCH_PATH}
+    # Both nodes have the same cores.
+    env = {"SLURM_CONF": str(conf), "PATH": SEARCH_PATH, "OMP_NUM_THREADS": "1"}
     options = {"socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
     paths = [f"--{name}={folder / file}" for name, file in options.items()]
     daemons = (

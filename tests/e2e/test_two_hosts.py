@@ -1,6 +1,8 @@
 """Training across two hosts, and what happens when one of them is cut off.
 
-pytest -m slow tests/e2e/test_two_hosts.py      # as root; Debian: pdsh openssh-server iproute2
+The one command, as root (Debian: apt-get install pdsh openssh-server iproute2):
+
+    python -m pytest tests/e2e/test_two_hosts.py
 """
 
 import time
@@ -79,7 +81,7 @@ def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
     finally:
         hosts.mend(HOSTS[1])
     assert ended.code == 4
-    assert "hung" in ended.err or "waited" in ended.err, ended.err
+    assert f"hang: nothing done for {HANG_S} s" in ended.err
     assert time.monotonic() - cut_at < END_LIMIT_S
     for command in commands[1:]:
         assert command.end(END_LIMIT_S).code == 4

@@ -47,13 +47,15 @@ class TwoHosts:
         self.env = {
             "GLOO_SOCKET_IFNAME": WIRE,
             "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}",
+            "OMP_NUM_THREADS": "1",  # both hosts have the same cores
             "PATH": _PATH,
         }
         """What a user has in the environment on each."""
 
     def on(self, host: str, command: list[str]) -> list[str]:
-        """The command that runs `command` on a host."""
-        return ["ip", "netns", "exec", host, *command]
+        """The command that runs `command` on a host, which has a name of its own, too."""
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host]
+        return ["ip", "netns", "exec", host, *named, *command]
 
     def cut(self, host: str) -> None:
         """Take the host's wire away: from now on nothing arrives, and nothing is refused."""

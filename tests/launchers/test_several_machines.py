@@ -8,6 +8,7 @@ import pytest
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.launchers.base import Job
 from toolkit.launchers.deepspeed import DeepSpeedLauncher
+from toolkit.launchers.process import StopSignals
 from toolkit.launchers.torchrun import TorchrunLauncher
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 
@@ -53,7 +54,7 @@ def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
     spec = DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
     assert spec.argv[1:4] == (f"--hostfile={hosts}", "--launcher=pdsh", "--master_addr=node-1")
     assert spec.argv[5:] == (
-        *("--no_local_rank", "--module", "toolkit.cli.main"),
+        *("--no_ssh_check", "--no_local_rank", "--module", "toolkit.cli.main"),
         *("train", "/runs/one"),
     )
     exported = RUN / "launch" / "deepspeed.env"
@@ -89,3 +90,12 @@ def test_deepspeed_refuses_paths_that_a_shell_would_read(hosts, name):
     """DeepSpeed joins its command with spaces and hands it to ssh."""
     with pytest.raises(PlanError, match="to a shell unquoted"):
         DeepSpeedLauncher().spec(job(RUN / name, hostfile=str(hosts)))
+
+
+def test_a_machine_that_ssh_does_not_reach_is_named(hosts, monkeypatch):
+    monkeypatch.setenv("PATH", f"{hosts.parent}:/usr/bin:/bin")
+    hosts.write_text("node.invalid slots=4\nnode-2.invalid slots=4\n")
+    launcher = DeepSpeedLauncher()
+    spec = launcher.spec(job(hostfile=str(hosts)))
+    with pytest.raises(BackendUnavailable, match=r"node\.invalid: (.|\n)*node-2\.invalid: "):
+        launcher.run(spec, StopSignals())

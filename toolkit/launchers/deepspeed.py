@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +64,11 @@ class DeepSpeedLauncher:
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it and wait; see Launcher."""
-        return (run_remote if spec.remote else run_guarded)(spec, signals)
+        if not spec.remote:
+            return run_guarded(spec, signals)
+        if "--launcher=pdsh" in spec.argv:
+            _reach_by_ssh(spec)
+        return run_remote(spec, signals)
 
 
 def _on_several(job: Job) -> LaunchSpec:
@@ -90,6 +96,8 @@ def _on_several(job: Job) -> LaunchSpec:
             f"--launcher={runner}",
             f"--master_addr={hosts[0]}",
             f"--master_port={free_port()}",
+            # It ends in a traceback, and knows none of pdsh's options for ssh.
+            "--no_ssh_check",
             "--no_local_rank",
             "--module",
             *DMT[1:],
@@ -148,8 +156,7 @@ def _hosts(job: Job) -> list[str]:
             f"launch.hostfile: {hostfile} cannot be read: {error}",
             fix=f"a file with {wanted}",
         ) from error
-    lines = [line.split("#")[0].split() for line in text.splitlines()]
-    found = [line for line in lines if line]
+    found = _entries(text)
     slots = f"slots={cluster.gpus_per_node}"
     if len(found) != cluster.nodes or any(line[1:] != [slots] for line in found):
         raise PlanError(
@@ -158,6 +165,36 @@ def _hosts(job: Job) -> list[str]:
             fix=f"{wanted}, or --cluster with what is there",
         )
     return [line[0] for line in found]
+
+
+def _reach_by_ssh(spec: LaunchSpec) -> None:
+    """Raise BackendUnavailable naming the machines of the hostfile that ssh does not reach."""
+    (hostfile,) = (word for word in spec.argv if word.startswith("--hostfile="))
+    options = shlex.split(spec.env["PDSH_SSH_ARGS_APPEND"])
+    tries = {
+        host: subprocess.Popen(
+            ["ssh", *options, host, "true"],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for host, *_ in _entries(Path(hostfile.partition("=")[2]).read_text(encoding="utf-8"))
+    }
+    why = {host: one.communicate()[1].strip() for host, one in tries.items()}
+    lost = [host for host, one in tries.items() if one.returncode]
+    if lost:
+        reasons = "; ".join(f"{host}: {why[host].rpartition(chr(10))[2]}" for host in lost)
+        raise BackendUnavailable(
+            f"not reached by ssh: {reasons}",
+            fix=f"`ssh {lost[0]} true` must work without a question; options for ssh go into "
+            "PDSH_SSH_ARGS_APPEND",
+        )
+
+
+def _entries(text: str) -> list[list[str]]:
+    """The words of every line of a hostfile, comments left out."""
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    return [line for line in lines if line]
 
 
 def _program() -> str:

@@ -1,7 +1,8 @@
 """`python -m toolkit.launchers.quiet_torchrun ARGUMENTS`: torchrun without its traceback.
 
 torchrun ends with a traceback of its own whenever a rank ends with another code than 0,
-also when that rank saved and stopped or told the user what to mend. Here the workers'
+also when that rank saved and stopped or told the user what to mend, and when machines
+cannot reach each other. Here the workers'
 messages stand alone, and the first failed rank's exit code is handed on.
 """
 
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from toolkit.errors import EXIT_FAILED
 from toolkit.launchers.base import tell
 from toolkit.launchers.outcome import RankExit
 
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; return 0 or the failed rank's exit code (128 + n for signal n)."""
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
+    except (OSError, RendezvousError, DistNetworkError) as error:
+        tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
+        return EXIT_FAILED
     except ChildFailedError as error:
         failed = _root_cause(error)
         if failed.code < 0:
