@@ -27,11 +27,13 @@ def assert_same_start(run_dir: Path, reference: Path, relative: float = 1e-5) ->
     }
 
 
-# `--launcher deepspeed` is in test_resume.py, with a stop and a resume.
-def test_dmt_launch_with_torchrun(project: Project, ddp_run: Path):
-    ended = project.launch("torchrun", STEPS, "--launcher", "torchrun")
+# `--launcher deepspeed` is in test_resume.py, with a stop and a resume; ray, slurm and several
+# hosts are in files of their own.
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_dmt_launch(project: Project, ddp_run: Path, launcher: str):
+    ended = project.launch(launcher, STEPS, "--launcher", launcher)
     assert ended.code == 0, ended.err
-    run_dir = project.folder / "torchrun"
+    run_dir = project.folder / launcher
     assert_same_start(run_dir, ddp_run)
     assert checkpoints(run_dir) == [6]
 

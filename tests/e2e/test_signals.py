@@ -45,6 +45,7 @@ def terminate_rank_1(command: Command) -> None:
         ("local", terminate_launcher),
         ("local", terminate_rank_1),
         ("torchrun", ctrl_c),
+        ("accelerate", terminate_launcher),
     ],
 )
 def test_a_signal_while_training(

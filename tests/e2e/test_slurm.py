@@ -52,7 +52,7 @@ def test_two_nodes_save_before_the_limit_and_go_on(
 ) -> None:
     """The warning signal saves and stops, the job is queued again, and finishes."""
     run_dir = project.folder / "slurm"
-    changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 1, "training.steps": 400}
+    changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 1, "training.steps": 200}
     command = project.command("slurm", changes, "--launcher", "slurm")
     submitted = slurm.ask(*command, folder=project.folder)
     job = submitted.split()[-1]
@@ -69,6 +69,6 @@ def test_two_nodes_save_before_the_limit_and_go_on(
     time.sleep(10)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: slurm.state(job) == "COMPLETED", "the end", 120)
-    assert sorted(curve(run_dir)) == list(range(1, 401))
+    assert sorted(curve(run_dir)) == list(range(1, 201))
     assert_same_start(run_dir, ddp_run)
     assert {"plan.json", "export"} <= {path.name for path in run_dir.iterdir()}

@@ -52,11 +52,12 @@ def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
     return guard.returncode
 
 
-def run_remote(spec: LaunchSpec, signals: StopSignals) -> Outcome:
+def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -> Outcome:
     """Run a launcher whose ranks are on other machines; see Launcher.
 
     No signal reaches them: they are asked to stop by a file in the run directory, which
-    rank 0 sees. When a rank says that it failed, the others have ORPHAN_GRACE_S.
+    rank 0 sees. When a rank says that it failed, the others have ORPHAN_GRACE_S, unless
+    the launcher `restarts` them by itself.
     """
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
     run.stop.unlink(missing_ok=True)
@@ -74,7 +75,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals) -> Outcome:
             tell(STOPPING)
             run.stop.touch()
             deadline.start(spec.grace_s)
-        if time.monotonic() - looked_at > _LOOK_S:
+        if not restarts and time.monotonic() - looked_at > _LOOK_S:
             looked_at = time.monotonic()
             if has_failed(spec.run_dir, offset):
                 deadline.start(ORPHAN_GRACE_S)

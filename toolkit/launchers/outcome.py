@@ -99,7 +99,7 @@ def outcome_from_events(
     only when the stop was asked for here: these launchers also stop the other workers
     when one was killed.
     """
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    events = _since_last_start(jsonl.read(RunDirectory(run_dir).events, offset))
     if failed := _first_failure(events):
         return report_failure(run_dir, offset, failed)
     if launcher_code in (EXIT_DONE, EXIT_RESUMABLE):
@@ -111,6 +111,12 @@ def outcome_from_events(
     reason = f"the launcher ended with code {launcher_code}"
     tell(f"error: {reason}; its messages are above")
     return Outcome(failure_code(launcher_code), reason)
+
+
+def _since_last_start(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """What happened since the launcher itself last started the ranks again."""
+    starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
+    return events[starts[-1] :] if starts else events
 
 
 def has_failed(run_dir: Path, offset: int) -> bool:

@@ -46,4 +46,4 @@ class RayLauncher:
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the driver and wait; see Launcher."""
-        return run_remote(spec, signals)
+        return run_remote(spec, signals, restarts=True)

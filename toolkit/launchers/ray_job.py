@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,9 +180,9 @@ def main(arguments: Sequence[str]) -> int:
         logging_level=logging.ERROR,
     )
     desk: Any = ray.remote(num_cpus=0)(Desk).remote()
-    courier = threading.Thread(
-        target=_carry, args=(RunDirectory(asked.run_dir).stop, desk), daemon=True
-    )
+    over = threading.Event()
+    stop = RunDirectory(asked.run_dir).stop
+    courier = threading.Thread(target=_carry, args=(stop, desk, over), daemon=True)
     courier.start()
     trainer = TorchTrainer(
         rank,
@@ -209,19 +208,21 @@ def main(arguments: Sequence[str]) -> int:
     except ray.train.TrainingFailedError as error:
         code = EXIT_FAILED
         print(f"error: Ray gave up: {_first_line(error)}", file=sys.stderr, flush=True)
-    _show(desk)
+    over.set()
+    courier.join()  # A call after the end would start another Ray.
+    ray.shutdown()
     return code
 
 
-def _carry(stop: Path, desk: Any) -> None:
+def _carry(stop: Path, desk: Any, over: threading.Event) -> None:
     """Between launcher and ranks: what they print, and the request to stop."""
-    asked = False
-    while True:
+    asked = last = False
+    while not last:
+        last = over.wait(_POLL_S)
         _show(desk)
         if not asked and stop.exists():
             asked = True
             ray.get(desk.stop.remote())
-        time.sleep(_POLL_S)
 
 
 def _show(desk: Any) -> None:

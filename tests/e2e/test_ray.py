@@ -1,0 +1,55 @@
+"""Ray Train as the launcher: the same losses, exit codes and signals as under any other."""
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import (
+    assert_saved_and_stopped,
+    checkpoints,
+    curve,
+    events,
+    started,
+    steps_logged,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_a_killed_rank_is_started_again_by_ray(project: Project, ddp_run):
+    run_dir = project.folder / "ray-kill"
+    changes = {"training.steps": 120, "checkpoint.every_steps": 2}
+    argv = project.command(run_dir.name, changes, "--launcher", "ray", "--max-restarts", "1")
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: len(checkpoints(run_dir)) >= 1, "a checkpoint")
+        command.ranks()[1].kill()
+        ended = command.end(200)
+    assert ended.code == 0, ended.err
+    found, expected = curve(run_dir), curve(ddp_run)
+    assert sorted(found) == list(range(1, 121))
+    assert {step: found[step] for step in expected} == {
+        step: pytest.approx(expected[step], rel=1e-5) for step in expected
+    }
+    assert len(events(run_dir, "start")) == 2
+    assert (run_dir / "export" / "model.safetensors").exists()
+
+
+def test_sigterm_saves_and_stops(project: Project):
+    run_dir = project.folder / "ray-stop"
+    argv = project.command(run_dir.name, {"training.steps": 100_000}, "--launcher", "ray")
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        os.kill(command.process.pid, signal.SIGTERM)
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+    assert not (run_dir / "stop").exists()
+
+
+def test_a_mistake_is_told_once_and_not_tried_again(own_project: Project):
+    changes = {"data.train.files": "[data/none-*.txt]"}
+    ended = own_project.launch("ray", changes, "--launcher", "ray", "--max-restarts", "2")
+    assert ended.code == 2, ended.err
+    assert ended.err.count("fix: correct the path") == 1
+    assert "Traceback" not in ended.err
