@@ -20,6 +20,7 @@ LIGHT = (
     "toolkit.models.spec", "toolkit.models.families", "toolkit.models.config_check",
     "toolkit.models.config_keys", "toolkit.launchers", "toolkit.cli.main", "toolkit.cli.check",
     "toolkit.report", "toolkit.cli.report", "toolkit.conflicts",
+    "toolkit.accelerate.__init__", "toolkit.accelerate.config", "toolkit.accelerate.scripts",
 )  # fmt: skip
 
 PROGRAMS = ("toolkit.launchers.ray_job",)

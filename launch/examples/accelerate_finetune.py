@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 import toolkit.accelerate
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.distributed import end_process
-from toolkit.errors import DmtError
-from toolkit.models.huggingface import parameter_groups
+from toolkit.errors import DmtError, PlanError
+from toolkit.models.huggingface import build_config, parameter_groups, snapshot_folder
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.train.schedule import learning_rate
@@ -33,9 +33,13 @@ from toolkit.train.schedule import learning_rate
 class LanguageModel(nn.Module):
     """A model class of your own: it answers with the summed loss of its tokens."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.decoder = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.decoder = AutoModelForCausalLM.from_pretrained(
+            snapshot_folder(recipe.model.hub, recipe.model.revision),
+            config=build_config(recipe.model),  # the recipe's dropout: none unless it says so
+            dtype=torch.float32,
+        )
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.decoder(input_ids=input_ids, use_cache=False).logits
@@ -46,7 +50,7 @@ def train(accelerator: Accelerator, recipe: Recipe) -> None:
     settings = recipe.optimizer
     samples = TrainingSamples(recipe)  # in order: not to be shuffled
     loader = DataLoader(samples, batch_size=accelerator.plan.layout.micro_batch)
-    model = LanguageModel(recipe.model.hub)
+    model = LanguageModel(recipe)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, settings.weight_decay),  # none for norms and biases
         lr=settings.learning_rate,
@@ -99,6 +103,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if recipe.model.init != "pretrained":
+            raise PlanError(
+                f"{recipe.name} trains from random weights; this script fine-tunes",
+                fix="--set model.hub=FOLDER_OR_HUB_ID --set model.init=pretrained",
+            )
         accelerator = toolkit.accelerate.accelerator(recipe)
         train(accelerator, recipe)
     except DmtError as error:

@@ -21,7 +21,8 @@ from toolkit.accelerate import training_arguments
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.accelerate.trainer import lr_scheduler
 from toolkit.engines.distributed import end_process
-from toolkit.errors import DmtError
+from toolkit.errors import DmtError, PlanError
+from toolkit.models.huggingface import build_config, snapshot_folder
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -66,7 +67,11 @@ def train(recipe: Recipe, output_dir: Path) -> None:
         disable_tqdm=True,
     )
     # After the arguments: they let ZeRO-3 shard a model while it is loaded.
-    model = AutoModelForCausalLM.from_pretrained(recipe.model.hub, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        snapshot_folder(recipe.model.hub, recipe.model.revision),
+        config=build_config(recipe.model),  # the recipe's dropout: none unless it says so
+        dtype=torch.float32,
+    )
     trainer = RecipeTrainer(
         recipe,
         model=model,
@@ -86,7 +91,13 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     try:
-        train(load_recipe(arguments.recipe, arguments.overrides), arguments.output_dir)
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if recipe.model.init != "pretrained":
+            raise PlanError(
+                f"{recipe.name} trains from random weights; this script fine-tunes",
+                fix="--set model.hub=FOLDER_OR_HUB_ID --set model.init=pretrained",
+            )
+        train(recipe, arguments.output_dir)
     except DmtError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -141,9 +141,17 @@ def test_one_process_needs_no_launcher(
     assert printed_losses(ended) == pytest.approx(worker_losses, rel=1e-6)
 
 
-@pytest.mark.parametrize("script", [LOOP])
-def test_a_mistake_is_one_error(script: Path, finetune: Project) -> None:
-    ended = run(tool("python", script, finetune.recipe), finetune.folder)
+def test_a_mistake_is_one_error(finetune: Project) -> None:
+    ended = run(tool("python", LOOP, finetune.recipe), finetune.folder)
     assert ended.code == 2
     assert "2 process(es) each, the launcher started 1" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.soak
+def test_random_weights_are_not_fine_tuned(finetune: Project) -> None:
+    for script in (LOOP, TRAINER):
+        ended = run(tool("python", script, finetune.folder / "recipe.yaml"), finetune.folder)
+        assert ended.code == 2
+        assert "trains from random weights; this script fine-tunes" in ended.err
+        assert "Traceback" not in ended.err

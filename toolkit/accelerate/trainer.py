@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
+from toolkit.accelerate.config import MIXED_PRECISION
 from toolkit.accelerate.planned import PlannedAccelerator
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
@@ -25,8 +26,10 @@ def arguments_of(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> Trainin
     """
     on_cpu = not torch.cuda.is_available()
     PlannedAccelerator(recipe, plan)
-    # Otherwise TrainingArguments makes a second, empty DeepSpeed configuration.
+    # Otherwise TrainingArguments makes a second, empty DeepSpeed configuration, and takes the
+    # precision of the launcher's file for that of an fp32 recipe.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = MIXED_PRECISION[recipe.training.precision]
     optimizer, training = recipe.optimizer, recipe.training
     shared = {
         "use_configured_state": True,
