@@ -27,7 +27,11 @@ OFFLOADED = "zero3-offload"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [LLAMA, MIXTRAL], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [LLAMA, pytest.param(MIXTRAL, marks=pytest.mark.soak)],
+    ids=["llama-bytes", "mixtral-bytes"],
+)
 @pytest.mark.usefixtures("compiled_ops")
 @pytest.mark.timeout(600)
 def test_every_layout_is_the_reference(rehearse: Rehearse, recipe: Path) -> None:
