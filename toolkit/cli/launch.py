@@ -16,19 +16,17 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
-from toolkit.launchers.base import Job, LaunchSpec
+from toolkit.launchers.base import LaunchSpec
 from toolkit.launchers.outcome import events_offset
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
 from toolkit.plan.ledger import summary
-from toolkit.plan.planner import settled
-from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
 from toolkit.train import jsonl
 from toolkit.train.comparison import told
 from toolkit.train.events import EventLog, process_age_s
-from toolkit.train.run_dir import RunDirectory
+from toolkit.train.run_dir import RunDirectory, refuse_other_run
 
 if TYPE_CHECKING:
     from toolkit.train.assignment import Assignment
@@ -79,11 +77,14 @@ def launch(
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
         _tell(line)
-    preflight(assignment.recipe, assignment.plan, "launch", _tell)
+    launcher_ = LAUNCHERS[assignment.recipe.launch.launcher]()
+    oversees = launcher_.oversees(assignment.recipe.cluster)
+    if oversees:  # Otherwise that is done where the ranks are.
+        preflight(assignment.recipe, assignment.plan, "launch", _tell)
     if dry_run:
         print(spec.printable())
         return
-    if LAUNCHERS[assignment.recipe.launch.launcher]().oversees(assignment.recipe.cluster):
+    if oversees:
         code = _oversee(assignment, spec, loaded, where)
     else:
         code = _hand_over(assignment, spec)
@@ -118,6 +119,7 @@ def _oversee(
 
 def _hand_over(assignment: "Assignment", spec: LaunchSpec) -> int:
     """Start the part of this machine, or queue the job: others look after the run."""
+    refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
     with StopSignals() as signals:
         launcher = LAUNCHERS[assignment.recipe.launch.launcher]()
@@ -126,18 +128,9 @@ def _hand_over(assignment: "Assignment", spec: LaunchSpec) -> int:
 
 def _spec(assignment: "Assignment") -> LaunchSpec:
     """What is started now: each time on a free port."""
-    from toolkit.engines.setup import environment
+    from toolkit.launchers.job import job_of
 
-    recipe, plan = assignment.recipe, assignment.plan
-    job = Job(
-        run_dir=assignment.run_dir,
-        cluster=recipe.cluster,
-        launch=recipe.launch,
-        name=recipe.name,
-        recipe=dump_recipe(settled(recipe, plan)),
-        env=environment(plan, recipe.cluster.gpu),
-    )
-    return LAUNCHERS[recipe.launch.launcher]().spec(job)
+    return LAUNCHERS[assignment.recipe.launch.launcher]().spec(job_of(assignment))
 
 
 def _still_possible(

@@ -11,11 +11,16 @@ from toolkit.cli.options import Overrides, RecipePath
 from toolkit.engines import megatron_config, megatron_lm
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.launchers import LAUNCHERS
+from toolkit.launchers.job import job_of
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.train.assignment import decide
 
-Target = Literal["deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate"]
+Target = Literal[
+    "deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate", "slurm", "kubernetes"
+]
 
 
 def render(
@@ -39,7 +44,7 @@ def render(
     version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
     be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed
     as comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
-    takes.
+    takes. slurm, kubernetes: the job that `dmt launch` with that launcher would submit.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
 
@@ -58,6 +63,8 @@ def render(
         text = rendered.text
     elif target == "accelerate":
         text = accelerate_config.render(loaded, plan).rstrip("\n")
+    elif target in ("slurm", "kubernetes"):
+        text = _job(loaded, target).rstrip("\n")
     else:
         config = _megatron if target == "megatron" else _of_engine
         text = json.dumps(config(recipe, loaded, plan, target), indent=2)
@@ -102,6 +109,13 @@ def _megatron(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[
 
     check_fields(config)
     return config
+
+
+def _job(loaded: Recipe, launcher: str) -> str:
+    """The batch script or manifest."""
+    spec = LAUNCHERS[launcher]().spec(job_of(decide(loaded, None)))
+    *_, text = spec.files.values()
+    return text
 
 
 def _write(path: Path, text: str) -> None:

@@ -106,7 +106,7 @@ def needs_of(recipe: Recipe) -> Needs:
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
-        hostfile=_hostfile(recipe),
+        hostfile=None if recipe.launch.hostfile is None else Path(recipe.launch.hostfile),
         wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
         run_dir=_run_dir(recipe),
         nvme=Path(nvme) if nvme else None,
@@ -160,13 +160,6 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
         op: by_op.get(op, "parallel.engine: deepspeed")
         for op in required_ops(assignment.engine_config)
     }
-
-
-def _hostfile(recipe: Recipe) -> Path | None:
-    """`launch.deepspeed.hostfile`, where the schema has it and the recipe states it."""
-    section = getattr(recipe.launch, "deepspeed", None)
-    stated = getattr(section, "hostfile", None)
-    return None if stated is None else Path(stated)
 
 
 def _run_dir(recipe: Recipe) -> Path:

@@ -13,6 +13,7 @@ from shutil import which
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
@@ -144,7 +145,7 @@ def _config_map(job: Job) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job),
-        "data": {"recipe.yaml": job.recipe},
+        "data": {"recipe.yaml": LiteralScalarString(job.recipe)},
     }
 
 
@@ -158,8 +159,8 @@ def _name(job: Job) -> str:
 
 
 def _yaml(documents: list[Manifest]) -> str:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
+    yaml = YAML()
+    yaml.representer.ignore_aliases = lambda _: True  # kubectl reads them, people do not
     text = StringIO()
     yaml.dump_all(documents, text)
     return text.getvalue()

@@ -144,7 +144,7 @@ class RunDirectory:
         belongs to a run whose recipe differs in more than `MAY_CHANGE`.
         """
         run = cls(path)
-        _refuse_other_run(run, recipe)
+        refuse_other_run(run, recipe)
         _make_folders(run)
         jsonl.write_atomically(run.plan, json_text(jsonl.plain(plan)))
         if engine_config:
@@ -182,7 +182,7 @@ def not_writable(path: Path, error: OSError) -> RecipeError:
     return RecipeError([problem])
 
 
-def _refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
+def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
     """Raise RecipeError when the directory belongs to a run with another recipe."""
     if not run.recipe.exists():
         return

@@ -1,0 +1,20 @@
+"""From a decided run to the job that a launcher is asked to start."""
+
+from toolkit.engines.setup import environment
+from toolkit.launchers.base import Job
+from toolkit.plan.planner import settled
+from toolkit.recipe.dump import dump_recipe
+from toolkit.train.assignment import Assignment
+
+
+def job_of(assignment: Assignment) -> Job:
+    """The job of a run, with the recipe as it was decided for whoever plans it again."""
+    recipe, plan = assignment.recipe, assignment.plan
+    return Job(
+        run_dir=assignment.run_dir,
+        cluster=recipe.cluster,
+        launch=recipe.launch,
+        name=recipe.name,
+        recipe=dump_recipe(settled(recipe, plan)),
+        env=environment(plan, recipe.cluster.gpu),
+    )
