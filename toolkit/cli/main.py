@@ -32,7 +32,9 @@ VERBS: dict[str, Verb] = {
         "toolkit.cli.estimate:estimate", "Predict memory and step time of a fixed layout."
     ),
     "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
-    "launch": Verb("toolkit.cli.launch:launch", "Train a recipe on this machine."),
+    "launch": Verb(
+        "toolkit.cli.launch:launch", "Train a recipe: here, on several machines, as a job."
+    ),
     "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),
     "rehearse": Verb(
         "toolkit.cli.rehearse:rehearse", "Train a small copy in every layout and compare."
