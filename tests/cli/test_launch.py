@@ -24,7 +24,7 @@ def test_a_restart_takes_the_gpus_that_work(tmp_path, monkeypatch, capsys):
     assert found.plan.layout.global_batch == planned.plan.layout.global_batch
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6,7"
     assert "3 of 4 GPUs work" in capsys.readouterr().err
-    assert len(launch._spec(found).rank_env) == 2
+    assert len(launch._spec(found, None).rank_env) == 2
 
 
 def test_a_spare_gpu_takes_the_place_of_a_dead_one(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ The one command, as root (Debian: apt-get install pdsh openssh-server iproute2):
     python -m pytest tests/e2e/test_two_hosts.py
 """
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import Command, curve, events
+from tests.e2e.product import Command, checkpoints, curve, events, steps_logged
 from tests.e2e.two_hosts import HOSTS, TwoHosts, missing, two_hosts
 
 WHY_NOT = missing()
@@ -72,8 +73,7 @@ def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
     run_dir = project.folder / f"cut-{start.__name__}"
     commands = start(hosts, project, run_dir.name, LONG)
     first = commands[0]
-    metrics = run_dir / "metrics.jsonl"
-    first.wait_for(lambda: metrics.exists() and len(curve(run_dir)) > 3, "steps")
+    first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
     hosts.cut(HOSTS[1])
     cut_at = time.monotonic()
     try:
@@ -85,3 +85,20 @@ def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
     assert time.monotonic() - cut_at < END_LIMIT_S
     for command in commands[1:]:
         assert command.end(END_LIMIT_S).code == 4
+
+
+@STARTS
+def test_a_stop_on_one_host_saves_on_both(start, hosts: TwoHosts, project: Project) -> None:
+    """Also where agents would start again what they take for a failure."""
+    run_dir = project.folder / f"stop-{start.__name__}"
+    changes = {**TWO, "training.steps": 100_000, "launch.max_restarts": 2}
+    commands = start(hosts, project, run_dir.name, changes)
+    first = commands[0]
+    first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
+    launcher = next(one for one in first.alive() if "launch" in one.cmdline())
+    launcher.send_signal(signal.SIGTERM)
+    for command in commands:
+        ended = command.end(60)
+        assert ended.code == 75, ended.err
+    assert checkpoints(run_dir) == [steps_logged(run_dir)]
+    assert len(events(run_dir, "start")) == 1

@@ -87,7 +87,7 @@ def test_every_pod_runs_dmt_launch():
     assert container["command"] == [
         *("python", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
         *("--run-dir", "/dmt/runs/tiny", "--launcher", "torchrun"),
-        *("--set", "launch.rendezvous=tiny-llama-v2-master-0:29400"),
+        *("--set", f"launch.rendezvous={config['metadata']['name']}-master-0:29400"),
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]

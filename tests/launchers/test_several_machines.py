@@ -25,7 +25,11 @@ def test_torchrun_meets_at_the_rendezvous_and_plans_on_rank_0():
     assert spec.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node-1:29400"),
-        *("--rdzv-id=tiny", "--rdzv-conf=join_timeout=600", "--max-restarts=3"),
+        *(
+            "--rdzv-id=tiny",
+            "--rdzv-conf=join_timeout=600,read_timeout=600",
+            "--max-restarts=3",
+        ),
         *("--nproc-per-node=4", "-m", "toolkit.cli.main", "train"),
         *("/runs/one/launch/recipe.yaml", "--run-dir", "/runs/one"),
     )
@@ -46,16 +50,20 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     hostfile = tmp_path / "hosts"
-    hostfile.write_text("# the machines\nnode-1 slots=4\nnode-2 slots=4  # far\n")
+    hostfile.write_text("# the machines\nlocalhost slots=4\nnode-2 slots=4  # far\n")
     return hostfile
 
 
 def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
     spec = DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
-    assert spec.argv[1:4] == (f"--hostfile={hosts}", "--launcher=pdsh", "--master_addr=node-1")
+    assert spec.argv[1:4] == (
+        f"--hostfile={hosts}",
+        "--launcher=pdsh",
+        "--master_addr=localhost",
+    )
     assert spec.argv[5:] == (
-        *("--no_ssh_check", "--no_local_rank", "--module", "toolkit.cli.main"),
-        *("train", "/runs/one"),
+        *("--no_ssh_check", "--no_local_rank"),
+        *(str(Path(sys.executable).with_name("dmt")), "train", "/runs/one"),
     )
     exported = RUN / "launch" / "deepspeed.env"
     assert spec.env["DS_ENV_FILE"] == str(exported)
@@ -94,8 +102,8 @@ def test_deepspeed_refuses_paths_that_a_shell_would_read(hosts, name):
 
 def test_a_machine_that_ssh_does_not_reach_is_named(hosts, monkeypatch):
     monkeypatch.setenv("PATH", f"{hosts.parent}:/usr/bin:/bin")
-    hosts.write_text("node.invalid slots=4\nnode-2.invalid slots=4\n")
+    hosts.write_text("localhost slots=4\nnode-2.invalid slots=4\n")
     launcher = DeepSpeedLauncher()
     spec = launcher.spec(job(hostfile=str(hosts)))
-    with pytest.raises(BackendUnavailable, match=r"node\.invalid: (.|\n)*node-2\.invalid: "):
+    with pytest.raises(BackendUnavailable, match=r"node-2\.invalid: "):
         launcher.run(spec, StopSignals())

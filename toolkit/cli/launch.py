@@ -72,7 +72,7 @@ def launch(
     where = None if cluster is None else find_cluster(cluster)
     loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
-    spec = _spec(assignment)
+    spec = _spec(assignment, where)
     for reason in assignment.plan.reasons:
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
@@ -107,7 +107,7 @@ def _oversee(
     code = supervise(
         LAUNCHERS[settings.launcher](),
         spec,
-        lambda: _spec(_still_possible(assignment, loaded, where)),
+        lambda: _spec(_still_possible(assignment, loaded, where), where),
         settings.max_restarts,
     )
     if code in (EXIT_DONE, EXIT_RESUMABLE):
@@ -126,11 +126,13 @@ def _hand_over(assignment: "Assignment", spec: LaunchSpec) -> int:
         return launcher.run(spec, signals).exit_code
 
 
-def _spec(assignment: "Assignment") -> LaunchSpec:
+def _spec(assignment: "Assignment", where: Cluster | None) -> LaunchSpec:
     """What is started now: each time on a free port."""
     from toolkit.launchers.job import job_of
 
-    return LAUNCHERS[assignment.recipe.launch.launcher]().spec(job_of(assignment))
+    return LAUNCHERS[assignment.recipe.launch.launcher]().spec(
+        job_of(assignment, settle=where is not None)
+    )
 
 
 def _still_possible(

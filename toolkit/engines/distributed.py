@@ -35,14 +35,15 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for
     Open MPI; without any the run has one process. Uses NCCL on GPUs and gloo on CPUs.
     """
-    os.environ.update(scheduler_ranks(os.environ))
+    placed = scheduler_ranks(os.environ)
+    os.environ.update(placed)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # `srun --gpus-per-task=1` shows each rank its own GPU only, as number 0.
-        index = 0 if "SLURM_GPUS_PER_TASK" in os.environ else local_rank
+        # A scheduler may show each rank its own GPU only, as number 0.
+        index = 0 if placed and torch.cuda.device_count() == 1 else local_rank
         if index >= torch.cuda.device_count():
             raise BackendUnavailable(
                 f"rank {rank} has no GPU: {local_world} processes on this machine, "

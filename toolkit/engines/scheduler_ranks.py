@@ -7,6 +7,7 @@ Only a step of `srun` is taken for one: the batch script itself has a SLURM_PROC
 
 import re
 from collections.abc import Iterator, Mapping
+from zlib import crc32
 
 from toolkit.errors import PlanError
 
@@ -20,10 +21,11 @@ def scheduler_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """
     if "RANK" in env:
         return {}
-    if "SLURM_STEP_NUM_TASKS" in env:
-        return _slurm(env)
+    # Inside Slurm, mpirun starts its own processes by srun: their words are not the ranks'.
     if "OMPI_COMM_WORLD_SIZE" in env:
         return _open_mpi(env)
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return _slurm(env)
     return {}
 
 
@@ -43,12 +45,13 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _open_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    job = env.get("PMIX_NAMESPACE", "").encode()
     found = {
         "RANK": env["OMPI_COMM_WORLD_RANK"],
         "WORLD_SIZE": env["OMPI_COMM_WORLD_SIZE"],
         "LOCAL_RANK": env["OMPI_COMM_WORLD_LOCAL_RANK"],
         "LOCAL_WORLD_SIZE": env["OMPI_COMM_WORLD_LOCAL_SIZE"],
-        "MASTER_PORT": str(_FIRST_PORT),
+        "MASTER_PORT": str(_FIRST_PORT + crc32(job) % _PORTS),
         **_stated(env),
     }
     if "MASTER_ADDR" not in found:

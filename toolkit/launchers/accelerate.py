@@ -17,6 +17,8 @@ from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
+_LONE_RANK = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "LOCAL_WORLD_SIZE=1")
+
 
 class AccelerateLauncher:
     """`accelerate launch`, which only starts processes here: the engine is the recipe's."""
@@ -41,10 +43,13 @@ class AccelerateLauncher:
                 fix="pip install accelerate, or launch.launcher: local",
             )
         config = job.run_dir / "launch" / "accelerate.yaml"
+        # For one process, Accelerate sets no rank, by which the guard finds the worker.
+        alone = ("--no_python", "env", *_LONE_RANK, sys.executable)
+        worker = (*alone, *job.train) if job.cluster.gpus_per_node == 1 else job.train
         return LaunchSpec(
             argv=(
                 *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
-                *("--config_file", str(config), *job.train),
+                *("--config_file", str(config), *worker),
             ),
             run_dir=job.run_dir,
             env=worker_env(job),

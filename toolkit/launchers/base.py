@@ -7,6 +7,7 @@ started (`spec`, printable, with no side effect), and how did it end (`run`).
 import math
 import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -92,10 +93,15 @@ class LaunchSpec:
     """Written before anything is started."""
     remote: bool = False
     """The ranks are not processes below the one that is started here."""
+    end_signal: signal.Signals = signal.SIGTERM
+    """What ends a remote launcher together with its ranks."""
+    hidden: frozenset[str] = frozenset()
+    """Variables of this environment that the process must not have."""
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
-        inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
+        left_out = self.hidden.union(RENDEZVOUS_VARIABLES)
+        inherited = {k: v for k, v in os.environ.items() if k not in left_out}
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:

@@ -3,15 +3,16 @@
 import os
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import which
 
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError
 from toolkit.launchers.base import (
-    DMT,
     Job,
     LaunchSpec,
     Outcome,
@@ -66,9 +67,13 @@ class DeepSpeedLauncher:
         """Start it and wait; see Launcher."""
         if not spec.remote:
             return run_guarded(spec, signals)
-        if "--launcher=pdsh" in spec.argv:
-            _reach_by_ssh(spec)
-        return run_remote(spec, signals)
+        if "--launcher=pdsh" not in spec.argv:
+            return run_remote(spec, signals)
+        _reach_by_ssh(spec)
+        outcome = run_remote(spec, signals)
+        if outcome.exit_code != EXIT_DONE:
+            _end_by_ssh(spec)
+        return outcome
 
 
 def _on_several(job: Job) -> LaunchSpec:
@@ -80,13 +85,25 @@ def _on_several(job: Job) -> LaunchSpec:
             f"launch.remote_start is {runner}, but there is no `{_PROGRAMS[runner]}` here",
             fix=f"apt-get install {'pdsh' if runner == 'pdsh' else runner}, or another runner",
         )
-    for what, path in (("the run directory", job.run_dir), ("this folder", Path.cwd())):
+    places = {
+        "the run directory": job.run_dir,
+        "this folder": Path.cwd(),
+        "Python": Path(sys.executable),
+    }
+    for what, path in places.items():
         if not _PLAIN.fullmatch(str(path)):
             raise PlanError(
                 f"{what} is {str(path)!r}, and DeepSpeed gives it to a shell unquoted",
                 fix="a path of letters, digits and `_@%+=:,./-`, or --launcher torchrun",
             )
-    variables = {**_settings_here(), **worker_env(job), "MASTER_ADDR": hosts[0]}
+    address, port = _address(hosts[0]), str(free_port())
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    variables = {**_users_file(), **_settings_here(), **worker_env(job), **meeting}
+    if runner == "slurm" and (cut := [k for k, v in variables.items() if "," in v]):
+        raise PlanError(
+            f"{cut[0]} has a comma, at which srun cuts the variables that it passes on",
+            fix=f"unset {cut[0]}, or launch.remote_start: pdsh",
+        )
     ssh = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     exported = job.run_dir / "launch" / "deepspeed.env"
     return LaunchSpec(
@@ -94,14 +111,14 @@ def _on_several(job: Job) -> LaunchSpec:
             _program(),
             f"--hostfile={job.launch.hostfile}",
             f"--launcher={runner}",
-            f"--master_addr={hosts[0]}",
-            f"--master_port={free_port()}",
+            f"--master_addr={address}",
+            f"--master_port={port}",
             # It ends in a traceback, and knows none of pdsh's options for ssh.
             "--no_ssh_check",
             "--no_local_rank",
-            "--module",
-            *DMT[1:],
-            *("train", str(job.run_dir)),
+            # As a script: under Slurm, DeepSpeed forgets that something is a module.
+            *_per_node(runner, job.cluster),
+            *(str(_beside_python("dmt")), "train", str(job.run_dir)),
         ),
         run_dir=job.run_dir,
         env={
@@ -113,7 +130,48 @@ def _on_several(job: Job) -> LaunchSpec:
         grace_s=job.grace_s,
         files={exported: _lines(variables)},
         remote=True,
+        # At SIGTERM its runner for pdsh ends every DeepSpeed run of this user there.
+        end_signal=signal.SIGKILL if runner == "pdsh" else signal.SIGTERM,
+        # DeepSpeed itself puts these into the command, which everyone can read.
+        hidden=frozenset(
+            name
+            for name in os.environ
+            if name.startswith(("MLFLOW", "PYTHON")) and secret_variable(name)
+        ),
     )
+
+
+def _per_node(runner: str, cluster: ClusterSection) -> tuple[str, ...]:
+    """Slurm would place the ranks as it likes."""
+    if runner != "slurm":
+        return ()
+    return (
+        f"--num_nodes={cluster.nodes}",
+        f"--launcher_args=--ntasks-per-node={cluster.gpus_per_node}",
+    )
+
+
+def _address(host: str) -> str:
+    """The host, where its name can be resolved: an alias of ssh's may not be."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise PlanError(
+            f"launch.hostfile: {host}, the first machine, has no address: {error}",
+            fix="write its name or address as the ranks can resolve it",
+        ) from error
+    return host
+
+
+def _users_file() -> dict[str, str]:
+    """What the user's own `.deepspeed_env` states, which ours stands in for."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()):
+        file = folder / ".deepspeed_env"
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            found |= dict(line.split("=", 1) for line in lines if "=" in line)
+    return found
 
 
 def _settings_here() -> dict[str, str]:
@@ -167,19 +225,32 @@ def _hosts(job: Job) -> list[str]:
     return [line[0] for line in found]
 
 
-def _reach_by_ssh(spec: LaunchSpec) -> None:
-    """Raise BackendUnavailable naming the machines of the hostfile that ssh does not reach."""
+def _on_all(spec: LaunchSpec, *command: str) -> "dict[str, subprocess.Popen[str]]":
+    """Start a command on every machine of the hostfile, by ssh."""
     (hostfile,) = (word for word in spec.argv if word.startswith("--hostfile="))
     options = shlex.split(spec.env["PDSH_SSH_ARGS_APPEND"])
-    tries = {
+    return {
         host: subprocess.Popen(
-            ["ssh", *options, host, "true"],
+            ["ssh", *options, host, *command],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
         for host, *_ in _entries(Path(hostfile.partition("=")[2]).read_text(encoding="utf-8"))
     }
+
+
+def _end_by_ssh(spec: LaunchSpec) -> None:
+    """End the ranks that are left of this run, and of no other."""
+    # The brackets keep the pattern from matching the shell that carries it.
+    pattern = "[t]rain." + re.sub(r"[^\w/-]", ".", str(spec.run_dir)) + "$"
+    for one in _on_all(spec, "pkill", "-TERM", "-f", f"'{pattern}'").values():
+        one.communicate()
+
+
+def _reach_by_ssh(spec: LaunchSpec) -> None:
+    """Raise BackendUnavailable naming the machines of the hostfile that ssh does not reach."""
+    tries = _on_all(spec, "true")
     why = {host: one.communicate()[1].strip() for host, one in tries.items()}
     lost = [host for host, one in tries.items() if one.returncode]
     if lost:
@@ -199,14 +270,18 @@ def _entries(text: str) -> list[list[str]]:
 
 def _program() -> str:
     """Return the command that belongs to this Python, else one of the search path."""
-    beside = Path(sys.executable).with_name("deepspeed")
-    program = str(beside) if beside.exists() else which("deepspeed")
+    return str(_beside_python("deepspeed"))
+
+
+def _beside_python(name: str) -> Path:
+    beside = Path(sys.executable).with_name(name)
+    program = str(beside) if beside.exists() else which(name)
     if program is None:
         raise BackendUnavailable(
-            "launch.launcher is deepspeed, but there is no `deepspeed` command",
-            fix="pip install deepspeed, or launch.launcher: local",
+            f"launch.launcher is deepspeed, but there is no `{name}` command",
+            fix=f"pip install {name}, or launch.launcher: local",
         )
-    return program
+    return Path(program)
 
 
 def _devices(cluster: ClusterSection) -> tuple[str, ...]:

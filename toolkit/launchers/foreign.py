@@ -1,5 +1,7 @@
 """Running another tool's launcher: under DMT's guard here, or with its ranks elsewhere."""
 
+import math
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +9,12 @@ import time
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.launchers.base import LaunchSpec, Outcome, tell
-from toolkit.launchers.outcome import events_offset, has_failed, outcome_from_events
+from toolkit.launchers.outcome import (
+    events_offset,
+    has_failed,
+    has_started,
+    outcome_from_events,
+)
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     ORPHAN_GRACE_S,
@@ -66,7 +73,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
         env=spec.process_env(0),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=die_with_parent(signal.SIGTERM),
+        preexec_fn=die_with_parent(spec.end_signal),
     )
     asked, deadline, looked_at = False, Deadline(), time.monotonic()
     while process.poll() is None:
@@ -74,27 +81,28 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
             asked = True
             tell(STOPPING)
             run.stop.touch()
-            deadline.start(spec.grace_s)
+            # Ranks that have not begun do not look; nothing of theirs is lost.
+            deadline.start(spec.grace_s if has_started(run.path, offset) else ORPHAN_GRACE_S)
         if not restarts and time.monotonic() - looked_at > _LOOK_S:
             looked_at = time.monotonic()
             if has_failed(spec.run_dir, offset):
                 deadline.start(ORPHAN_GRACE_S)
         if signals.kill_requested or deadline.passed:
-            if asked:
+            if asked and not signals.kill_requested and spec.grace_s < math.inf:
                 tell(f"error: {grace_over(spec.grace_s)}")
-            _end(process)
+            _end(process, spec.end_signal)
         time.sleep(POLL_S)
     run.stop.unlink(missing_ok=True)
     return outcome_from_events(spec.run_dir, offset, process.returncode, asked)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Let the launcher end its ranks, and kill it when it does not."""
-    process.terminate()
+def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """End the launcher and what it started here, and kill it when it does not go."""
+    os.killpg(process.pid, number)
     try:
-        process.wait(ORPHAN_GRACE_S + FAILED_GRACE_S)
+        process.wait(FAILED_GRACE_S)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -7,14 +7,18 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.train.assignment import Assignment
 
 
-def job_of(assignment: Assignment) -> Job:
-    """The job of a run, with the recipe as it was decided for whoever plans it again."""
+def job_of(assignment: Assignment, settle: bool = False) -> Job:
+    """The job of a run.
+
+    Whoever plans its recipe again decides the same. `settle` writes the decisions out, which
+    were made with what only this machine knows: a cluster file.
+    """
     recipe, plan = assignment.recipe, assignment.plan
     return Job(
         run_dir=assignment.run_dir,
         cluster=recipe.cluster,
         launch=recipe.launch,
         name=recipe.name,
-        recipe=dump_recipe(settled(recipe, plan)),
+        recipe=dump_recipe(settled(recipe, plan) if settle else recipe),
         env=environment(plan, recipe.cluster.gpu),
     )

@@ -7,8 +7,9 @@ in a ConfigMap, secrets in a Secret that the user made.
 
 import re
 import shlex
+from hashlib import sha256
 from io import StringIO
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from shutil import which
 from typing import Any
 
@@ -16,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
 from toolkit.launchers.foreign import run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
@@ -28,8 +29,8 @@ CONFIG = PurePosixPath("/etc/dmt")
 DEFAULT_GRACE_S = 600
 """How long a pod may take to save and leave, where the recipe says nothing."""
 
-_LONGEST_NAME = 40
-"""The operator adds up to 22 characters for the pods, whose names may have 63."""
+_LONGEST_NAME = 30
+"""Ours has 11 characters more; the operator adds up to 22 for the pods, which may have 63."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 Manifest = dict[str, Any]
@@ -60,7 +61,11 @@ class KubernetesLauncher:
                 "launch.launcher is kubernetes, but there is no `kubectl` here",
                 fix=f"where it is: {shlex.join(spec.argv)}",
             )
-        return run_submission(spec)
+        outcome = run_submission(spec)
+        if outcome.exit_code:
+            again = shlex.join(("kubectl", "delete", *spec.argv[2:]))
+            tell(f"  fix: if the job of an earlier start is in the way: {again}")
+        return outcome
 
 
 def pytorch_job(job: Job) -> Manifest:
@@ -145,8 +150,14 @@ def _config_map(job: Job) -> Manifest:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(job),
-        "data": {"recipe.yaml": LiteralScalarString(job.recipe)},
+        "data": {"recipe.yaml": LiteralScalarString(_portable(job.recipe))},
     }
+
+
+def _portable(recipe: str) -> str:
+    """The recipe with the paths below this folder relative to the volume."""
+    here = f"{Path.cwd()}/"
+    return recipe if here == "//" else recipe.replace(here, "")
 
 
 def _metadata(job: Job) -> Manifest:
@@ -154,8 +165,11 @@ def _metadata(job: Job) -> Manifest:
 
 
 def _name(job: Job) -> str:
-    """The recipe's name as Kubernetes allows it: small letters, digits and `-`."""
-    return re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
+    """The recipe's name as Kubernetes allows it, and which recipe and run directory it is:
+    no job ever starts with the ConfigMap of another."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
+    which_ = sha256(f"{job.run_dir.name}\n{_portable(job.recipe)}".encode()).hexdigest()
+    return f"dmt-{plain}-{which_[:6]}"
 
 
 def _yaml(documents: list[Manifest]) -> str:

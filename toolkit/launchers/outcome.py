@@ -99,10 +99,12 @@ def outcome_from_events(
     only when the stop was asked for here: these launchers also stop the other workers
     when one was killed.
     """
+    if launcher_code == EXIT_DONE:
+        return Outcome(EXIT_DONE)  # after restarts of its own, perhaps
     events = _since_last_start(jsonl.read(RunDirectory(run_dir).events, offset))
     if failed := _first_failure(events):
         return report_failure(run_dir, offset, failed)
-    if launcher_code in (EXIT_DONE, EXIT_RESUMABLE):
+    if launcher_code == EXIT_RESUMABLE:
         return Outcome(launcher_code)
     saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
     nothing_started = all(event.get("kind") != "start" for event in events)
@@ -122,6 +124,12 @@ def _since_last_start(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[s
 def has_failed(run_dir: Path, offset: int) -> bool:
     """Has a rank of this launch said that it failed?"""
     return _first_failure(jsonl.read(RunDirectory(run_dir).events, offset)) is not None
+
+
+def has_started(run_dir: Path, offset: int) -> bool:
+    """Have the ranks of this launch begun to train?"""
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    return any(event.get("kind") == "start" for event in events)
 
 
 def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:

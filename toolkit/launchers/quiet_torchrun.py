@@ -6,16 +6,29 @@ cannot reach each other. Here the workers'
 messages stand alone, and the first failed rank's exit code is handed on.
 """
 
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import EXIT_FAILED
+from toolkit.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_RESUMABLE,
+    EXIT_UNAVAILABLE,
+    EXIT_USER_ERROR,
+)
 from toolkit.launchers.base import tell
 from toolkit.launchers.outcome import RankExit
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+ENDS = "DMT_AGENT_ENDS"
+"""Names the folder in which workers leave the codes that their agent must not see."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,8 +38,11 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    ends = tempfile.TemporaryDirectory(prefix="dmt-ends-")
+    os.environ[ENDS] = ends.name
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
+        return max((int(file.name) for file in Path(ends.name).iterdir()), default=EXIT_DONE)
     except (OSError, RendezvousError, DistNetworkError) as error:
         tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
         return EXIT_FAILED
@@ -36,7 +52,21 @@ def main(arguments: Sequence[str]) -> int:
             tell(f"error: {failed.describe()}")
             return 128 - failed.code
         return failed.code
-    return 0
+    finally:
+        ends.cleanup()
+
+
+def told_the_agent(code: int) -> int:
+    """The code with which a worker leaves: 0 where the agent must not start it again.
+
+    An agent takes every other code for a failure: also a stop in good order (75), and what
+    the user has to mend (2, 3). The true code is left for `main`.
+    """
+    folder = os.environ.get(ENDS)
+    if folder is None or code not in (EXIT_RESUMABLE, EXIT_USER_ERROR, EXIT_UNAVAILABLE):
+        return code
+    (Path(folder) / str(code)).touch()
+    return EXIT_DONE
 
 
 def _root_cause(error: "ChildFailedError") -> RankExit:

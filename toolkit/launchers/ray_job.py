@@ -24,8 +24,8 @@ from ray.train.backend import Backend
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
+from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, tell
 from toolkit.launchers.local import copy_to_log
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
@@ -173,12 +173,24 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
 
     # Of all that Ray's processes print, the user is shown what rank 0 does.
-    ray.init(
-        address=asked.address,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    try:
+        ray.init(
+            address=asked.address or "local",
+            include_dashboard=False if asked.address is None else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ConnectionError as error:
+        tell(f"error: no Ray at launch.ray.address {asked.address}: {_first_line(error)}")
+        tell("  fix: `ray start --head` there, or launch.ray.address: null")
+        return EXIT_UNAVAILABLE
+    if lacking := _lacking(asked.ranks, asked.gpu):
+        if asked.address is None:
+            tell(
+                f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"
+            )
+            return EXIT_UNAVAILABLE
+        tell(f"waiting: {lacking}")
     desk: Any = ray.remote(num_cpus=0)(Desk).remote()
     over = threading.Event()
     stop = RunDirectory(asked.run_dir).stop
@@ -207,11 +219,18 @@ def main(arguments: Sequence[str]) -> int:
         code: int = ray.get(desk.code.remote())
     except ray.train.TrainingFailedError as error:
         code = EXIT_FAILED
-        print(f"error: Ray gave up: {_first_line(error)}", file=sys.stderr, flush=True)
+        tell(f"error: Ray gave up: {_first_line(error)}")
     over.set()
     courier.join()  # A call after the end would start another Ray.
     ray.shutdown()
     return code
+
+
+def _lacking(ranks: int, gpu: bool) -> str:
+    """What Ray does not have of what the ranks ask for; empty where it has all."""
+    what = "GPU" if gpu else "CPU"
+    there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
+    return f"{ranks} ranks need a {what} each, Ray has {there}" if there < ranks else ""
 
 
 def _carry(stop: Path, desk: Any, over: threading.Event) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from shutil import which
 
 from toolkit.errors import EXIT_RESUMABLE, BackendUnavailable, PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
 from toolkit.launchers.foreign import run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
@@ -57,6 +57,8 @@ class SlurmLauncher:
             )
         # Slurm does not make the folder of a job's output; the job would die without a word.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if "--cpus-per-task" not in spec.printable():
+            tell("launch.slurm.cpus_per_node is not set: Slurm's default may be 1 processor")
         return run_submission(spec)
 
 
@@ -114,7 +116,8 @@ def _script(job: Job) -> Iterator[str]:
     yield "run=$!"
     yield "again=no"
     yield "trap 'again=yes; kill -USR1 \"$run\"' USR1"
-    yield "trap 'kill -TERM \"$run\"' TERM"
+    yield "# srun passes USR1 on; at TERM it would kill."
+    yield "trap 'kill -USR1 \"$run\"' TERM"
     yield "# A trapped signal ends `wait` early: wait until the run itself has ended."
     yield 'while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done'
     if slurm.requeue:

@@ -66,7 +66,7 @@ def _meeting(job: Job) -> tuple[str, ...]:
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous}",
         f"--rdzv-id={job.name}",
-        f"--rdzv-conf=join_timeout={JOIN_LIMIT_S}",
+        f"--rdzv-conf=join_timeout={JOIN_LIMIT_S},read_timeout={JOIN_LIMIT_S}",
         f"--max-restarts={job.launch.max_restarts}",
     )
 

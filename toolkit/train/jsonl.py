@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def drop_later_steps(path: Path, step: int) -> int:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file in one step: a reader sees the old text or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
