@@ -10,8 +10,9 @@ from shutil import rmtree, which
 
 import psutil
 
-HOSTS = ("dmt-a", "dmt-b")
-ADDRESS = {"dmt-a": "10.77.0.1", "dmt-b": "10.77.0.2"}
+HOSTS = (f"dmt{os.getpid()}-a", f"dmt{os.getpid()}-b")
+"""Of this test run alone."""
+ADDRESS = dict(zip(HOSTS, ("10.77.0.1", "10.77.0.2"), strict=True))
 WIRE = "dmt0"
 """The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
 PROGRAMS = ("ip", "sshd", "ssh", "pdsh")
@@ -25,8 +26,8 @@ def missing() -> str | None:
         return f"not installed: {', '.join(lacking)}"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    probe = subprocess.run(["ip", "netns", "add", "dmt-probe"], env=_env(), capture_output=True)
-    subprocess.run(["ip", "netns", "del", "dmt-probe"], env=_env(), capture_output=True)
+    probe = subprocess.run(["ip", "netns", "add", HOSTS[0]], env=_env(), capture_output=True)
+    subprocess.run(["ip", "netns", "del", HOSTS[0]], env=_env(), capture_output=True)
     return "network namespaces are not allowed here" if probe.returncode else None
 
 
@@ -40,7 +41,7 @@ def _run(*command: str | Path) -> None:
 
 
 class TwoHosts:
-    """The hosts `dmt-a` and `dmt-b`."""
+    """The two `HOSTS`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
