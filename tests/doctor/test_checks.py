@@ -1,6 +1,7 @@
 """Single checks: what each says, and who needs it."""
 
 import netrc
+import shlex
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_machines_that_answer_and_do_not() -> None:
     assert up.level == "ok"
     assert unknown.blocks and "does not resolve" in unknown.found
     (closed,) = network.reach(["127.0.0.1"], port, "--hostfile")
-    assert closed.blocks and "refused" in closed.found and "ssh 127.0.0.1" in closed.fix
+    assert closed.blocks and "refused" in closed.found and "ssh -- 127.0.0.1" in closed.fix
 
 
 def test_hostfiles(tmp_path: Path) -> None:
@@ -221,6 +222,34 @@ def test_a_taken_port() -> None:
     assert "--master_port=" in found.fix
 
 
+@pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
+def test_no_fix_hands_a_foreign_word_to_the_shell(
+    hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users paste fixes: what a recipe, a hostfile or this machine states is quoted there."""
+    foreign = str(tmp_path / hostile)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
+    monkeypatch.setattr(network, "interfaces", lambda: {hostile: ["192.0.2.1"]})
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    stated = Needs(run_dir=Path(hostile), nvme=Path(foreign))
+    fixes = [
+        *(found.fix for found in storage.check(stated)),
+        *(found.fix for found in network._interface_variables(stated)),
+        *(found.fix for found in network.reach([hostile], 22, "--hostfile")),
+    ]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    fixes.append(network._host_name(TWO_MACHINES).fix)
+    quoted = (shlex.quote(foreign), shlex.quote(hostile))
+    assert sum(any(word in fix for word in quoted) for fix in fixes) == 4
+    for fix in fixes:
+        for word in quoted:
+            fix = fix.replace(word, "")
+        assert hostile not in fix
+    (ssh,) = (fix for fix in fixes if fix.startswith("ssh"))
+    assert ssh.startswith("ssh -- ")  # else a name that begins with - is an option
+
+
 def test_file_systems(tmp_path: Path) -> None:
     assert storage.file_system(Path("/proc/self")) == "proc"
     assert storage.file_system(tmp_path) != "unknown"
@@ -242,7 +271,7 @@ def test_two_checkpoints_must_fit(tmp_path: Path) -> None:
 
 def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
     (found,) = storage._nvme(tmp_path / "none")
-    assert found.blocks and found.fix.startswith(f"mkdir -p {tmp_path / 'none'}")
+    assert found.blocks and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

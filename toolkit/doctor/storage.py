@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import shutil
 import tempfile
 import time
@@ -120,7 +121,8 @@ def _existing(folder: Path) -> Path:
 def _nvme(folder: Path) -> Iterator[Finding]:
     name, setting = "NVMe folder", f"parallel.zero.nvme_path: {folder}"
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        fix = f"mkdir -p {folder} && test -w {folder}"
+        quoted = shlex.quote(str(folder))
+        fix = f"mkdir -p -- {quoted} && test -w {quoted}"
         text = f"{folder} is no folder that can be written to"
         yield Finding(GROUP, name, "problem", text, setting, fix)
         return
