@@ -269,6 +269,16 @@ def test_two_checkpoints_must_fit(tmp_path: Path) -> None:
     assert found.level == "warning" and "two checkpoints take 2000000.0 TB" in found.found
 
 
+def test_no_other_owner_is_advised_for_a_folder_high_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest folder that is there may be `/`: no advice to own that."""
+    monkeypatch.setattr(storage.os, "access", lambda *_: False)  # as for anybody but root
+    (found,) = storage._disk(Needs(run="every recipe", run_dir=Path("/none/runs/mine")))
+    assert found.blocks and found.found == "cannot write in /"
+    assert found.fix == "name another folder with --run-dir"
+
+
 def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
     (found,) = storage._nvme(tmp_path / "none")
     assert found.blocks and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")

@@ -45,7 +45,7 @@ def _disk(needs: Needs) -> Iterator[Finding]:
     """Space and speed of the disk that the run directory is on, or will be."""
     name, folder = "run directory", _existing(needs.run_dir)
     if not os.access(folder, os.W_OK):
-        fix = f"name another folder with --run-dir, or chown {os.getuid()} {folder}"
+        fix = "name another folder with --run-dir"
         yield Finding(GROUP, name, "problem", f"cannot write in {folder}", needs.run, fix)
         return
     system = file_system(folder)
