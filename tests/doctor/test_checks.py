@@ -263,14 +263,17 @@ def test_the_disk_is_measured_and_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_checkpoints_must_fit(tmp_path: Path) -> None:
-    needing = Needs(run_dir=tmp_path / "runs" / "mine", checkpoint_bytes=10**18)
+def test_the_checkpoints_that_are_kept_and_a_new_one_must_fit(tmp_path: Path) -> None:
+    """Old ones go only when the new one is complete."""
+    assert needs("checkpoint.keep=7").checkpoints_kept == 7
+    needing = Needs(run_dir=tmp_path / "mine", checkpoint_bytes=10**18, checkpoints_kept=3)
     found = one(storage._disk(needing), "run directory")
-    assert found.level == "warning" and "two checkpoints take 2000000.0 TB" in found.found
+    assert found.level == "warning" and "4 checkpoints" in found.found
+    assert "take 4000000.0 TB" in found.found
 
 
 def test_no_other_owner_is_advised_for_a_folder_high_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The nearest folder that is there may be `/`: no advice to own that."""
     monkeypatch.setattr(storage.os, "access", lambda *_: False)  # as for anybody but root

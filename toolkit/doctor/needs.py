@@ -73,6 +73,7 @@ class Needs:
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
     """Of one checkpoint; None where the model's size is not known."""
+    checkpoints_kept: int = 1
     note: str = ""
     """What could not be found out, and why."""
 
@@ -111,6 +112,7 @@ def needs_of(recipe: Recipe) -> Needs:
         run_dir=_run_dir(recipe),
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),
+        checkpoints_kept=recipe.checkpoint.keep,
         note=note,
     )
 

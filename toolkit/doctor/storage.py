@@ -51,11 +51,12 @@ def _disk(needs: Needs) -> Iterator[Finding]:
     system = file_system(folder)
     free = shutil.disk_usage(folder).free
     text = f"{folder}: {system}, {byte_size(free)} free"
-    wanted = 2 * (
-        needs.checkpoint_bytes or 0
-    )  # a new one is written before an old one is removed
+    # A new one is complete before an old one is removed.
+    most = needs.checkpoints_kept + 1
+    wanted = most * (needs.checkpoint_bytes or 0)
     if free < max(wanted, TRIAL_BYTES):
-        text += f", but two checkpoints take {byte_size(wanted)}" if wanted else ""
+        if wanted:
+            text += f", but {most} checkpoints (checkpoint.keep + 1) take {byte_size(wanted)}"
         fix = "remove old runs, or name another disk with --run-dir"
         yield Finding(GROUP, name, "warning", text, None, fix)
     elif system == "tmpfs":
