@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 
 from tests.processes import ROOT
+from toolkit import launchers
 from toolkit.doctor import accelerators, accounts, network, packages, storage
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import LAUNCHERS, Needs, hosts_of, needs_of
@@ -39,8 +40,9 @@ def needs(*overrides: str) -> Needs:
 
 
 def test_every_launcher_has_its_needs() -> None:
-    """A launcher of the schema that the table lacks would be a traceback."""
-    assert set(get_args(LaunchSection.model_fields["launcher"].annotation)) <= set(LAUNCHERS)
+    """A launcher of the schema that a table lacks would be a traceback."""
+    stated = set(get_args(LaunchSection.model_fields["launcher"].annotation))
+    assert set(LAUNCHERS) == set(launchers.LAUNCHERS) == stated
 
 
 def test_what_a_recipe_needs(tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ LAUNCHERS: Mapping[str, LauncherNeeds] = {
 _BY_ENGINE: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron-core",),
-    "fsdp": (),
-    "ddp": (),
 }
+"""Besides torch."""
 
 
 @dataclass(frozen=True)
