@@ -12,10 +12,11 @@ from packaging.version import Version
 
 from tests.processes import ROOT
 from toolkit import launchers
-from toolkit.doctor import accelerators, accounts, network, packages, storage
+from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
-from toolkit.doctor.needs import LAUNCHERS, Needs, hosts_of, needs_of
+from toolkit.doctor.needs import LAUNCHERS, Needs, needs_of
 from toolkit.errors import PlanError
+from toolkit.launchers.hostfile import read_hostfile
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import LaunchSection
 
@@ -68,9 +69,24 @@ def test_what_a_recipe_needs(tmp_path: Path) -> None:
     assert nvme.nvme == tmp_path
     gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
     assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
-    several = needs("cluster.nodes=2", "launch.launcher=deepspeed")
-    assert set(several.programs) == {"deepspeed", "pdsh", "ssh"}
     assert needs("logging.wandb.mode=online").wandb == "logging.wandb.mode: online"
+
+
+@pytest.mark.parametrize(
+    ("remote_start", "programs"),
+    [("pdsh", {"pdsh", "ssh"}), ("openmpi", {"mpirun", "ssh"}), ("slurm", {"srun"})],
+)
+def test_what_starts_processes_elsewhere(remote_start: str, programs: set[str]) -> None:
+    """What srun starts, no ssh reaches: neither the program nor port 22 is asked for."""
+    several = needs(
+        "cluster.nodes=2",
+        "launch.launcher=deepspeed",
+        "launch.hostfile=hosts",
+        f"launch.remote_start={remote_start}",
+    )
+    assert set(several.programs) == {"deepspeed", *programs}
+    assert several.ssh_hostfile == (Path("hosts") if "ssh" in programs else None)
+    assert programs <= set(toolchain._INSTALLED_BY) == set(toolchain._NEEDED_FOR)
 
 
 def test_a_model_that_only_the_hub_knows(
@@ -204,10 +220,11 @@ def test_machines_that_answer_and_do_not() -> None:
 def test_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# two machines\nworker-1 slots=8\n\nworker-2 slots=8  # the second\n")
-    assert hosts_of(file) == ["worker-1", "worker-2"]
-    file.write_text("# none\n")
-    with pytest.raises(PlanError, match="names no machine"):
-        hosts_of(file)
+    assert read_hostfile(file) == [["worker-1", "slots=8"], ["worker-2", "slots=8"]]
+    for text, said in (("# none\n", "names no machine"), ("-oProxyCommand=id", "is no mach")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=said):
+            read_hostfile(file)
 
 
 def test_a_taken_port() -> None:

@@ -106,12 +106,13 @@ def _check(
 ) -> None:
     from toolkit.cli.doctor_table import show
     from toolkit.doctor.examine import examine
-    from toolkit.doctor.needs import Needs, hosts_of, needs_of
+    from toolkit.doctor.needs import Needs, needs_of
+    from toolkit.launchers.hostfile import read_hostfile
     from toolkit.recipe.load import load_recipe
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:
-        hosts_of(hostfile)  # a mistake in it is told before a second is spent
+        read_hostfile(hostfile)  # a mistake in it is told before a second is spent
     findings = list(examine(needs, hostfile))
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, Level, lacking
-from toolkit.doctor.needs import SSH_PORT, Needs, hosts_of
+from toolkit.doctor.needs import SSH_PORT, Needs
 from toolkit.launchers.base import free_port
+from toolkit.launchers.hostfile import read_hostfile
 
 GROUP = "network"
 USUAL_PORT = 29500
@@ -30,10 +31,11 @@ def check(needs: Needs, hostfile: Path | None) -> Iterator[Finding]:
     yield _host_name(needs)
     yield from _master(needs)
     yield _port()
-    hostfile = hostfile or needs.hostfile
+    hostfile = hostfile or needs.ssh_hostfile
     if hostfile is not None:
         by = needs.several_machines or f"--hostfile {hostfile}"
-        yield from reach(hosts_of(hostfile), SSH_PORT, by)
+        hosts = [host for host, *_ in read_hostfile(hostfile)]
+        yield from reach(hosts, SSH_PORT, by)
 
 
 def interfaces() -> dict[str, list[str]]:
