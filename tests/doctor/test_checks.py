@@ -15,6 +15,7 @@ from toolkit import launchers
 from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import LAUNCHERS, Needs, needs_of
+from toolkit.doctor.probe import Answer
 from toolkit.errors import PlanError
 from toolkit.launchers.hostfile import read_hostfile
 from toolkit.recipe.load import load_recipe
@@ -120,6 +121,26 @@ def test_known_bad_versions(package: str, version: str, source: str) -> None:
     assert not list(packages._known_bad(package, Version(fixed[package]), None))
 
 
+def test_fixes_install_the_part_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray` alone lacks Ray Train, `transformer-engine` alone what torch takes of it."""
+    monkeypatch.setattr(packages, "is_installed", lambda _: False)
+    fixes = {one.name: next(packages._package(one, Needs())).fix for one in packages.PACKAGES}
+    assert fixes["ray"].startswith("pip install 'ray[train]>=")
+    assert fixes["tensorboard"].startswith("pip install 'tensorboard>=")
+    engine = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    assert fixes["transformer-engine"] == engine
+
+
+def test_the_part_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        packages, "ask_python", lambda code: asked.append(code) or Answer(True, "")
+    )
+    for package in packages.PACKAGES:
+        packages._import_failure(package, "a setting")
+    assert {"import ray.train", "import transformer_engine.pytorch"} <= {*asked}
+
+
 def test_an_old_kernel() -> None:
     (found,) = packages._kernel("4.18.0-553.el8.x86_64")
     assert found.level == "warning"
@@ -141,6 +162,8 @@ def test_drivers(driver: str | None, cuda: str | None, level: str) -> None:
     needing = Needs(gpus=1, gpu="cluster.gpu: h100-80gb")
     (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, needing)
     assert found.level == level
+    # pip would keep the torch that is there.
+    assert "pip install" not in found.fix or "--force-reinstall torch --index" in found.fix
     (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, Needs())
     assert found.level == ("warning" if level == "problem" else "ok")
 

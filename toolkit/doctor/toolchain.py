@@ -40,7 +40,7 @@ _INSTALLED_BY: Mapping[str, str] = {
     "deepspeed": "pip install deepspeed",
     "torchrun": "pip install torch",
     "accelerate": "pip install accelerate",
-    "ray": "pip install ray",
+    "ray": "pip install 'ray[train]'",
     "pdsh": "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
     "mpirun": "apt-get install openmpi-bin (Debian, Ubuntu), dnf install openmpi "
     "(Fedora, RHEL)",
