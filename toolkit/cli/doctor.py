@@ -17,6 +17,11 @@ from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth
 
+_ACROSS = (
+    "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+    "-m toolkit.cli.main doctor --bandwidth"
+)
+
 
 def doctor(
     recipe: Annotated[
@@ -137,9 +142,10 @@ def _bandwidth(processes: int | None, as_json: bool) -> None:
         end_process(EXIT_DONE)
     machine = this_machine(processes)
     if machine.processes == 1:
+        more_here = this_machine(None).processes > 1
         raise PlanError(
             "--bandwidth: one process has nobody to talk to",
-            fix="--processes 2, or torchrun --nnodes N … --no-python dmt doctor --bandwidth",
+            fix="leave --processes out" if more_here else f"on two machines: {_ACROSS}",
         )
     _tell_count(machine.gpu, machine.processes)
     rates = measured(machine, "toolkit.doctor.bandwidth")
@@ -159,6 +165,7 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
     machine = calibration.this_machine(processes)
+    calibration.check_known(machine)
     calibration.check_out(out)
     _tell_count(machine.gpu, machine.processes)
     speeds = calibration.calibrate(machine)
