@@ -1,10 +1,13 @@
 """`dmt doctor --bandwidth`: real collectives, and what their times mean."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import run_ranks
+from toolkit.cli.main import main
+from toolkit.doctor import calibrate
 from toolkit.doctor.bandwidth import Bandwidth, _peaks
 
 FACTORS = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "p2p": 1.0}
@@ -39,3 +42,43 @@ def test_peaks() -> None:
     assert _peaks("h100-80gb", 4, 8) == (400e9, 50e9)
     assert _peaks("h100-80gb", 4, 1) == (50e9, 50e9)
     assert _peaks("NVIDIA GeForce RTX 4090", 1, 2) == (None, None)
+
+
+def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with GPUs that the hardware catalogue lacks."""
+    device = SimpleNamespace(name="NVIDIA L40S")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
+
+
+def test_a_gpu_of_no_catalogue_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks need no data sheet to talk; only what is written for the planner does."""
+    with_gpus(2, monkeypatch)
+    machine = calibrate.this_machine(None)
+    assert (machine.gpu, machine.processes) == ("NVIDIA L40S", 2)
+    assert main(["doctor", "--calibrate"]) == 3
+    assert "does not know 'NVIDIA L40S'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "fix"),
+    [
+        (1, [], "on two machines: torchrun --nnodes 2"),
+        (1, ["--processes", "1"], "on two machines: torchrun --nnodes 2"),
+        (2, ["--processes", "1"], "fix: leave --processes out"),
+    ],
+)
+def test_one_process_is_told_where_others_are(
+    gpus: int,
+    arguments: list[str],
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with_gpus(gpus, monkeypatch)
+    assert main(["doctor", "--bandwidth", *arguments]) == 2
+    assert fix in capsys.readouterr().err

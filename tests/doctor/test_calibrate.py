@@ -12,6 +12,7 @@ from toolkit.doctor.calibrate import (
     HEADER,
     Machine,
     catalogue_name,
+    check_known,
     check_out,
     cluster_text,
     this_machine,
@@ -72,14 +73,15 @@ def test_one_process_has_no_link(tmp_path: Path) -> None:
 )
 def test_drivers_names(device: str, expected: str) -> None:
     assert catalogue_name(device) == expected
+    check_known(Machine(expected, 2))
 
 
 @pytest.mark.parametrize(
     "device", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"]
 )
-def test_unknown_devices_are_named(device: str) -> None:
+def test_unknown_devices_are_calibrated_by_nobody(device: str) -> None:
     with pytest.raises(BackendUnavailable, match=device):
-        catalogue_name(device)
+        check_known(Machine(catalogue_name(device), 2))
 
 
 def test_processes_are_bounded_by_the_machine() -> None:

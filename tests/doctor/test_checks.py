@@ -1,6 +1,7 @@
 """Single checks: what each says, and who needs it."""
 
 import netrc
+import shlex
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.doctor import accelerators, accounts, network, packages, storage
+from toolkit import launchers
+from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
-from toolkit.doctor.needs import LAUNCHERS, Needs, hosts_of, needs_of
+from toolkit.doctor.needs import LAUNCHERS, Needs, needs_of
+from toolkit.doctor.probe import Answer
 from toolkit.errors import PlanError
+from toolkit.launchers.hostfile import read_hostfile
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import LaunchSection
 
@@ -38,8 +42,9 @@ def needs(*overrides: str) -> Needs:
 
 
 def test_every_launcher_has_its_needs() -> None:
-    """A launcher of the schema that the table lacks would be a traceback."""
-    assert set(get_args(LaunchSection.model_fields["launcher"].annotation)) <= set(LAUNCHERS)
+    """A launcher of the schema that a table lacks would be a traceback."""
+    stated = set(get_args(LaunchSection.model_fields["launcher"].annotation))
+    assert set(LAUNCHERS) == set(launchers.LAUNCHERS) == stated
 
 
 def test_what_a_recipe_needs(tmp_path: Path) -> None:
@@ -65,9 +70,24 @@ def test_what_a_recipe_needs(tmp_path: Path) -> None:
     assert nvme.nvme == tmp_path
     gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
     assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
-    several = needs("cluster.nodes=2", "launch.launcher=deepspeed")
-    assert set(several.programs) == {"deepspeed", "pdsh", "ssh"}
     assert needs("logging.wandb.mode=online").wandb == "logging.wandb.mode: online"
+
+
+@pytest.mark.parametrize(
+    ("remote_start", "programs"),
+    [("pdsh", {"pdsh", "ssh"}), ("openmpi", {"mpirun", "ssh"}), ("slurm", {"srun"})],
+)
+def test_what_starts_processes_elsewhere(remote_start: str, programs: set[str]) -> None:
+    """What srun starts, no ssh reaches: neither the program nor port 22 is asked for."""
+    several = needs(
+        "cluster.nodes=2",
+        "launch.launcher=deepspeed",
+        "launch.hostfile=hosts",
+        f"launch.remote_start={remote_start}",
+    )
+    assert set(several.programs) == {"deepspeed", *programs}
+    assert several.ssh_hostfile == (Path("hosts") if "ssh" in programs else None)
+    assert programs <= set(toolchain._INSTALLED_BY) == set(toolchain._NEEDED_FOR)
 
 
 def test_a_model_that_only_the_hub_knows(
@@ -101,6 +121,26 @@ def test_known_bad_versions(package: str, version: str, source: str) -> None:
     assert not list(packages._known_bad(package, Version(fixed[package]), None))
 
 
+def test_fixes_install_the_part_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray` alone lacks Ray Train, `transformer-engine` alone what torch takes of it."""
+    monkeypatch.setattr(packages, "is_installed", lambda _: False)
+    fixes = {one.name: next(packages._package(one, Needs())).fix for one in packages.PACKAGES}
+    assert fixes["ray"].startswith("pip install 'ray[train]>=")
+    assert fixes["tensorboard"].startswith("pip install 'tensorboard>=")
+    engine = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    assert fixes["transformer-engine"] == engine
+
+
+def test_the_part_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        packages, "ask_python", lambda code: asked.append(code) or Answer(True, "")
+    )
+    for package in packages.PACKAGES:
+        packages._import_failure(package, "a setting")
+    assert {"import ray.train", "import transformer_engine.pytorch"} <= {*asked}
+
+
 def test_an_old_kernel() -> None:
     (found,) = packages._kernel("4.18.0-553.el8.x86_64")
     assert found.level == "warning"
@@ -122,6 +162,8 @@ def test_drivers(driver: str | None, cuda: str | None, level: str) -> None:
     needing = Needs(gpus=1, gpu="cluster.gpu: h100-80gb")
     (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, needing)
     assert found.level == level
+    # pip would keep the torch that is there.
+    assert "pip install" not in found.fix or "--force-reinstall torch --index" in found.fix
     (found,) = accelerators._driver_finding({"cuda": cuda, "hip": None}, driver, Needs())
     assert found.level == ("warning" if level == "problem" else "ok")
 
@@ -195,16 +237,17 @@ def test_machines_that_answer_and_do_not() -> None:
     assert up.level == "ok"
     assert unknown.blocks and "does not resolve" in unknown.found
     (closed,) = network.reach(["127.0.0.1"], port, "--hostfile")
-    assert closed.blocks and "refused" in closed.found and "ssh 127.0.0.1" in closed.fix
+    assert closed.blocks and "refused" in closed.found and "ssh -- 127.0.0.1" in closed.fix
 
 
 def test_hostfiles(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# two machines\nworker-1 slots=8\n\nworker-2 slots=8  # the second\n")
-    assert hosts_of(file) == ["worker-1", "worker-2"]
-    file.write_text("# none\n")
-    with pytest.raises(PlanError, match="names no machine"):
-        hosts_of(file)
+    assert read_hostfile(file) == [["worker-1", "slots=8"], ["worker-2", "slots=8"]]
+    for text, said in (("# none\n", "names no machine"), ("-oProxyCommand=id", "is no mach")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=said):
+            read_hostfile(file)
 
 
 def test_a_taken_port() -> None:
@@ -221,6 +264,34 @@ def test_a_taken_port() -> None:
     assert "--master_port=" in found.fix
 
 
+@pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
+def test_no_fix_hands_a_foreign_word_to_the_shell(
+    hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users paste fixes: what a recipe, a hostfile or this machine states is quoted there."""
+    foreign = str(tmp_path / hostile)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
+    monkeypatch.setattr(network, "interfaces", lambda: {hostile: ["192.0.2.1"]})
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    stated = Needs(run_dir=Path(hostile), nvme=Path(foreign))
+    fixes = [
+        *(found.fix for found in storage.check(stated)),
+        *(found.fix for found in network._interface_variables(stated)),
+        *(found.fix for found in network.reach([hostile], 22, "--hostfile")),
+    ]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    fixes.append(network._host_name(TWO_MACHINES).fix)
+    quoted = (shlex.quote(foreign), shlex.quote(hostile))
+    assert sum(any(word in fix for word in quoted) for fix in fixes) == 4
+    for fix in fixes:
+        for word in quoted:
+            fix = fix.replace(word, "")
+        assert hostile not in fix
+    (ssh,) = (fix for fix in fixes if fix.startswith("ssh"))
+    assert ssh.startswith("ssh -- ")  # else a name that begins with - is an option
+
+
 def test_file_systems(tmp_path: Path) -> None:
     assert storage.file_system(Path("/proc/self")) == "proc"
     assert storage.file_system(tmp_path) != "unknown"
@@ -234,15 +305,28 @@ def test_the_disk_is_measured_and_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_checkpoints_must_fit(tmp_path: Path) -> None:
-    needing = Needs(run_dir=tmp_path / "runs" / "mine", checkpoint_bytes=10**18)
+def test_the_checkpoints_that_are_kept_and_a_new_one_must_fit(tmp_path: Path) -> None:
+    """Old ones go only when the new one is complete."""
+    assert needs("checkpoint.keep=7").checkpoints_kept == 7
+    needing = Needs(run_dir=tmp_path / "mine", checkpoint_bytes=10**18, checkpoints_kept=3)
     found = one(storage._disk(needing), "run directory")
-    assert found.level == "warning" and "two checkpoints take 2000000.0 TB" in found.found
+    assert found.level == "warning" and "4 checkpoints" in found.found
+    assert "take 4000000.0 TB" in found.found
+
+
+def test_no_other_owner_is_advised_for_a_folder_high_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nearest folder that is there may be `/`: no advice to own that."""
+    monkeypatch.setattr(storage.os, "access", lambda *_: False)  # as for anybody but root
+    (found,) = storage._disk(Needs(run="every recipe", run_dir=Path("/none/runs/mine")))
+    assert found.blocks and found.found == "cannot write in /"
+    assert found.fix == "name another folder with --run-dir"
 
 
 def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
     (found,) = storage._nvme(tmp_path / "none")
-    assert found.blocks and found.fix.startswith(f"mkdir -p {tmp_path / 'none'}")
+    assert found.blocks and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

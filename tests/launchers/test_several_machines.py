@@ -44,9 +44,10 @@ def test_torchrun_needs_a_meeting_point():
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hostfile, and a `pdsh` on the search path."""
-    (tmp_path / "pdsh").write_text("#!/bin/sh\n")
-    (tmp_path / "pdsh").chmod(0o755)
+    """A hostfile, and `pdsh` and `ssh` on the search path."""
+    for program in ("pdsh", "ssh"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     hostfile = tmp_path / "hosts"
@@ -77,11 +78,10 @@ def test_deepspeed_starts_the_machines_of_the_hostfile(hosts):
     [
         ("node-1 slots=4\n", "has 1 machine"),
         ("node-1 slots=4\nnode-2 slots=2\n", "node-2 slots=2"),
-        (None, "cannot be read"),
     ],
 )
 def test_a_hostfile_that_is_not_the_cluster_is_refused(hosts, text, found):
-    hosts.unlink() if text is None else hosts.write_text(text)
+    hosts.write_text(text)
     with pytest.raises(PlanError, match=rf"{found}(.|\n)*2 lines of `HOST slots=4`"):
         DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
 
@@ -89,8 +89,13 @@ def test_a_hostfile_that_is_not_the_cluster_is_refused(hosts, text, found):
 def test_deepspeed_needs_a_hostfile_and_a_way_to_the_machines(hosts):
     with pytest.raises(PlanError, match=r"--set launch\.hostfile=FILE"):
         DeepSpeedLauncher().spec(job())
-    with pytest.raises(BackendUnavailable, match=r"no `mpirun`(.|\n)*apt-get install openmpi"):
+    with pytest.raises(PlanError, match="cannot be read"):
+        DeepSpeedLauncher().spec(job(hostfile=str(hosts.with_name("none"))))
+    with pytest.raises(BackendUnavailable, match=r"no `mpirun`(.|\n)*openmpi-bin"):
         DeepSpeedLauncher().spec(job(hostfile=str(hosts), remote_start="openmpi"))
+    (hosts.parent / "ssh").unlink()
+    with pytest.raises(BackendUnavailable, match="no `ssh`"):
+        DeepSpeedLauncher().spec(job(hostfile=str(hosts)))
 
 
 @pytest.mark.parametrize("name", ["a b", "$(touch x)", "x;y", "`id`", "ü", "a'b"])
@@ -101,7 +106,7 @@ def test_deepspeed_refuses_paths_that_a_shell_would_read(hosts, name):
 
 
 def test_a_machine_that_ssh_does_not_reach_is_named(hosts, monkeypatch):
-    monkeypatch.setenv("PATH", f"{hosts.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"/usr/bin:/bin:{hosts.parent}")
     hosts.write_text("localhost slots=4\nnode-2.invalid slots=4\n")
     launcher = DeepSpeedLauncher()
     spec = launcher.spec(job(hostfile=str(hosts)))

@@ -17,6 +17,11 @@ from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth
 
+_ACROSS = (
+    "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+    "-m toolkit.cli.main doctor --bandwidth"
+)
+
 
 def doctor(
     recipe: Annotated[
@@ -106,12 +111,13 @@ def _check(
 ) -> None:
     from toolkit.cli.doctor_table import show
     from toolkit.doctor.examine import examine
-    from toolkit.doctor.needs import Needs, hosts_of, needs_of
+    from toolkit.doctor.needs import Needs, needs_of
+    from toolkit.launchers.hostfile import read_hostfile
     from toolkit.recipe.load import load_recipe
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:
-        hosts_of(hostfile)  # a mistake in it is told before a second is spent
+        read_hostfile(hostfile)  # a mistake in it is told before a second is spent
     findings = list(examine(needs, hostfile))
     if as_json:
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
@@ -136,9 +142,10 @@ def _bandwidth(processes: int | None, as_json: bool) -> None:
         end_process(EXIT_DONE)
     machine = this_machine(processes)
     if machine.processes == 1:
+        more_here = this_machine(None).processes > 1
         raise PlanError(
             "--bandwidth: one process has nobody to talk to",
-            fix="--processes 2, or torchrun --nnodes N … --no-python dmt doctor --bandwidth",
+            fix="leave --processes out" if more_here else f"on two machines: {_ACROSS}",
         )
     _tell_count(machine.gpu, machine.processes)
     rates = measured(machine, "toolkit.doctor.bandwidth")
@@ -158,6 +165,7 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
     machine = calibration.this_machine(processes)
+    calibration.check_known(machine)
     calibration.check_out(out)
     _tell_count(machine.gpu, machine.processes)
     speeds = calibration.calibrate(machine)

@@ -79,7 +79,8 @@ def _driver_finding(
         return
     fix = f"install NVIDIA driver {oldest} or later"
     if int(driver.partition(".")[0]) >= OLDEST_DRIVER[12]:
-        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+        # Without --force-reinstall pip keeps the torch that is there, whatever the index.
+        fix = f"{_REINSTALL} --index-url https://download.pytorch.org/whl/cu128"
     yield lacking(
         GROUP,
         "driver",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from toolkit.doctor.bench import Bench, measure_and_write, say
 from toolkit.doctor.calibrate import catalogue_name
 from toolkit.engines.distributed import Ranks
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import PlanError
 from toolkit.hardware.cluster import default_cluster
 from toolkit.plan.collectives import Group
 
@@ -128,11 +128,7 @@ _OPERATIONS: Mapping[str, tuple[Callable[[_Trial], None], Callable[[int], float]
 def _gpu(ranks: Ranks) -> str:
     if ranks.device.type == "cpu":
         return "cpu"
-    device = str(torch.cuda.get_device_properties(ranks.device).name)
-    try:
-        return catalogue_name(device)
-    except BackendUnavailable:
-        return device
+    return catalogue_name(torch.cuda.get_device_properties(ranks.device).name)
 
 
 def _peaks(gpu: str, nodes: int, gpus_per_node: int) -> tuple[float, float] | tuple[None, None]:

@@ -16,7 +16,7 @@ import torch
 
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
-from toolkit.hardware.catalogue import GIGA, TERA
+from toolkit.hardware.catalogue import GIGA, GPUS, TERA
 from toolkit.hardware.cluster import default_cluster
 from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalLauncher
@@ -49,7 +49,7 @@ class Machine:
     """What is measured."""
 
     gpu: str
-    """Name of the hardware catalogue."""
+    """Name of the hardware catalogue, or the device's own where that lacks it."""
     processes: int
     """One per GPU, or as many as share the processor."""
 
@@ -57,8 +57,7 @@ class Machine:
 def this_machine(processes: int | None) -> Machine:
     """This machine with `processes` processes; by default one per GPU, or two on a CPU.
 
-    Raises PlanError for more processes than GPUs or cores, BackendUnavailable for a GPU that
-    the catalogue lacks.
+    Raises PlanError for more processes than GPUs or cores.
     """
     cores = len(os.sched_getaffinity(0))
     name, most, of = "cpu", cores, "cores"
@@ -77,18 +76,24 @@ def this_machine(processes: int | None) -> Machine:
 
 
 def catalogue_name(device: str) -> str:
-    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`.
-
-    Raises BackendUnavailable when the catalogue has none like it.
+    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`; the
+    device's own where the catalogue has none like it.
     """
     for pattern, name in _DEVICES:
         if re.search(pattern, device.lower()):
             return name
-    raise BackendUnavailable(
-        f"dmt doctor: the hardware catalogue does not know {device!r}",
-        fix="write a cluster file with `gpu: {like: NAME}` and what you know of it "
-        "(docs/cluster.md)",
-    )
+    return device
+
+
+def check_known(machine: Machine) -> None:
+    """Raises BackendUnavailable when the catalogue lacks the machine's GPU: a cluster file
+    states what was measured on top of a data sheet."""
+    if machine.gpu not in GPUS:
+        raise BackendUnavailable(
+            f"--calibrate: the hardware catalogue does not know {machine.gpu!r}",
+            fix="write a cluster file with `gpu: {like: NAME}` and what you know of it "
+            "(docs/cluster.md)",
+        )
 
 
 def calibrate(machine: Machine) -> Speeds:

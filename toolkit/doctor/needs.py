@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.engines.deepspeed_ops import required_ops
-from toolkit.errors import PlanError
+from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.schema import Recipe
 from toolkit.train.assignment import Assignment, decide
@@ -20,8 +20,6 @@ class LauncherNeeds:
 
     packages: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
-    across_machines: tuple[str, ...] = ()
-    """Programs that it needs besides for several machines."""
     elsewhere: bool = False
     """The ranks run on machines that a scheduler chooses: this one only hands in the job."""
 
@@ -29,9 +27,7 @@ class LauncherNeeds:
 LAUNCHERS: Mapping[str, LauncherNeeds] = {
     "local": LauncherNeeds(),
     "torchrun": LauncherNeeds(),  # started as a module of torch, not as a program
-    "deepspeed": LauncherNeeds(
-        packages=("deepspeed",), programs=("deepspeed",), across_machines=("pdsh", "ssh")
-    ),
+    "deepspeed": LauncherNeeds(packages=("deepspeed",), programs=("deepspeed",)),
     "accelerate": LauncherNeeds(packages=("accelerate",), programs=("accelerate",)),
     "slurm": LauncherNeeds(programs=("sbatch", "srun"), elsewhere=True),
     "kubernetes": LauncherNeeds(programs=("kubectl",), elsewhere=True),
@@ -42,9 +38,8 @@ LAUNCHERS: Mapping[str, LauncherNeeds] = {
 _BY_ENGINE: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("deepspeed",),
     "megatron": ("megatron-core",),
-    "fsdp": (),
-    "ddp": (),
 }
+"""Besides torch."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +61,15 @@ class Needs:
     """`bf16` where it must be the GPU's own."""
     several_machines: str | None = None
     """The setting that makes ranks of several machines talk."""
-    hostfile: Path | None = None
+    ssh_hostfile: Path | None = None
+    """Of machines that ssh must reach."""
     wandb: str | None = None
     """The setting that logs to W&B's server."""
     run_dir: Path = Path("runs")
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
     """Of one checkpoint; None where the model's size is not known."""
+    checkpoints_kept: int = 1
     note: str = ""
     """What could not be found out, and why."""
 
@@ -93,9 +90,12 @@ def needs_of(recipe: Recipe) -> Needs:
     several = None
     if recipe.cluster.nodes > 1:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
-        programs |= dict.fromkeys(launcher.across_machines, f"{setting}, {several}")
+        if recipe.launch.launcher == "deepspeed":
+            remote = recipe.launch.remote_start
+            remote_setting = f"launch.remote_start: {remote}, {several}"
+            programs |= dict.fromkeys(REMOTE_PROGRAMS[remote], remote_setting)
     on_gpus = recipe.cluster.gpu != "cpu"
-    nvme = recipe.parallel.zero.nvme_path
+    hostfile, nvme = recipe.launch.hostfile, recipe.parallel.zero.nvme_path
     wandb = recipe.logging.wandb
     return Needs(
         run=EVERY_RECIPE,
@@ -106,11 +106,12 @@ def needs_of(recipe: Recipe) -> Needs:
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
-        hostfile=None if recipe.launch.hostfile is None else Path(recipe.launch.hostfile),
+        ssh_hostfile=Path(hostfile) if hostfile and "ssh" in programs else None,
         wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
         run_dir=_run_dir(recipe),
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),
+        checkpoints_kept=recipe.checkpoint.keep,
         note=note,
     )
 
@@ -169,21 +170,3 @@ def _run_dir(recipe: Recipe) -> Path:
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
     """fp32 weights and two moments of every parameter (docs/checkpoints.md)."""
     return None if assignment is None else 12 * assignment.plan.parameters
-
-
-def hosts_of(hostfile: Path) -> list[str]:
-    """The machines of a hostfile: the first word of each line (`HOST slots=N`).
-
-    Raises PlanError when it cannot be read or names none.
-    """
-    try:
-        lines = hostfile.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"hostfile {hostfile}: {error}", fix="name a file that exists"
-        ) from error
-    words = [line.partition("#")[0].split() for line in lines]
-    hosts = [line[0] for line in words if line]
-    if not hosts:
-        raise PlanError(f"hostfile {hostfile} names no machine", fix="a line is HOST slots=N")
-    return hosts

@@ -1,6 +1,7 @@
 """Names, ports and interfaces that ranks meet through, and whether machines answer."""
 
 import os
+import shlex
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, Level, lacking
-from toolkit.doctor.needs import SSH_PORT, Needs, hosts_of
+from toolkit.doctor.needs import SSH_PORT, Needs
 from toolkit.launchers.base import free_port
+from toolkit.launchers.hostfile import read_hostfile
 
 GROUP = "network"
 USUAL_PORT = 29500
@@ -29,10 +31,11 @@ def check(needs: Needs, hostfile: Path | None) -> Iterator[Finding]:
     yield _host_name(needs)
     yield from _master(needs)
     yield _port()
-    hostfile = hostfile or needs.hostfile
+    hostfile = hostfile or needs.ssh_hostfile
     if hostfile is not None:
         by = needs.several_machines or f"--hostfile {hostfile}"
-        yield from reach(hosts_of(hostfile), SSH_PORT, by)
+        hosts = [host for host, *_ in read_hostfile(hostfile)]
+        yield from reach(hosts, SSH_PORT, by)
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -65,8 +68,8 @@ def _host_name(needs: Needs) -> Finding:
         why = f"resolves to {(own or addresses)[0]}"
     elif addresses:
         why = f"resolves to {addresses[0]}, an address of none of this machine's interfaces"
-    usable = _usable(there)
-    fix = f"export GLOO_SOCKET_IFNAME={usable or 'INTERFACE'} on every machine, or give "
+    usable = shlex.quote(_usable(there) or "INTERFACE")
+    fix = f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give "
     fix += f"{name} its own address in /etc/hosts"
     return lacking(
         GROUP,
@@ -108,7 +111,7 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
             GROUP,
             variable,
             f"{stated!r} names no interface here; there are {', '.join(there)}",
-            fix=f"export {variable}={_usable(there) or 'lo'}",
+            fix=f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
             # gloo is in every process group, also in that of one machine.
             needed_by=needs.run if exact else needs.gpu,
             otherwise="warning",
@@ -180,7 +183,7 @@ def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
             if failure is None:
                 yield Finding(GROUP, name, "ok", f"accepts connections to port {port}")
                 continue
-            fix = f"ssh {host} true, from this machine, must work without a password"
+            fix = f"ssh -- {shlex.quote(host)} true, from here, must work without a password"
             yield Finding(GROUP, name, "problem", failure, needed_by, fix)
 
 

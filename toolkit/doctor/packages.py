@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -14,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import toolkit
-from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
 
@@ -30,6 +31,8 @@ class Package:
     module: str
     compiled: bool = False
     """Against torch, so that it may not fit the one that is there."""
+    extra: str = ""
+    """Which of its parts is used, as in `pip install NAME[EXTRA]`; also the submodule."""
 
 
 PACKAGES = (
@@ -42,8 +45,8 @@ PACKAGES = (
     Package("wandb", "wandb"),
     Package("safetensors", "safetensors"),
     Package("tensorboard", "tensorboard"),
-    Package("ray", "ray"),
-    Package("transformer-engine", "transformer_engine", compiled=True),
+    Package("ray", "ray", extra="train"),
+    Package("transformer-engine", "transformer_engine", compiled=True, extra="pytorch"),
     Package("flash-attn", "flash_attn", compiled=True),
 )
 _OPTIONAL: Mapping[str, str] = {
@@ -137,11 +140,13 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     if version is None:
         yield _absent(package, needed_by)
         return
-    requirement = _stated()[1].get(package.name, Requirement(package.name))
+    requirement = _requirement(package)
     text = str(version)
     if not requirement.specifier.contains(version, prereleases=True):
         text += f"; DMT needs {requirement.specifier}"
-        yield Finding(GROUP, package.name, "problem", text, needed_by, _install(requirement))
+        fix = _install(requirement)
+        level: Level = "note" if package.name in _OPTIONAL else "problem"
+        yield lacking(GROUP, package.name, text, fix=fix, needed_by=needed_by, otherwise=level)
     elif (failure := _import_failure(package, needed_by)) is not None:
         text += f"; cannot be imported: {failure}"
         yield Finding(GROUP, package.name, "problem", text, needed_by, _reinstall(requirement))
@@ -157,18 +162,18 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
     """
     if package.name == "torch" or not (needed_by or package.compiled):
         return None
-    answer = ask_python(f"import {package.module}")
+    part = f".{package.extra}" * bool(package.extra)
+    answer = ask_python(f"import {package.module}{part}")
     return None if answer.done else answer.out
 
 
 def _absent(package: Package, needed_by: str | None) -> Finding:
-    requirement = _stated()[1].get(package.name, Requirement(package.name))
     use = _OPTIONAL.get(package.name)
     return lacking(
         GROUP,
         package.name,
         "not installed" if use is None else f"not installed; {use}",
-        fix=_install(requirement),
+        fix=_install(_requirement(package)),
         needed_by=needed_by,
         otherwise="note" if use else "problem",
     )
@@ -180,6 +185,12 @@ def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[F
             text = f"{version}: {bad.why} ({bad.source})"
             fix = f"pip install --upgrade '{_stated()[1].get(name, name)}'"
             yield Finding(GROUP, name, "warning", text, needed_by, fix)
+
+
+def _requirement(package: Package) -> Requirement:
+    """What DMT's project file asks for, else any version."""
+    extra = f"[{package.extra}]" * bool(package.extra)
+    return _stated()[1].get(package.name, Requirement(package.name + extra))
 
 
 def _install(requirement: Requirement) -> str:
@@ -213,11 +224,11 @@ def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
     file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        python, lines = project["requires-python"], project["dependencies"]
+        python, lines = project["requires-python"], [*project["dependencies"]]
+        lines += chain(*project["optional-dependencies"].values())
     else:
         python = metadata.metadata("dmt")["Requires-Python"]
         lines = metadata.requires("dmt") or []
-    requirements = [Requirement(line) for line in lines]
-    # Those of extras (`; extra == "plot"`) hold for nobody who did not ask for them.
-    own = {one.name: one for one in requirements if one.marker is None}
-    return SpecifierSet(python), own
+    # pip keeps an extra's own with a marker (`; extra == "ray"`), which is none of a fix.
+    requirements = [Requirement(line.partition(";")[0]) for line in lines]
+    return SpecifierSet(python), {one.name: one for one in requirements}

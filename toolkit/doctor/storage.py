@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import shutil
 import tempfile
 import time
@@ -44,17 +45,18 @@ def _disk(needs: Needs) -> Iterator[Finding]:
     """Space and speed of the disk that the run directory is on, or will be."""
     name, folder = "run directory", _existing(needs.run_dir)
     if not os.access(folder, os.W_OK):
-        fix = f"name another folder with --run-dir, or chown {os.getuid()} {folder}"
+        fix = "name another folder with --run-dir"
         yield Finding(GROUP, name, "problem", f"cannot write in {folder}", needs.run, fix)
         return
     system = file_system(folder)
     free = shutil.disk_usage(folder).free
     text = f"{folder}: {system}, {byte_size(free)} free"
-    wanted = 2 * (
-        needs.checkpoint_bytes or 0
-    )  # a new one is written before an old one is removed
+    # A new one is complete before an old one is removed.
+    most = needs.checkpoints_kept + 1
+    wanted = most * (needs.checkpoint_bytes or 0)
     if free < max(wanted, TRIAL_BYTES):
-        text += f", but two checkpoints take {byte_size(wanted)}" if wanted else ""
+        if wanted:
+            text += f", but {most} checkpoints (checkpoint.keep + 1) take {byte_size(wanted)}"
         fix = "remove old runs, or name another disk with --run-dir"
         yield Finding(GROUP, name, "warning", text, None, fix)
     elif system == "tmpfs":
@@ -120,7 +122,8 @@ def _existing(folder: Path) -> Path:
 def _nvme(folder: Path) -> Iterator[Finding]:
     name, setting = "NVMe folder", f"parallel.zero.nvme_path: {folder}"
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        fix = f"mkdir -p {folder} && test -w {folder}"
+        quoted = shlex.quote(str(folder))
+        fix = f"mkdir -p -- {quoted} && test -w {quoted}"
         text = f"{folder} is no folder that can be written to"
         yield Finding(GROUP, name, "problem", text, setting, fix)
         return

@@ -26,7 +26,8 @@ LAUNCHER_PROGRAMS = "launchers"
 
 _NEEDED_FOR: Mapping[str, str] = {
     "numactl": "`deepspeed --bind_cores_to_rank`",
-    "pdsh": "`deepspeed --hostfile`",
+    "pdsh": "`launch.remote_start: pdsh`",
+    "mpirun": "`launch.remote_start: openmpi`",
     "ssh": "`deepspeed --hostfile`",
     **{
         program: f"`launch.launcher: {launcher}`"
@@ -39,8 +40,10 @@ _INSTALLED_BY: Mapping[str, str] = {
     "deepspeed": "pip install deepspeed",
     "torchrun": "pip install torch",
     "accelerate": "pip install accelerate",
-    "ray": "pip install ray",
+    "ray": "pip install 'ray[train]'",
     "pdsh": "apt-get install pdsh (Debian, Ubuntu), dnf install pdsh (Fedora, RHEL)",
+    "mpirun": "apt-get install openmpi-bin (Debian, Ubuntu), dnf install openmpi "
+    "(Fedora, RHEL)",
     "ssh": "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
     "(Fedora, RHEL)",
     "numactl": "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",

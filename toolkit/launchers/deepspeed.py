@@ -20,11 +20,17 @@ from toolkit.launchers.base import (
     worker_env,
 )
 from toolkit.launchers.foreign import run_guarded, run_remote
+from toolkit.launchers.hostfile import read_hostfile
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import secret_variable
 
-_PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "slurm": "srun"}
+REMOTE_PROGRAMS: Mapping[str, Mapping[str, str]] = {
+    "pdsh": {"pdsh": "pdsh", "ssh": "openssh-client"},
+    "openmpi": {"mpirun": "openmpi-bin", "ssh": "openssh-client"},
+    "slurm": {"srun": "slurm-client"},
+}
+"""By `launch.remote_start`: the programs that it takes here, each with Debian's package."""
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """What survives every shell unquoted. DeepSpeed hands its command to shells as it is."""
 _EXPORTED = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "HF_", "WANDB_", "DMT_")
@@ -80,11 +86,12 @@ def _on_several(job: Job) -> LaunchSpec:
     """The command that starts the ranks of all machines of the hostfile."""
     hosts = _hosts(job)
     runner = job.launch.remote_start
-    if which(_PROGRAMS[runner]) is None:
-        raise BackendUnavailable(
-            f"launch.remote_start is {runner}, but there is no `{_PROGRAMS[runner]}` here",
-            fix=f"apt-get install {'pdsh' if runner == 'pdsh' else runner}, or another runner",
-        )
+    for program, package in REMOTE_PROGRAMS[runner].items():
+        if which(program) is None:
+            raise BackendUnavailable(
+                f"launch.remote_start is {runner}, but there is no `{program}` here",
+                fix=f"apt-get install {package} (Debian, Ubuntu), or another remote_start",
+            )
     places = {
         "the run directory": job.run_dir,
         "this folder": Path.cwd(),
@@ -207,14 +214,7 @@ def _hosts(job: Job) -> list[str]:
             f"launch.hostfile: nothing, but cluster.nodes is {cluster.nodes}",
             fix=f"--set launch.hostfile=FILE, a file with {wanted}",
         )
-    try:
-        text = Path(hostfile).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"launch.hostfile: {hostfile} cannot be read: {error}",
-            fix=f"a file with {wanted}",
-        ) from error
-    found = _entries(text)
+    found = read_hostfile(Path(hostfile))
     slots = f"slots={cluster.gpus_per_node}"
     if len(found) != cluster.nodes or any(line[1:] != [slots] for line in found):
         raise PlanError(
@@ -236,7 +236,7 @@ def _on_all(spec: LaunchSpec, *command: str) -> "dict[str, subprocess.Popen[str]
             stderr=subprocess.PIPE,
             text=True,
         )
-        for host, *_ in _entries(Path(hostfile.partition("=")[2]).read_text(encoding="utf-8"))
+        for host, *_ in read_hostfile(Path(hostfile.partition("=")[2]))
     }
 
 
@@ -257,15 +257,9 @@ def _reach_by_ssh(spec: LaunchSpec) -> None:
         reasons = "; ".join(f"{host}: {why[host].rpartition(chr(10))[2]}" for host in lost)
         raise BackendUnavailable(
             f"not reached by ssh: {reasons}",
-            fix=f"`ssh {lost[0]} true` must work without a question; options for ssh go into "
-            "PDSH_SSH_ARGS_APPEND",
+            fix=f"`ssh {shlex.quote(lost[0])} true` must work without a question; options for "
+            "ssh go into PDSH_SSH_ARGS_APPEND",
         )
-
-
-def _entries(text: str) -> list[list[str]]:
-    """The words of every line of a hostfile, comments left out."""
-    lines = [line.split("#")[0].split() for line in text.splitlines()]
-    return [line for line in lines if line]
 
 
 def _program() -> str:
