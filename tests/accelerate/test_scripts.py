@@ -89,6 +89,18 @@ def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert plan.engine == "fsdp"
 
 
+@pytest.mark.parametrize("switch", ["PARALLELISM_CONFIG", "MEGATRON_LM"])
+def test_a_mesh_of_accelerates_own_is_refused(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would replicate what the plan shards, whatever plugin the script passes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
+    with pytest.raises(PlanError, match=f"ACCELERATE_USE_{switch}=true") as caught:
+        planned_for_launcher(TINY, ["parallel.engine=fsdp"])
+    assert f"unset ACCELERATE_USE_{switch}" in caught.value.fix
+
+
 def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RecipeError, match=r"training\.stepz"):

@@ -180,6 +180,22 @@ def test_accelerate_with_fsdp(version: int, stage: str, tiny: Planned, tmp_path:
     assert engines == ["disagrees", "disagrees"]
 
 
+@pytest.mark.parametrize(("shards", "verdict"), [(2, "agrees"), (1, "disagrees")])
+def test_shards_and_replicas_are_compared_apart(
+    shards: int, verdict: str, tiny: Planned, tmp_path: Path
+) -> None:
+    """Two whole replicas are two data-parallel ranks, but no shards."""
+    text = (
+        "num_processes: 2\nparallelism_config:\n"
+        f"  parallelism_config_dp_shard_size: {shards}\n"
+        f"  parallelism_config_dp_replicate_size: {2 // shards}\n"
+    )
+    found = told(read(tiny, tmp_path, text, "accelerate.yaml"))
+    sizes = "parallelism_config.parallelism_config_dp_"
+    assert found[f"{sizes}shard_size"] == ("shards", verdict, "3")
+    assert found[f"{sizes}replicate_size"] == ("replicas", verdict, "4")
+
+
 def test_accelerate_with_deepspeeds_json_inside(tiny: Planned, tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"

@@ -14,7 +14,8 @@ from toolkit.conflicts import deepspeed_json
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.source import (
     ACCUMULATION,
-    DATA_PARALLEL,
+    REPLICAS,
+    SHARDS,
     WORLD,
     Collected,
     OneOf,
@@ -58,6 +59,8 @@ _SAME: Mapping[str, str] = {
     "offload_param_nvme_path": "parallel.zero.nvme_path",
     "parallelism_config_tp_size": "parallel.tensor",
     "parallelism_config_cp_size": "parallel.context",
+    "parallelism_config_dp_shard_size": SHARDS,
+    "parallelism_config_dp_replicate_size": REPLICAS,
     "megatron_lm_tp_degree": "parallel.tensor",
     "megatron_lm_pp_degree": "parallel.pipeline",
     "megatron_lm_context_parallel_size": "parallel.context",
@@ -171,9 +174,6 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
         yield stated("parallel.recompute", "selective" if value else OneOf(("none", "full")))
     elif key == "megatron_lm_use_distributed_optimizer":
         yield stated("parallel.zero.stage", 1 if value else 0)
-    elif key == "parallelism_config_dp_shard_size":
-        replicas = settings.get("parallelism_config_dp_replicate_size")
-        yield stated(DATA_PARALLEL, value * (replicas.value if replicas else 1))
     else:
         yield from _fsdp(key, setting, settings, stated)
 

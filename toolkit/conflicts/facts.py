@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.conflicts.source import ACCUMULATION, AUTO, DATA_PARALLEL, WORLD
+from toolkit.conflicts.source import (
+    ACCUMULATION,
+    AUTO,
+    DATA_PARALLEL,
+    REPLICAS,
+    SHARDS,
+    WORLD,
+)
 from toolkit.engines.deepspeed_config import REQUIRED
 from toolkit.engines.megatron_config import render_model, trained_config
 from toolkit.errors import DmtError
@@ -21,6 +28,8 @@ DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
     DATA_PARALLEL: "world / (tensor · pipeline · context)",
+    SHARDS: "dp under ZeRO, 1 without",
+    REPLICAS: "dp / shards",
 }
 """How a value comes about that no recipe states."""
 
@@ -66,6 +75,8 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     if plan is not None:
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
+        derived[SHARDS] = plan.layout.dp if plan.layout.zero_stage else 1
+        derived[REPLICAS] = plan.layout.dp // derived[SHARDS]
     found |= {key: Fact(value, f"derived: {DERIVED[key]}") for key, value in derived.items()}
     found |= _composed(recipe, found)
     found |= _fixed(plan)

@@ -13,6 +13,8 @@ AUTO = "auto"
 WORLD = "world_size"
 ACCUMULATION = "gradient_accumulation"
 DATA_PARALLEL = "data_parallel"
+SHARDS = "shards"
+REPLICAS = "replicas"
 """Keys of what no recipe states, because it is derived."""
 
 
