@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.conflicts.conftest import Planned
 from toolkit.conflicts.compare import Report
@@ -99,6 +100,30 @@ def test_a_deepspeed_file_that_training_arguments_name(tiny: Planned, tmp_path: 
     assert stage == ("parallel.zero.stage", "disagrees", "1")
     (row,) = report.conflicts
     assert row.place == f"{tmp_path}/ds.json:1"
+
+
+def test_what_deepspeed_translates_drops_and_refuses(tiny: Planned, tmp_path: Path) -> None:
+    """The older offload switches count (DeepSpeed 0.19); a block of settings drops nothing."""
+    zero = {"stage": 2, "cpu_offload": True, "cpu_offload_param": False, "xyz": 1}
+    text = json.dumps({"zero_optimization": zero, "xyz": 1, "bf16": True}, indent=1)
+    report = read(tiny, tmp_path, text, "ds.json")
+    assert told(report) == {
+        "zero_optimization.stage": ("parallel.zero.stage", "agrees", "3"),
+        "zero_optimization.cpu_offload": (
+            *("parallel.zero.offload_optimizer", "disagrees", "4"),
+        ),
+        "zero_optimization.cpu_offload_param": (
+            *("parallel.zero.offload_parameters", "agrees", "5"),
+        ),
+    }
+    assert {one.name: one.hint for one in report.unknown} == {
+        "xyz": "DeepSpeed drops it silently",
+        "zero_optimization.xyz": "DeepSpeed refuses it",
+        "bf16": "not an object: { … }",
+    }
+    assert DeepSpeedZeroConfig(stage=2, cpu_offload=True).offload_optimizer.device == "cpu"
+    with pytest.raises(ValueError, match="xyz"):
+        DeepSpeedZeroConfig(xyz=1)
 
 
 @pytest.mark.parametrize(
