@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import FullyShardedDataParallelPlugin
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from tests.conflicts.conftest import Planned
+from tests.conflicts.conftest import TINY, Planned
 from toolkit.conflicts.compare import Report
 from toolkit.errors import RecipeError
 
@@ -203,6 +204,21 @@ def test_accelerate_with_fsdp(version: int, stage: str, tiny: Planned, tmp_path:
     assert verdicts == [stage]
     engines = [row.verdict for row in report.compared if row.key == "parallel.engine"]
     assert engines == ["disagrees", "disagrees"]
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("", "disagrees"), ("\n  fsdp_version: 2", "agrees")]
+)
+def test_fsdp_without_a_version_is_its_first(
+    version: str, verdict: str, tmp_path: Path
+) -> None:
+    planned = Planned.of(TINY, "parallel.engine=fsdp")
+    text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: false{version}\n"
+    report = read(planned, tmp_path, text, "accelerate.yaml")
+    (row,) = [row for row in report.compared if row.name == "distributed_type"]
+    assert row.verdict == verdict
+    assert FullyShardedDataParallelPlugin().fsdp_version == 1
+    assert ("fsdp_version 2" in row.advice) == (verdict == "disagrees")
 
 
 @pytest.mark.parametrize(("shards", "verdict"), [(2, "agrees"), (1, "disagrees")])

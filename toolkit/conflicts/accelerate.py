@@ -74,6 +74,9 @@ _OFFLOADS = {
     "offload_optimizer_device": "parallel.zero.offload_optimizer",
     "offload_param_device": "parallel.zero.offload_parameters",
 }
+_FSDP_1 = OneOf(("fsdp 1",))
+"""No engine of DMT's: it has FSDP's version 2."""
+
 _CLIPPING = ("gradient_clipping", "megatron_lm_gradient_clipping")
 
 
@@ -161,7 +164,13 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
     elif key in _SAME:
         yield stated(_SAME[key], value)
     elif key == "distributed_type":
-        yield stated("parallel.engine", ENGINES.get(str(value), str(value)))
+        engine = ENGINES.get(str(value), str(value))
+        if engine == "fsdp" and "fsdp_version" not in settings:
+            yield stated(
+                "parallel.engine", _FSDP_1, "", "state fsdp_version 2: unstated, it is 1"
+            )
+        else:
+            yield stated("parallel.engine", engine)
     elif key == "mixed_precision":
         yield stated("training.precision", translated("training.precision", value))
     elif key == "use_cpu" and value is True:
@@ -186,7 +195,7 @@ def _fsdp(
     second = version is not None and str(version.value) == "2"
     value = setting.value
     if key == "fsdp_version":
-        yield stated("parallel.engine", "fsdp" if second else OneOf(("fsdp 1",)))
+        yield stated("parallel.engine", "fsdp" if second else _FSDP_1)
     elif key == "fsdp_sharding_strategy" and not second and str(value) in _STAGES:
         yield stated("parallel.zero.stage", _STAGES[str(value)])
     elif key == "fsdp_reshard_after_forward" and second:
