@@ -133,7 +133,7 @@ def test_what_deepspeed_translates_drops_and_refuses(tiny: Planned, tmp_path: Pa
         ("num_train_epochs: 2", "training.epochs", "open"),  # the recipe counts steps
         ("tf32: true\nbf16: false\nfp16: false", "training.precision", "disagrees"),
         ("warmup_ratio: 0.05", "schedule.warmup_steps", "open"),
-        ("fsdp: full_shard", "parallel.engine", "disagrees"),
+        ("fsdp: full_shard", "parallel.zero.stage", "disagrees"),
         ("lr_scheduler_kwargs: {min_lr: 1.0e-9}", "schedule.min_learning_rate", "disagrees"),
     ],
 )
@@ -144,6 +144,49 @@ def test_more_training_arguments(
     last = report.compared[-1]
     assert (last.key, last.verdict) == (key, verdict)
     assert bool(last.advice) == (verdict != "agrees")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "found"),
+    [
+        (True, {}, {"parallel.zero.stage": "3"}),
+        ("shard_grad_op offload", {}, {"parallel.zero.offload_parameters": "cpu"}),
+        (
+            True,
+            {"fsdp_reshard_after_forward": False, "activation_checkpointing": True},
+            {"parallel.recompute": "full"},
+        ),
+        (["full_shard"], {"reshard_after_forward": False, "cpu_offload": False}, {}),
+        (
+            True,
+            {"version": 1, "reshard_after_forward": "full_shard"},
+            {"parallel.engine": "1", "parallel.zero.stage": "full_shard"},
+        ),
+        (False, {"version": 1}, {}),
+    ],
+    ids=str,
+)
+def test_fsdp_in_training_arguments(
+    fsdp: object, config: dict[str, Any], found: dict[str, str], tmp_path: Path
+) -> None:
+    """The recipe keeps gathered parameters until the backward pass: stage 2."""
+    planned = Planned.of(TINY, "parallel.engine=fsdp", "parallel.zero.stage=2")
+    arguments = {"output_dir": "out", "fsdp": fsdp, "fsdp_config": config}
+    report = read(planned, tmp_path, json.dumps(arguments, indent=1), "args.json")
+    written = {"3": "true", "cpu": fsdp, "full": "true"}
+    assert {row.key: row.other for row in report.conflicts} == {
+        key: written.get(value, value) for key, value in found.items()
+    }
+    assert not report.unknown
+
+
+def test_fsdp_in_a_file_of_its_own(tiny: Planned, tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"cpu_offlod": true, "fsdp_version": 2}')
+    text = json.dumps({"output_dir": "out", "fsdp": True, "fsdp_config": "fsdp.json"})
+    report = read(tiny, tmp_path, text, "args.json")
+    (typo,) = report.unknown
+    assert (typo.name, typo.hint) == ("cpu_offlod", "did you mean `cpu_offload`?")
+    assert told(report)["fsdp_version"] == ("parallel.engine", "disagrees", "1")
 
 
 ACCELERATE = """\

@@ -76,6 +76,7 @@ _OFFLOADS = {
 }
 _FSDP_1 = OneOf(("fsdp 1",))
 """No engine of DMT's: it has FSDP's version 2."""
+_VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distributed_type"
 
 _CLIPPING = ("gradient_clipping", "megatron_lm_gradient_clipping")
 
@@ -99,12 +100,12 @@ def read(file: JsonFile, name: str) -> Source:
     kind = str(file.values.get("distributed_type", "NO"))
     for key, value in file.values.items():
         if key not in TOP_LEVEL:
-            found.unknown.append(unknown(key, _place(file, key), TOP_LEVEL))
+            found.unknown.append(unknown(key, file.place(key), TOP_LEVEL))
         elif isinstance(value, Mapping):
             asleep = _SECTION_OF_TYPE.get(key, kind) != kind
             settings |= _section(file, key, value, found, asleep)
         elif value is not None:
-            settings[key] = Setting(value, key, _place(file, key))
+            settings[key] = Setting(value, key, file.place(key))
     found.add(collect(settings, file.path))
     return found.source(
         name,
@@ -126,11 +127,11 @@ def _section(
         name = f"{section}.{key}"
         argument = key if key.startswith(prefix) else prefix + key
         if argument not in SECTIONS[section]:
-            found.unknown.append(unknown(name, _place(file, name), SECTIONS[section]))
+            found.unknown.append(unknown(name, file.place(name), SECTIONS[section]))
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:
-            settings[argument] = Setting(value, name, _place(file, name))
+            settings[argument] = Setting(value, name, file.place(name))
     return settings
 
 
@@ -166,9 +167,7 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
     elif key == "distributed_type":
         engine = ENGINES.get(str(value), str(value))
         if engine == "fsdp" and "fsdp_version" not in settings:
-            yield stated(
-                "parallel.engine", _FSDP_1, "", "state fsdp_version 2: unstated, it is 1"
-            )
+            yield stated("parallel.engine", _FSDP_1, "", _VERSION_UNSTATED)
         else:
             yield stated("parallel.engine", engine)
     elif key == "mixed_precision":
@@ -194,16 +193,17 @@ def _fsdp(
     version = settings.get("fsdp_version")
     second = version is not None and str(version.value) == "2"
     value = setting.value
+    on = str(value).lower() in ("true", "yes", "on", "1")
     if key == "fsdp_version":
         yield stated("parallel.engine", "fsdp" if second else _FSDP_1)
-    elif key == "fsdp_sharding_strategy" and not second and str(value) in _STAGES:
-        yield stated("parallel.zero.stage", _STAGES[str(value)])
+    elif key == "fsdp_sharding_strategy" and not second and str(value).upper() in _STAGES:
+        yield stated("parallel.zero.stage", _STAGES[str(value).upper()])
     elif key == "fsdp_reshard_after_forward" and second:
-        yield stated("parallel.zero.stage", 3 if value in (True, "true") else 2)
+        yield stated("parallel.zero.stage", 3 if on else 2)
     elif key == "fsdp_offload_params":
-        yield stated("parallel.zero.offload_parameters", "cpu" if value else "none")
+        yield stated("parallel.zero.offload_parameters", "cpu" if on else "none")
     elif key == "fsdp_activation_checkpointing":
-        yield stated("parallel.recompute", "full" if value else OneOf(("none", "selective")))
+        yield stated("parallel.recompute", "full" if on else OneOf(("none", "selective")))
 
 
 def _start_as_many(setting: Setting) -> str:
@@ -233,8 +233,3 @@ def _inside(text: str, config: Setting, path: Path) -> JsonFile:
     found = parse_json(text, path)
     lines = {key: first + number for key, number in found.lines.items()} if first else {}
     return JsonFile(path if first else Path(config.place), found.values, lines)
-
-
-def _place(file: JsonFile, key: str) -> str:
-    line = file.lines.get(key, 0)
-    return f"{file.path}:{line}" if line else str(file.path)

@@ -75,7 +75,7 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
     found = Collected()
     misspelt = {p.key: p for p in unknown_keys(file) if p.key not in _ELSEWHERE}
     for key, problem in misspelt.items():
-        found.unknown.append(Unknown(prefix + key, _place(file, key), _hint(problem)))
+        found.unknown.append(Unknown(prefix + key, file.place(key), _hint(problem)))
     switches: dict[str, object] = {}
     for key, value in _leaves(file.values):
         if any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt):
@@ -83,7 +83,7 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
         if key in _PRECISIONS:
             switches[_PRECISIONS[key]] = value
             continue
-        stated = _stated(key, value, prefix + key, _place(file, key))
+        stated = _stated(key, value, prefix + key, file.place(key))
         if stated is None:
             found.only_there.append(prefix + key)
         else:
@@ -91,7 +91,7 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
     found.stated += global_batch(found.stated)
     for name, meant in precisions(switches).items():
         key = f"{name}.enabled"
-        at = (prefix + key, shown(switches[name]), _place(file, key))
+        at = (prefix + key, shown(switches[name]), file.place(key))
         found.stated.append(Stated("training.precision", meant, *at))
     return found
 
@@ -139,11 +139,6 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, obje
         else:
             leaves.append((f"{prefix}{name}", value))
     return leaves
-
-
-def _place(file: JsonFile, key: str) -> str:
-    line = file.lines.get(key, 0)
-    return f"{file.path}:{line}" if line else str(file.path)
 
 
 def _is_named(path: Path, recipe: Recipe) -> bool:
