@@ -48,6 +48,7 @@ _SECTION_OF_TYPE = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
+_MAPS = {*SECTIONS, "tpu_env"}
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
 _SAME: Mapping[str, str] = {
@@ -101,6 +102,10 @@ def read(file: JsonFile, name: str) -> Source:
     for key, value in file.values.items():
         if key not in TOP_LEVEL:
             found.unknown.append(unknown(key, file.place(key), TOP_LEVEL))
+        elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
+            found.unknown.append(Unknown(key, file.place(key), _wrong_kind(value)))
+        elif key == "tpu_env":
+            found.only_there.append(key)
         elif isinstance(value, Mapping):
             asleep = _SECTION_OF_TYPE.get(key, kind) != kind
             settings |= _section(file, key, value, found, asleep)
@@ -117,6 +122,10 @@ def read(file: JsonFile, name: str) -> Source:
     )
 
 
+def _wrong_kind(value: object) -> str:
+    return "a map, where one value belongs" if isinstance(value, Mapping) else "not a map"
+
+
 def _section(
     file: JsonFile, section: str, values: Mapping[str, Any], found: Collected, asleep: bool
 ) -> dict[str, Setting]:
@@ -128,6 +137,8 @@ def _section(
         argument = key if key.startswith(prefix) else prefix + key
         if argument not in SECTIONS[section]:
             found.unknown.append(unknown(name, file.place(name), SECTIONS[section]))
+        elif isinstance(value, Mapping):
+            found.unknown.append(Unknown(name, file.place(name), _wrong_kind(value)))
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:

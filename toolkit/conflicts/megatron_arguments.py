@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
 from toolkit.conflicts.shell_flags import Flag, read_flags
-from toolkit.conflicts.source import Collected, OneOf, Source, Stated, unknown
+from toolkit.conflicts.source import Collected, OneOf, Source, Stated, number, unknown
 from toolkit.engines.megatron_lm import (
     GPT_SWITCHES,
     GPT_VALUES,
@@ -117,8 +117,7 @@ class _Reader:
 
     def number(self, name: str) -> float | None:
         """The value of a flag, where it is there and a number."""
-        value = self.value(name)
-        return value if isinstance(value, int | float) else None
+        return number(self.value(name))
 
     def _same(self, name: str, flag: Flag, key: str) -> None:
         value = _value(flag)

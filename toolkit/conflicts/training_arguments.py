@@ -11,8 +11,10 @@ from toolkit.conflicts.source import (
     OneOf,
     Source,
     Stated,
+    Unknown,
     beside,
     global_batch,
+    number,
     precisions,
     shown,
     translated,
@@ -99,6 +101,14 @@ class _Reader:
     def _take(self, key: str) -> Any:
         return self.left.pop(key, None)
 
+    def _number(self, key: str) -> float | None:
+        """Take a number; None where there is none, or something else, which is told."""
+        value = self._take(key)
+        found = number(value)
+        if value is not None and found is None:
+            self.found.unknown.append(Unknown(key, self.file.place(key), "not a number"))
+        return found
+
     def _stated(self, target: str, value: object, key: str, **more: Any) -> Stated:
         """One setting; it is shown as the file has it."""
         written = shown(self.file.values[key])
@@ -123,7 +133,7 @@ class _Reader:
             yield self._stated("training.precision", "tf32", "tf32")
 
     def _length(self) -> Iterator[Stated]:
-        steps, epochs = self._take("max_steps"), self._take("num_train_epochs")
+        steps, epochs = self._number("max_steps"), self._number("num_train_epochs")
         if steps is not None and steps > 0:
             yield self._stated("training.steps", steps, "max_steps")
         elif epochs is not None:
@@ -132,12 +142,12 @@ class _Reader:
 
     def _schedule(self) -> Iterator[Stated]:
         for key in ("warmup_steps", "warmup_ratio"):
-            value = self._take(key)
+            value = self._number(key)
             unused = "warmup_ratio" if key == "warmup_steps" else key
             if value is None or (not value and (key == unused or self.left.get(unused))):
                 continue
             if 0 < value < 1:  # a share of all steps; warmup_steps takes one, too
-                steps = self.file.values.get("max_steps", 0)
+                steps = number(self.file.values.get("max_steps")) or 0
                 known = steps > 0
                 count = -(-steps * value // 1) if known else value
                 advice = "" if known else "a share of steps that only the run knows"
@@ -155,7 +165,7 @@ class _Reader:
 
     def _intervals(self) -> Iterator[Stated]:
         for strategy, every, target in _INTERVALS.values():
-            kind, steps = self._take(strategy), self._take(every)
+            kind, steps = self._take(strategy), self._number(every)
             if kind == "steps" or (kind is None and steps is not None):
                 if steps is not None and steps >= 1:
                     yield self._stated(target, int(steps), every)
@@ -173,7 +183,7 @@ class _Reader:
         if self._take("use_cpu"):
             yield self._stated("cluster.gpu", "cpu", "use_cpu")
         if reports := self._take("report_to"):
-            named = [reports] if isinstance(reports, str) else reports
+            named = reports if isinstance(reports, list) else [reports]
             for tool, target in (
                 ("wandb", "logging.wandb"),
                 ("tensorboard", "logging.tensorboard"),
