@@ -102,7 +102,13 @@ def test_a_stray_config_of_the_wrong_shape_stops_nothing(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("max_steps", "100"), ("warmup_ratio", "0.03"), ("eval_steps", "x"), ("save_steps", True)],
+    [
+        ("max_steps", "100"),
+        ("logging_steps", 10**400),
+        ("warmup_ratio", "0.03"),
+        ("eval_steps", "x"),
+        ("save_steps", True),
+    ],
 )
 def test_what_is_no_number_is_told(
     key: str, value: object, tiny: Planned, tmp_path: Path

@@ -14,6 +14,8 @@ from toolkit.conflicts import deepspeed_json
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.source import (
     ACCUMULATION,
+    ACTIVATIONS_OFFLOADED,
+    COMPILED,
     REPLICAS,
     SHARDS,
     WORLD,
@@ -183,6 +185,8 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
             yield stated("parallel.engine", engine)
     elif key == "mixed_precision":
         yield stated("training.precision", translated("training.precision", value))
+    elif key == "dynamo_backend":
+        yield stated(COMPILED, str(value).lower() not in ("no", "false"))
     elif key == "use_cpu" and value is True:
         yield stated("cluster.gpu", "cpu")
     elif key in _OFFLOADS:
@@ -213,6 +217,8 @@ def _fsdp(
         yield stated("parallel.zero.stage", 3 if on else 2)
     elif key == "fsdp_offload_params":
         yield stated("parallel.zero.offload_parameters", "cpu" if on else "none")
+    elif key == "fsdp_activation_checkpointing_offload":
+        yield stated(ACTIVATIONS_OFFLOADED, on)
     elif key == "fsdp_activation_checkpointing":
         yield stated("parallel.recompute", "full" if on else OneOf(("none", "selective")))
 

@@ -28,6 +28,7 @@ Starting = Literal["launch", "worker"]
 _ACCELERATE: Mapping[str, str] = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",

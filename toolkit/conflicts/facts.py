@@ -8,7 +8,9 @@ from typing import Any
 
 from toolkit.conflicts.source import (
     ACCUMULATION,
+    ACTIVATIONS_OFFLOADED,
     AUTO,
+    COMPILED,
     DATA_PARALLEL,
     REPLICAS,
     SHARDS,
@@ -28,6 +30,8 @@ DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
     DATA_PARALLEL: "world / (tensor · pipeline · context)",
+    COMPILED: "false: no model is compiled",
+    ACTIVATIONS_OFFLOADED: "false: activations are kept or recomputed",
     SHARDS: "dp under ZeRO, 1 without",
     REPLICAS: "dp / shards",
 }
@@ -71,7 +75,7 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         if value != AUTO and not (value is None and key in _LENGTHS)
     }
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
-    derived = {WORLD: recipe.cluster.world_size}
+    derived = {WORLD: recipe.cluster.world_size, COMPILED: False, ACTIVATIONS_OFFLOADED: False}
     if plan is not None:
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp

@@ -17,7 +17,9 @@ ACCUMULATION = "gradient_accumulation"
 DATA_PARALLEL = "data_parallel"
 SHARDS = "shards"
 REPLICAS = "replicas"
-"""Keys of what no recipe states, because it is derived."""
+COMPILED = "compiled"
+ACTIVATIONS_OFFLOADED = "activations_offloaded"
+"""Keys of what no recipe states, because it is derived, or always so."""
 
 
 @dataclass(frozen=True)
