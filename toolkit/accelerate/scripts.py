@@ -49,7 +49,8 @@ def training_arguments(
 
     The Trainer that gets them finds the recipe's Accelerator set up. `more` goes to
     TrainingArguments (`output_dir`, saving, reporting, …). The learning rate's schedule is
-    `toolkit.accelerate.trainer.lr_scheduler`: none of Trainer's is the recipe's.
+    the recipe's but one step late, as all of Trainer's are;
+    `toolkit.accelerate.trainer.RecipeTrainer` has the recipe's own.
 
     Raises as `accelerator` does.
     """
