@@ -331,6 +331,9 @@ def test_a_script_that_starts_megatron(tiny: Planned, tmp_path: Path) -> None:
     }
     (typo,) = report.unknown
     assert typo.hint == "did you mean `--global-batch-size`?"
+    (switch,) = [row for row in report.conflicts if row.name == "--sequence-parallel"]
+    assert (switch.recipe, switch.other) == ("false", "given")
+    assert switch.advice.startswith("remove `--sequence-parallel` at ")
     assert report.source.only_there == ()
 
 

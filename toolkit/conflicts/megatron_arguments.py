@@ -128,8 +128,12 @@ class _Reader:
             self._add(flag, key, value)
 
     def _add(self, flag: Flag, key: str, value: object) -> None:
-        at = (flag.name, " ".join(flag.values[:1]), f"{self.file}:{flag.line}")
-        if flag.values and "$" in flag.values[0]:
+        place = f"{self.file}:{flag.line}"
+        at = (flag.name, flag.values[0] if flag.values else "given", place)
+        if not flag.values:
+            advice = f"remove `{flag.name}` at {place}, or change the recipe"
+            self.found.stated.append(Stated(key, value, *at, advice=advice))
+        elif "$" in flag.values[0]:
             advice = f"only the shell knows {flag.values[0]}"
             self.found.stated.append(Stated(key, value, *at, certain=False, advice=advice))
         else:
