@@ -12,39 +12,16 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Sampler, SequentialSampler
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from toolkit.accelerate import training_arguments
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.accelerate.trainer import lr_scheduler
+from toolkit.accelerate.trainer import RecipeTrainer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
 from toolkit.models.huggingface import build_config, snapshot_folder
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
-
-
-class RecipeTrainer(Trainer):
-    """Trainer with the recipe's data order and learning rates, which no argument can say."""
-
-    def __init__(self, recipe: Recipe, **arguments: object) -> None:
-        self.recipe = recipe
-        super().__init__(**arguments)
-
-    def _get_train_sampler(self, dataset: TrainingSamples | None = None) -> Sampler:
-        return SequentialSampler(dataset or self.train_dataset)
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: Optimizer | None = None
-    ) -> LambdaLR:
-        if self.lr_scheduler is None:
-            self.lr_scheduler = lr_scheduler(
-                self.recipe, optimizer or self.optimizer, num_training_steps
-            )
-        return self.lr_scheduler
 
 
 class PrintLoss(TrainerCallback):

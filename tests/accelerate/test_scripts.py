@@ -1,6 +1,8 @@
 """Scripts that are not ours train as `dmt launch` does, with a recipe's parallelism."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 SAME = 1e-6
 """Largest relative difference between losses in fp32; 5e-8 measured."""
 SAME_BF16 = 1e-3
+ONE_RANK = ["cluster.gpus_per_node=1", "parallel.engine=fsdp"]
 ENGINES = ("zero2", "zero3", "fsdp2")
 
 
@@ -87,6 +90,42 @@ def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -
         planned_for_launcher(TINY, [])
     _, plan = planned_for_launcher(TINY, ["parallel.engine=fsdp"])
     assert plan.engine == "fsdp"
+
+
+def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate takes from the environment whatever a script leaves open."""
+    code = (
+        "import toolkit.accelerate as a\n"
+        f"made = a.accelerator({str(TINY)!r}, {ONE_RANK})\n"
+        "print(made.state.dynamo_plugin.backend.value, made.state.fsdp_plugin"
+        ".activation_checkpointing_offload)"
+    )
+    environ = {
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
+    }
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.split() == ["NO", "False"], ended.stderr
+    assert "ACCELERATE_DYNAMO_BACKEND=INDUCTOR (compiled is false)" in ended.stderr
+    assert "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=true" in ended.stderr
+
+
+@pytest.mark.parametrize("switch", ["PARALLELISM_CONFIG", "MEGATRON_LM"])
+def test_a_mesh_of_accelerates_own_is_refused(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would replicate what the plan shards, whatever plugin the script passes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
+    with pytest.raises(PlanError, match=f"ACCELERATE_USE_{switch}=true") as caught:
+        planned_for_launcher(TINY, ["parallel.engine=fsdp"])
+    assert f"unset ACCELERATE_USE_{switch}" in caught.value.fix
 
 
 def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def conflicts(
         ({"ACCELERATE_USE_FSDP": "true"}, ("parallel.engine", "deepspeed")),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, ("parallel.engine", "deepspeed")),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, ("gradient_accumulation", "1")),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, ("compiled", "false")),
         ({"WANDB_MODE": "disabled"}, ("logging.wandb.mode", "offline")),
         ({"WANDB_PROJECT": "other"}, ("logging.wandb.project", "dmt")),
         ({"WANDB_DISABLED": "true"}, ("logging.wandb", "true")),
@@ -64,7 +65,7 @@ def test_a_variable_that_disagrees(
 @pytest.mark.parametrize(
     "environ",
     [
-        {"ACCELERATE_MIXED_PRECISION": "no"},
+        {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"},
         {"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "1"},
         {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},  # without ACCELERATE_USE_DEEPSPEED
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
@@ -97,6 +98,15 @@ def test_accelerates_variables_count_while_their_switch_is_on(tiny: Planned) -> 
         ),
         "ACCELERATE_GRADIENT_CLIPPING": ("optimizer.clip_grad_norm", "1", "recipe"),
     }
+
+
+def test_activations_that_are_offloaded(tiny: Planned) -> None:
+    environ = {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}
+    assert conflicts(tiny, environ) == {}
+    found = conflicts(tiny, {"ACCELERATE_USE_FSDP": "true", **environ})
+    assert found["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == (
+        *("activations_offloaded", "false", "recipe"),
+    )
 
 
 def test_deepspeeds_json_in_a_variable(tiny: Planned) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import FullyShardedDataParallelPlugin
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from tests.conflicts.conftest import Planned
+from tests.conflicts.conftest import TINY, Planned
 from toolkit.conflicts.compare import Report
 from toolkit.errors import RecipeError
 
@@ -101,13 +103,37 @@ def test_a_deepspeed_file_that_training_arguments_name(tiny: Planned, tmp_path: 
     assert row.place == f"{tmp_path}/ds.json:1"
 
 
+def test_what_deepspeed_translates_drops_and_refuses(tiny: Planned, tmp_path: Path) -> None:
+    """The older offload switches count (DeepSpeed 0.19); a block of settings drops nothing."""
+    zero = {"stage": 2, "cpu_offload": True, "cpu_offload_param": False, "xyz": 1}
+    text = json.dumps({"zero_optimization": zero, "xyz": 1, "bf16": True}, indent=1)
+    report = read(tiny, tmp_path, text, "ds.json")
+    assert told(report) == {
+        "zero_optimization.stage": ("parallel.zero.stage", "agrees", "3"),
+        "zero_optimization.cpu_offload": (
+            *("parallel.zero.offload_optimizer", "disagrees", "4"),
+        ),
+        "zero_optimization.cpu_offload_param": (
+            *("parallel.zero.offload_parameters", "agrees", "5"),
+        ),
+    }
+    assert {one.name: one.hint for one in report.unknown} == {
+        "xyz": "DeepSpeed drops it silently",
+        "zero_optimization.xyz": "DeepSpeed refuses it",
+        "bf16": "not an object: { … }",
+    }
+    assert DeepSpeedZeroConfig(stage=2, cpu_offload=True).offload_optimizer.device == "cpu"
+    with pytest.raises(ValueError, match="xyz"):
+        DeepSpeedZeroConfig(xyz=1)
+
+
 @pytest.mark.parametrize(
     ("text", "key", "verdict"),
     [
         ("num_train_epochs: 2", "training.epochs", "open"),  # the recipe counts steps
         ("tf32: true\nbf16: false\nfp16: false", "training.precision", "disagrees"),
         ("warmup_ratio: 0.05", "schedule.warmup_steps", "open"),
-        ("fsdp: full_shard", "parallel.engine", "disagrees"),
+        ("fsdp: full_shard", "parallel.zero.stage", "disagrees"),
         ("lr_scheduler_kwargs: {min_lr: 1.0e-9}", "schedule.min_learning_rate", "disagrees"),
     ],
 )
@@ -118,6 +144,49 @@ def test_more_training_arguments(
     last = report.compared[-1]
     assert (last.key, last.verdict) == (key, verdict)
     assert bool(last.advice) == (verdict != "agrees")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "config", "found"),
+    [
+        (True, {}, {"parallel.zero.stage": "3"}),
+        ("shard_grad_op offload", {}, {"parallel.zero.offload_parameters": "cpu"}),
+        (
+            True,
+            {"fsdp_reshard_after_forward": False, "activation_checkpointing": True},
+            {"parallel.recompute": "full"},
+        ),
+        (["full_shard"], {"reshard_after_forward": False, "cpu_offload": False}, {}),
+        (
+            True,
+            {"version": 1, "reshard_after_forward": "full_shard"},
+            {"parallel.engine": "1", "parallel.zero.stage": "full_shard"},
+        ),
+        (False, {"version": 1}, {}),
+    ],
+    ids=str,
+)
+def test_fsdp_in_training_arguments(
+    fsdp: object, config: dict[str, Any], found: dict[str, str], tmp_path: Path
+) -> None:
+    """The recipe keeps gathered parameters until the backward pass: stage 2."""
+    planned = Planned.of(TINY, "parallel.engine=fsdp", "parallel.zero.stage=2")
+    arguments = {"output_dir": "out", "fsdp": fsdp, "fsdp_config": config}
+    report = read(planned, tmp_path, json.dumps(arguments, indent=1), "args.json")
+    written = {"3": "true", "cpu": fsdp, "full": "true"}
+    assert {row.key: row.other for row in report.conflicts} == {
+        key: written.get(value, value) for key, value in found.items()
+    }
+    assert not report.unknown
+
+
+def test_fsdp_in_a_file_of_its_own(tiny: Planned, tmp_path: Path) -> None:
+    (tmp_path / "fsdp.json").write_text('{"cpu_offlod": true, "fsdp_version": 2}')
+    text = json.dumps({"output_dir": "out", "fsdp": True, "fsdp_config": "fsdp.json"})
+    report = read(tiny, tmp_path, text, "args.json")
+    (typo,) = report.unknown
+    assert (typo.name, typo.hint) == ("cpu_offlod", "did you mean `cpu_offload`?")
+    assert told(report)["fsdp_version"] == ("parallel.engine", "disagrees", "1")
 
 
 ACCELERATE = """\
@@ -180,6 +249,37 @@ def test_accelerate_with_fsdp(version: int, stage: str, tiny: Planned, tmp_path:
     assert engines == ["disagrees", "disagrees"]
 
 
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("", "disagrees"), ("\n  fsdp_version: 2", "agrees")]
+)
+def test_fsdp_without_a_version_is_its_first(
+    version: str, verdict: str, tmp_path: Path
+) -> None:
+    planned = Planned.of(TINY, "parallel.engine=fsdp")
+    text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: false{version}\n"
+    report = read(planned, tmp_path, text, "accelerate.yaml")
+    (row,) = [row for row in report.compared if row.name == "distributed_type"]
+    assert row.verdict == verdict
+    assert FullyShardedDataParallelPlugin().fsdp_version == 1
+    assert ("fsdp_version 2" in row.advice) == (verdict == "disagrees")
+
+
+@pytest.mark.parametrize(("shards", "verdict"), [(2, "agrees"), (1, "disagrees")])
+def test_shards_and_replicas_are_compared_apart(
+    shards: int, verdict: str, tiny: Planned, tmp_path: Path
+) -> None:
+    """Two whole replicas are two data-parallel ranks, but no shards."""
+    text = (
+        "num_processes: 2\nparallelism_config:\n"
+        f"  parallelism_config_dp_shard_size: {shards}\n"
+        f"  parallelism_config_dp_replicate_size: {2 // shards}\n"
+    )
+    found = told(read(tiny, tmp_path, text, "accelerate.yaml"))
+    sizes = "parallelism_config.parallelism_config_dp_"
+    assert found[f"{sizes}shard_size"] == ("shards", verdict, "3")
+    assert found[f"{sizes}replicate_size"] == ("replicas", verdict, "4")
+
+
 def test_accelerate_with_deepspeeds_json_inside(tiny: Planned, tmp_path: Path) -> None:
     text = (
         "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
@@ -231,6 +331,9 @@ def test_a_script_that_starts_megatron(tiny: Planned, tmp_path: Path) -> None:
     }
     (typo,) = report.unknown
     assert typo.hint == "did you mean `--global-batch-size`?"
+    (switch,) = [row for row in report.conflicts if row.name == "--sequence-parallel"]
+    assert (switch.recipe, switch.other) == ("false", "given")
+    assert switch.advice.startswith("remove `--sequence-parallel` at ")
     assert report.source.only_there == ()
 
 

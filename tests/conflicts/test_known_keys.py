@@ -1,6 +1,8 @@
 """The written-down lists of other tools' names against the installed tools."""
 
 import dataclasses
+import inspect
+import re
 
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
@@ -16,7 +18,7 @@ from toolkit.conflicts import (
 )
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
-from toolkit.conflicts.training_arguments_keys import BEFORE, NOW
+from toolkit.conflicts.training_arguments_keys import BEFORE, FSDP, NOW
 
 
 def test_training_arguments() -> None:
@@ -27,6 +29,13 @@ def test_training_arguments() -> None:
         "model_name_or_path", "max_seq_length", "max_length",  # of scripts and of TRL
     }  # fmt: skip
     assert read <= NOW | BEFORE
+
+
+def test_transformers_fsdp_config() -> None:
+    read = inspect.getsource(TrainingArguments._process_fsdp_args)
+    assert (
+        set(re.findall(r"self\.fsdp_config(?:\.get\(|\.setdefault\(|\[)\"(\w+)", read)) == FSDP
+    )
 
 
 def test_accelerates_config_file() -> None:

@@ -76,7 +76,8 @@ def render_common(name: str) -> str:
     heading = (
         "Written by `python -m toolkit.accelerate.common`. For your own recipe and cluster:",
         "dmt render RECIPE --to accelerate --out FILE. Use:",
-        f"accelerate launch --config_file launch/accelerate/{name}.yaml --num_processes N …",
+        f"accelerate launch --config_file launch/accelerate/{name}.yaml --num_processes N "
+        f"{'--mixed_precision bf16 ' if engine == 'deepspeed' else ''}…",
         *_precision_note(engine),
     )
     body = _body(engine, layout, cluster, "bf16", deepspeed)

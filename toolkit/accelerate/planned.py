@@ -47,6 +47,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         _join_process_group()
         settings = _SETTINGS[plan.engine](recipe, plan)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
+        if not {"dynamo_plugin", "dynamo_backend"} & more.keys():
+            settings["dynamo_backend"] = "no"  # unsaid, a variable decides
         super().__init__(
             mixed_precision=MIXED_PRECISION[recipe.training.precision],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -136,6 +138,7 @@ def _fsdp(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         cpu_offload=offload,
         mixed_precision_policy=MixedPrecisionPolicy(**dtypes),
         activation_checkpointing=plan.layout.recompute == "full",
+        activation_checkpointing_offload=False,
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )

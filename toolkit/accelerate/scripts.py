@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.accelerate.config import refuse_megatron
 from toolkit.conflicts import preflight
+from toolkit.conflicts.accelerate import ENGINES
+from toolkit.conflicts.environment import SWITCHES
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.launchers.base import tell
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from toolkit.accelerate.planned import PlannedAccelerator
-
-SWITCHES = {"ACCELERATE_USE_DEEPSPEED": "deepspeed", "ACCELERATE_USE_FSDP": "fsdp"}
-"""Variables by which `accelerate launch` names the engine of its file."""
 
 
 def accelerator(
@@ -50,7 +49,8 @@ def training_arguments(
 
     The Trainer that gets them finds the recipe's Accelerator set up. `more` goes to
     TrainingArguments (`output_dir`, saving, reporting, …). The learning rate's schedule is
-    `toolkit.accelerate.trainer.lr_scheduler`: none of Trainer's is the recipe's.
+    the recipe's but one step late, as all of Trainer's are;
+    `toolkit.accelerate.trainer.RecipeTrainer` has the recipe's own.
 
     Raises as `accelerator` does.
     """
@@ -78,14 +78,18 @@ def planned_for_launcher(
 
 
 def _refuse_other_engine(plan: Plan) -> None:
-    """Accelerate lets these variables add an engine to what the script asks for."""
-    for variable, engine in SWITCHES.items():
+    """Accelerate lets these variables add an engine, or a mesh, to what the script asks for."""
+    for variable, (kind, _) in SWITCHES.items():
+        engine = ENGINES.get(kind, "a parallelism_config")
         if os.environ.get(variable, "").lower() == "true" and engine != plan.engine:
+            other = f"unset {variable}"
+            if engine in ("deepspeed", "fsdp"):
+                other = f"--set parallel.engine={engine}"
             raise PlanError(
                 f"{variable}=true: the launcher was told to use {engine}, the recipe runs on "
                 f"the engine {plan.engine}",
-                fix="start with the file that `dmt render RECIPE --to accelerate` writes, or "
-                f"--set parallel.engine={engine}",
+                fix=f"start with the file that `dmt render RECIPE --to accelerate` writes, or "
+                f"{other}",
             )
 
 

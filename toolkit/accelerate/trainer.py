@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import Trainer, TrainingArguments
 
 from toolkit.accelerate.config import MIXED_PRECISION
 from toolkit.accelerate.planned import PlannedAccelerator
+from toolkit.accelerate.samples import TrainingSamples
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.train.schedule import learning_rate
 
 
@@ -39,6 +41,7 @@ def arguments_of(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> Trainin
         per_device_train_batch_size=plan.layout.micro_batch,
         gradient_accumulation_steps=plan.layout.gradient_accumulation,
         **({} if {"max_steps", "num_train_epochs"} & more.keys() else _length(recipe)),
+        **_schedule(recipe, more),
         optim="adamw_torch",
         learning_rate=optimizer.learning_rate,
         adam_beta1=optimizer.betas[0],
@@ -60,6 +63,60 @@ def arguments_of(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> Trainin
     )
 
 
+class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have no types
+    """Trainer with the recipe's data order and learning rates, which no argument can say.
+
+    `arguments` are Trainer's. The data set is one whose order is the recipe's already:
+    `toolkit.accelerate.samples.TrainingSamples`.
+    """
+
+    lr_scheduler: LambdaLR | None
+
+    def __init__(self, recipe: Recipe, **arguments: Any) -> None:
+        self.recipe = recipe
+        super().__init__(**arguments)
+
+    def _get_train_sampler(self, dataset: TrainingSamples | None = None) -> Sampler[int]:
+        return SequentialSampler(dataset or self.train_dataset)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LambdaLR:
+        """The recipe's schedule in place of the one that the arguments name."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = lr_scheduler(
+                self.recipe, optimizer or self.optimizer, num_training_steps
+            )
+        return self.lr_scheduler
+
+
+def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
+    """The recipe's schedule in TrainingArguments, for a plain Trainer: one step late.
+
+    `peak` is the learning rate that warm-up ends at.
+    """
+    smallest = schedule.min_learning_rate
+    names: dict[str, tuple[str, dict[str, Any]]] = {
+        "constant": ("constant_with_warmup", {}),
+        "linear": ("polynomial", {"lr_end": smallest, "power": 1.0}),
+        "cosine": ("cosine_with_min_lr", {"min_lr": smallest}),
+        "wsd": (
+            "warmup_stable_decay",
+            {
+                "num_decay_steps": schedule.decay_steps,
+                "min_lr_ratio": smallest / peak,
+                "decay_type": "linear",
+            },
+        ),
+    }
+    name, options = names[schedule.name]
+    return {
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": options,
+        "warmup_steps": schedule.warmup_steps,
+    }
+
+
 def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
     """The recipe's learning rate over `steps` optimizer steps, for any torch optimizer.
 
@@ -73,6 +130,11 @@ def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
         return learning_rate(min(step, steps - 1), steps, peak, recipe.schedule) / peak
 
     return LambdaLR(optimizer, factor)
+
+
+def _schedule(recipe: Recipe, more: Mapping[str, Any]) -> dict[str, Any]:
+    nearest = nearest_schedule(recipe.schedule, recipe.optimizer.learning_rate)
+    return {} if nearest.keys() & more.keys() else nearest
 
 
 def _length(recipe: Recipe) -> dict[str, Any]:

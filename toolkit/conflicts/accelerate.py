@@ -14,7 +14,10 @@ from toolkit.conflicts import deepspeed_json
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.source import (
     ACCUMULATION,
-    DATA_PARALLEL,
+    ACTIVATIONS_OFFLOADED,
+    COMPILED,
+    REPLICAS,
+    SHARDS,
     WORLD,
     Collected,
     OneOf,
@@ -47,6 +50,7 @@ _SECTION_OF_TYPE = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
+_MAPS = {*SECTIONS, "tpu_env"}
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
 _SAME: Mapping[str, str] = {
@@ -58,6 +62,8 @@ _SAME: Mapping[str, str] = {
     "offload_param_nvme_path": "parallel.zero.nvme_path",
     "parallelism_config_tp_size": "parallel.tensor",
     "parallelism_config_cp_size": "parallel.context",
+    "parallelism_config_dp_shard_size": SHARDS,
+    "parallelism_config_dp_replicate_size": REPLICAS,
     "megatron_lm_tp_degree": "parallel.tensor",
     "megatron_lm_pp_degree": "parallel.pipeline",
     "megatron_lm_context_parallel_size": "parallel.context",
@@ -71,6 +77,10 @@ _OFFLOADS = {
     "offload_optimizer_device": "parallel.zero.offload_optimizer",
     "offload_param_device": "parallel.zero.offload_parameters",
 }
+_FSDP_1 = OneOf(("fsdp 1",))
+"""No engine of DMT's: it has FSDP's version 2."""
+_VERSION_UNSTATED = "state fsdp_version 2 (without it, it is 1), or change distributed_type"
+
 _CLIPPING = ("gradient_clipping", "megatron_lm_gradient_clipping")
 
 
@@ -93,12 +103,16 @@ def read(file: JsonFile, name: str) -> Source:
     kind = str(file.values.get("distributed_type", "NO"))
     for key, value in file.values.items():
         if key not in TOP_LEVEL:
-            found.unknown.append(unknown(key, _place(file, key), TOP_LEVEL))
+            found.unknown.append(unknown(key, file.place(key), TOP_LEVEL))
+        elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
+            found.unknown.append(Unknown(key, file.place(key), _wrong_kind(value)))
+        elif key == "tpu_env":
+            found.only_there.append(key)
         elif isinstance(value, Mapping):
             asleep = _SECTION_OF_TYPE.get(key, kind) != kind
             settings |= _section(file, key, value, found, asleep)
         elif value is not None:
-            settings[key] = Setting(value, key, _place(file, key))
+            settings[key] = Setting(value, key, file.place(key))
     found.add(collect(settings, file.path))
     return found.source(
         name,
@@ -108,6 +122,10 @@ def read(file: JsonFile, name: str) -> Source:
         "which DMT refuses another number than the recipe's; for all else the recipe wins",
         "`accelerate launch` of a script with its own Accelerator: this file wins",
     )
+
+
+def _wrong_kind(value: object) -> str:
+    return "a map, where one value belongs" if isinstance(value, Mapping) else "not a map"
 
 
 def _section(
@@ -120,11 +138,13 @@ def _section(
         name = f"{section}.{key}"
         argument = key if key.startswith(prefix) else prefix + key
         if argument not in SECTIONS[section]:
-            found.unknown.append(unknown(name, _place(file, name), SECTIONS[section]))
+            found.unknown.append(unknown(name, file.place(name), SECTIONS[section]))
+        elif isinstance(value, Mapping):
+            found.unknown.append(Unknown(name, file.place(name), _wrong_kind(value)))
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:
-            settings[argument] = Setting(value, name, _place(file, name))
+            settings[argument] = Setting(value, name, file.place(name))
     return settings
 
 
@@ -158,9 +178,15 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
     elif key in _SAME:
         yield stated(_SAME[key], value)
     elif key == "distributed_type":
-        yield stated("parallel.engine", ENGINES.get(str(value), str(value)))
+        engine = ENGINES.get(str(value), str(value))
+        if engine == "fsdp" and "fsdp_version" not in settings:
+            yield stated("parallel.engine", _FSDP_1, "", _VERSION_UNSTATED)
+        else:
+            yield stated("parallel.engine", engine)
     elif key == "mixed_precision":
         yield stated("training.precision", translated("training.precision", value))
+    elif key == "dynamo_backend":
+        yield stated(COMPILED, str(value).lower() not in ("no", "false"))
     elif key == "use_cpu" and value is True:
         yield stated("cluster.gpu", "cpu")
     elif key in _OFFLOADS:
@@ -171,9 +197,6 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
         yield stated("parallel.recompute", "selective" if value else OneOf(("none", "full")))
     elif key == "megatron_lm_use_distributed_optimizer":
         yield stated("parallel.zero.stage", 1 if value else 0)
-    elif key == "parallelism_config_dp_shard_size":
-        replicas = settings.get("parallelism_config_dp_replicate_size")
-        yield stated(DATA_PARALLEL, value * (replicas.value if replicas else 1))
     else:
         yield from _fsdp(key, setting, settings, stated)
 
@@ -185,16 +208,19 @@ def _fsdp(
     version = settings.get("fsdp_version")
     second = version is not None and str(version.value) == "2"
     value = setting.value
+    on = str(value).lower() in ("true", "yes", "on", "1")
     if key == "fsdp_version":
-        yield stated("parallel.engine", "fsdp" if second else OneOf(("fsdp 1",)))
-    elif key == "fsdp_sharding_strategy" and not second and str(value) in _STAGES:
-        yield stated("parallel.zero.stage", _STAGES[str(value)])
+        yield stated("parallel.engine", "fsdp" if second else _FSDP_1)
+    elif key == "fsdp_sharding_strategy" and not second and str(value).upper() in _STAGES:
+        yield stated("parallel.zero.stage", _STAGES[str(value).upper()])
     elif key == "fsdp_reshard_after_forward" and second:
-        yield stated("parallel.zero.stage", 3 if value in (True, "true") else 2)
+        yield stated("parallel.zero.stage", 3 if on else 2)
     elif key == "fsdp_offload_params":
-        yield stated("parallel.zero.offload_parameters", "cpu" if value else "none")
+        yield stated("parallel.zero.offload_parameters", "cpu" if on else "none")
+    elif key == "fsdp_activation_checkpointing_offload":
+        yield stated(ACTIVATIONS_OFFLOADED, on)
     elif key == "fsdp_activation_checkpointing":
-        yield stated("parallel.recompute", "full" if value else OneOf(("none", "selective")))
+        yield stated("parallel.recompute", "full" if on else OneOf(("none", "selective")))
 
 
 def _start_as_many(setting: Setting) -> str:
@@ -224,8 +250,3 @@ def _inside(text: str, config: Setting, path: Path) -> JsonFile:
     found = parse_json(text, path)
     lines = {key: first + number for key, number in found.lines.items()} if first else {}
     return JsonFile(path if first else Path(config.place), found.values, lines)
-
-
-def _place(file: JsonFile, key: str) -> str:
-    line = file.lines.get(key, 0)
-    return f"{file.path}:{line}" if line else str(file.path)

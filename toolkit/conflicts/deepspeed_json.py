@@ -18,7 +18,9 @@ from toolkit.conflicts.source import (
     translated,
 )
 from toolkit.engines.deepspeed_config import OWNED, REQUIRED, open_config, unknown_keys
+from toolkit.engines.deepspeed_keys import KNOWN_KEYS
 from toolkit.engines.json_file import JsonFile
+from toolkit.errors import Problem
 from toolkit.recipe.schema import Recipe
 
 KIND = "DeepSpeed config"
@@ -29,12 +31,19 @@ _ELSEWHERE: Mapping[str, str] = {
     "scheduler.params.warmup_min_lr": "",
     "scheduler.params.total_num_steps": "training.steps",
     "tensor_parallel.autotp_size": "parallel.tensor",
+    "zero_optimization.cpu_offload": "parallel.zero.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "parallel.zero.offload_parameters",
+    "zero_optimization.cpu_offload_use_pin_memory": "",
     "wandb.enabled": "logging.wandb",
     "wandb.project": "logging.wandb.project",
     "wandb.team": "logging.wandb.entity",
     "tensorboard.enabled": "logging.tensorboard",
 }
-"""Settings that DMT does not write, but whose meaning a recipe states."""
+"""Settings that DMT does not write, and what a recipe calls them, if it does."""
+
+_DROPPING = frozenset(("", "aio", "data_types", "optimizer"))
+"""Blocks whose unknown keys DeepSpeed drops; the others are pydantic models that forbid them,
+or, as `optimizer.params`, arguments of a class."""
 
 _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _PRECISIONS = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
@@ -64,13 +73,9 @@ def read(file: JsonFile, name: str, recipe: Recipe) -> Source:
 def collect(file: JsonFile, prefix: str = "") -> Collected:
     """Every setting of `file`; `prefix` is put before names, for a config inside another."""
     found = Collected()
-    misspelt = {problem.key: problem for problem in unknown_keys(file)}
+    misspelt = {p.key: p for p in unknown_keys(file) if p.key not in _ELSEWHERE}
     for key, problem in misspelt.items():
-        place = _place(file, key)
-        hint = problem.fix if problem.fix.startswith("did you") else ""
-        found.unknown.append(
-            Unknown(prefix + key, place, hint or "DeepSpeed drops it silently")
-        )
+        found.unknown.append(Unknown(prefix + key, file.place(key), _hint(problem)))
     switches: dict[str, object] = {}
     for key, value in _leaves(file.values):
         if any(key == wrong or key.startswith(f"{wrong}.") for wrong in misspelt):
@@ -78,7 +83,7 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
         if key in _PRECISIONS:
             switches[_PRECISIONS[key]] = value
             continue
-        stated = _stated(key, value, prefix + key, _place(file, key))
+        stated = _stated(key, value, prefix + key, file.place(key))
         if stated is None:
             found.only_there.append(prefix + key)
         else:
@@ -86,9 +91,19 @@ def collect(file: JsonFile, prefix: str = "") -> Collected:
     found.stated += global_batch(found.stated)
     for name, meant in precisions(switches).items():
         key = f"{name}.enabled"
-        at = (prefix + key, shown(switches[name]), _place(file, key))
+        at = (prefix + key, shown(switches[name]), file.place(key))
         found.stated.append(Stated("training.precision", meant, *at))
     return found
+
+
+def _hint(problem: Problem) -> str:
+    """What was meant, or what DeepSpeed makes of an unknown key."""
+    if problem.key in KNOWN_KEYS:
+        return f"not {problem.allowed}"
+    if problem.fix.startswith("did you"):
+        return problem.fix
+    dropped = problem.key.rpartition(".")[0] in _DROPPING
+    return "DeepSpeed drops it silently" if dropped else "DeepSpeed refuses it"
 
 
 def _stated(key: str, value: object, name: str, place: str) -> Stated | None:
@@ -109,6 +124,8 @@ def _stated(key: str, value: object, name: str, place: str) -> Stated | None:
         meaning = str(value).lower()
     elif key.endswith(".device"):
         meaning = device(value)
+    elif ".cpu_offload" in key:
+        meaning = "cpu" if value else "none"
     elif target == "schedule.name":
         meaning = translated(target, meaning)
     return Stated(target, AUTO if value == AUTO else meaning, name, shown(value), place)
@@ -122,11 +139,6 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, obje
         else:
             leaves.append((f"{prefix}{name}", value))
     return leaves
-
-
-def _place(file: JsonFile, key: str) -> str:
-    line = file.lines.get(key, 0)
-    return f"{file.path}:{line}" if line else str(file.path)
 
 
 def _is_named(path: Path, recipe: Recipe) -> bool:

@@ -28,6 +28,7 @@ Starting = Literal["launch", "worker"]
 _ACCELERATE: Mapping[str, str] = {
     "ACCELERATE_MIXED_PRECISION": "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
     "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
@@ -39,13 +40,14 @@ _ACCELERATE: Mapping[str, str] = {
 }
 """Variables of `accelerate launch` → its arguments; others differ in their prefix only."""
 
-_USED: Mapping[str, tuple[str, tuple[str, ...]]] = {
+SWITCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ACCELERATE_USE_DEEPSPEED": ("DEEPSPEED", ("ACCELERATE_DEEPSPEED_",)),
     "ACCELERATE_USE_FSDP": ("FSDP", ("FSDP_",)),
     "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM", ("MEGATRON_LM_",)),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("", ("PARALLELISM_CONFIG_",)),
 }
-"""The switch, the distributed_type that it means, and the variables that count only then."""
+"""The switch, the distributed_type that it means (a parallelism config has none), and the
+variables that count only then."""
 
 _RANKS: Mapping[str, str] = {
     "WORLD_SIZE": WORLD,
@@ -168,7 +170,7 @@ class _Reader:
 
     def _only_there(self, found: Collected) -> Iterator[str]:
         """Variables that nothing was made of; Slurm's many are counted."""
-        said = {stated.place for stated in found.stated} | _USED.keys() | {*self.asleep}
+        said = {stated.place for stated in found.stated} | SWITCHES.keys() | {*self.asleep}
         rest = sorted(self.environ.keys() - said)
         slurm = sum(name.startswith("SLURM_") for name in rest)
         yield from (name for name in rest if not name.startswith("SLURM_"))
@@ -206,11 +208,11 @@ class _Reader:
         """As if they were the config file that `accelerate launch` made them of."""
         settings = {}
         for name in self.environ:
-            if name in _USED and self._is_on(name) and (kind := _USED[name][0]):
+            if name in SWITCHES and self._is_on(name) and (kind := SWITCHES[name][0]):
                 settings["distributed_type"] = Setting(kind, name, name, self.environ[name])
         for name in self.environ:
             argument = _ACCELERATE.get(name) or self._argument(name)
-            if argument is None or name in _USED:
+            if argument is None or name in SWITCHES:
                 continue
             if self._in_effect(name):
                 settings[argument] = Setting(self._value(name), name, name)
@@ -230,7 +232,7 @@ class _Reader:
             # Written for every run. Beside DeepSpeed's JSON it says nothing, and without a
             # config file it only means that none was asked for.
             return "mixed_precision" in self.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "")
-        for switch, (_, prefixes) in _USED.items():
+        for switch, (_, prefixes) in SWITCHES.items():
             if name.startswith(prefixes):
                 return self._is_on(switch)
         return True

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.conflicts.source import ACCUMULATION, AUTO, DATA_PARALLEL, WORLD
+from toolkit.conflicts.source import (
+    ACCUMULATION,
+    ACTIVATIONS_OFFLOADED,
+    AUTO,
+    COMPILED,
+    DATA_PARALLEL,
+    REPLICAS,
+    SHARDS,
+    WORLD,
+)
 from toolkit.engines.deepspeed_config import REQUIRED
 from toolkit.engines.megatron_config import render_model, trained_config
 from toolkit.errors import DmtError
@@ -21,6 +30,10 @@ DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
     DATA_PARALLEL: "world / (tensor · pipeline · context)",
+    COMPILED: "false: no model is compiled",
+    ACTIVATIONS_OFFLOADED: "false: activations are kept or recomputed",
+    SHARDS: "dp under ZeRO, 1 without",
+    REPLICAS: "dp / shards",
 }
 """How a value comes about that no recipe states."""
 
@@ -62,10 +75,12 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         if value != AUTO and not (value is None and key in _LENGTHS)
     }
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
-    derived = {WORLD: recipe.cluster.world_size}
+    derived = {WORLD: recipe.cluster.world_size, COMPILED: False, ACTIVATIONS_OFFLOADED: False}
     if plan is not None:
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
+        derived[SHARDS] = plan.layout.dp if plan.layout.zero_stage else 1
+        derived[REPLICAS] = plan.layout.dp // derived[SHARDS]
     found |= {key: Fact(value, f"derived: {DERIVED[key]}") for key, value in derived.items()}
     found |= _composed(recipe, found)
     found |= _fixed(plan)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
 from toolkit.conflicts.shell_flags import Flag, read_flags
-from toolkit.conflicts.source import Collected, OneOf, Source, Stated, unknown
+from toolkit.conflicts.source import Collected, OneOf, Source, Stated, number, unknown
 from toolkit.engines.megatron_lm import (
     GPT_SWITCHES,
     GPT_VALUES,
@@ -117,8 +117,7 @@ class _Reader:
 
     def number(self, name: str) -> float | None:
         """The value of a flag, where it is there and a number."""
-        value = self.value(name)
-        return value if isinstance(value, int | float) else None
+        return number(self.value(name))
 
     def _same(self, name: str, flag: Flag, key: str) -> None:
         value = _value(flag)
@@ -129,8 +128,12 @@ class _Reader:
             self._add(flag, key, value)
 
     def _add(self, flag: Flag, key: str, value: object) -> None:
-        at = (flag.name, " ".join(flag.values[:1]), f"{self.file}:{flag.line}")
-        if flag.values and "$" in flag.values[0]:
+        place = f"{self.file}:{flag.line}"
+        at = (flag.name, flag.values[0] if flag.values else "given", place)
+        if not flag.values:
+            advice = f"remove `{flag.name}` at {place}, or change the recipe"
+            self.found.stated.append(Stated(key, value, *at, advice=advice))
+        elif "$" in flag.values[0]:
             advice = f"only the shell knows {flag.values[0]}"
             self.found.stated.append(Stated(key, value, *at, certain=False, advice=advice))
         else:

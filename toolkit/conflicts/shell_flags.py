@@ -25,11 +25,6 @@ class Flag:
     """Empty for a switch."""
     line: int
 
-    @property
-    def resolved(self) -> bool:
-        """Whether every value is known without a shell."""
-        return not any("$" in value or "`" in value for value in self.values)
-
 
 def read_flags(text: str, file: str) -> list[Flag]:
     """All options of `text`, in order; of one stated again, the last counts.

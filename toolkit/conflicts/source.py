@@ -1,6 +1,8 @@
 """What a file, or the environment, states: each setting in the recipe's words."""
 
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +15,11 @@ AUTO = "auto"
 WORLD = "world_size"
 ACCUMULATION = "gradient_accumulation"
 DATA_PARALLEL = "data_parallel"
-"""Keys of what no recipe states, because it is derived."""
+SHARDS = "shards"
+REPLICAS = "replicas"
+COMPILED = "compiled"
+ACTIVATIONS_OFFLOADED = "activations_offloaded"
+"""Keys of what no recipe states, because it is derived, or always so."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def precisions(switches: Mapping[str, object]) -> dict[str, object]:
 
 def global_batch(stated: Iterable[Stated]) -> tuple[Stated, ...]:
     """The global batch that a micro batch and its accumulation come to."""
-    found = {one.key: one for one in stated if type(one.value) is int}
+    found = {one.key: one for one in stated if type(number(one.value)) is int}
     micro, steps = found.get("training.micro_batch_size"), found.get(ACCUMULATION)
     if micro is None or steps is None or "training.global_batch_size" in found:
         return ()
@@ -154,6 +160,13 @@ def global_batch(stated: Iterable[Stated]) -> tuple[Stated, ...]:
     batch = PerReplica(micro.value * steps.value)
     name, text = f"{micro.name} · {steps.name} · dp", f"{micro.shown} · {steps.shown} · dp"
     return (Stated("training.global_batch_size", batch, name, text, micro.place),)
+
+
+def number(value: object) -> float | None:
+    """A finite number of usual size; None for anything else, `true` included."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) < sys.float_info.max else None
 
 
 def device(value: object) -> object:
@@ -174,4 +187,7 @@ def beside(name: str, path: Path) -> Path:
     """A file that another one names: from the working directory, as the tools take it, else
     from that file's own folder."""
     near = path.parent / name
-    return near if not Path(name).exists() and near.exists() else Path(name)
+    with suppress(OSError, ValueError):  # no name that a file can have
+        if not Path(name).exists() and near.exists():
+            return near
+    return Path(name)

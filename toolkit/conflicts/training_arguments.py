@@ -3,21 +3,24 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.conflicts import deepspeed_json
+from toolkit.conflicts import accelerate, deepspeed_json
+from toolkit.conflicts.accelerate import Setting
 from toolkit.conflicts.source import (
     ACCUMULATION,
     Collected,
     OneOf,
     Source,
     Stated,
+    Unknown,
     beside,
     global_batch,
+    number,
     precisions,
     shown,
     translated,
     unknown,
 )
-from toolkit.conflicts.training_arguments_keys import KNOWN_KEYS
+from toolkit.conflicts.training_arguments_keys import FSDP, KNOWN_KEYS
 from toolkit.engines.json_file import JsonFile, read_json
 from toolkit.recipe.foreign import foreign
 
@@ -44,6 +47,11 @@ _SAME: Mapping[str, str] = {
 """Settings that a recipe has with the same meaning; None and nothing state nothing."""
 
 _PRECISIONS: tuple[str, ...] = ("bf16", "fp16")
+
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_FSDP_NAMES = {"cpu_offload": "fsdp_offload_params"}
+_FSDP_1_NAMES = {"reshard_after_forward": "fsdp_sharding_strategy"}
+"""Where Accelerate's names are not transformers' with `fsdp_` before them."""
 
 _INTERVALS = {
     "logging": ("logging_strategy", "logging_steps", "logging.every_steps"),
@@ -87,20 +95,24 @@ class _Reader:
             if key in KNOWN_KEYS or foreign(key):
                 self.found.only_there.append(key)
             else:
-                self.found.unknown.append(unknown(key, self._place(key), KNOWN_KEYS))
+                self.found.unknown.append(unknown(key, self.file.place(key), KNOWN_KEYS))
         return self.found
 
     def _take(self, key: str) -> Any:
         return self.left.pop(key, None)
 
-    def _place(self, key: str) -> str:
-        line = self.file.lines.get(key, 0)
-        return f"{self.file.path}:{line}" if line else str(self.file.path)
+    def _number(self, key: str) -> float | None:
+        """Take a number; None where there is none, or something else, which is told."""
+        value = self._take(key)
+        found = number(value)
+        if value is not None and found is None:
+            self.found.unknown.append(Unknown(key, self.file.place(key), "not a number"))
+        return found
 
     def _stated(self, target: str, value: object, key: str, **more: Any) -> Stated:
         """One setting; it is shown as the file has it."""
         written = shown(self.file.values[key])
-        return Stated(target, value, key, written, self._place(key), **more)
+        return Stated(target, value, key, written, self.file.place(key), **more)
 
     def _same(self) -> Iterator[Stated]:
         for key, target in _SAME.items():
@@ -121,7 +133,7 @@ class _Reader:
             yield self._stated("training.precision", "tf32", "tf32")
 
     def _length(self) -> Iterator[Stated]:
-        steps, epochs = self._take("max_steps"), self._take("num_train_epochs")
+        steps, epochs = self._number("max_steps"), self._number("num_train_epochs")
         if steps is not None and steps > 0:
             yield self._stated("training.steps", steps, "max_steps")
         elif epochs is not None:
@@ -130,12 +142,12 @@ class _Reader:
 
     def _schedule(self) -> Iterator[Stated]:
         for key in ("warmup_steps", "warmup_ratio"):
-            value = self._take(key)
+            value = self._number(key)
             unused = "warmup_ratio" if key == "warmup_steps" else key
             if value is None or (not value and (key == unused or self.left.get(unused))):
                 continue
             if 0 < value < 1:  # a share of all steps; warmup_steps takes one, too
-                steps = self.file.values.get("max_steps", 0)
+                steps = number(self.file.values.get("max_steps")) or 0
                 known = steps > 0
                 count = -(-steps * value // 1) if known else value
                 advice = "" if known else "a share of steps that only the run knows"
@@ -148,12 +160,12 @@ class _Reader:
         if isinstance(options, dict) and "min_lr" in options:
             self._take("lr_scheduler_kwargs")
             at = ("lr_scheduler_kwargs.min_lr", shown(options["min_lr"]))
-            place = self._place("lr_scheduler_kwargs.min_lr")
+            place = self.file.place("lr_scheduler_kwargs.min_lr")
             yield Stated("schedule.min_learning_rate", options["min_lr"], *at, place)
 
     def _intervals(self) -> Iterator[Stated]:
         for strategy, every, target in _INTERVALS.values():
-            kind, steps = self._take(strategy), self._take(every)
+            kind, steps = self._take(strategy), self._number(every)
             if kind == "steps" or (kind is None and steps is not None):
                 if steps is not None and steps >= 1:
                     yield self._stated(target, int(steps), every)
@@ -171,7 +183,7 @@ class _Reader:
         if self._take("use_cpu"):
             yield self._stated("cluster.gpu", "cpu", "use_cpu")
         if reports := self._take("report_to"):
-            named = [reports] if isinstance(reports, str) else reports
+            named = reports if isinstance(reports, list) else [reports]
             for tool, target in (
                 ("wandb", "logging.wandb"),
                 ("tensorboard", "logging.tensorboard"),
@@ -184,19 +196,53 @@ class _Reader:
         config = self._take("deepspeed")
         if config is not None:
             self.found.stated.append(self._stated("parallel.engine", "deepspeed", "deepspeed"))
-            self.found.add(self._deepspeed(config))
-        wrapping = self._take("fsdp")
-        if wrapping and wrapping != "false":
-            self.found.stated.append(self._stated("parallel.engine", "fsdp", "fsdp"))
+            self.found.add(deepspeed_json.collect(*self._block("deepspeed", config)))
+        switch, config = self._take("fsdp"), self._take("fsdp_config")
+        if switch and switch != "false":
+            self.found.add(self._fsdp(switch, *self._block("fsdp_config", config or {})))
+        elif config:
+            self.found.only_there.append("fsdp_config (not in effect)")
 
-    def _deepspeed(self, config: object) -> Collected:
-        """Raises RecipeError when the file that is named cannot be read."""
-        if isinstance(config, dict):
-            start = "deepspeed."
-            lines = {
-                key.removeprefix(start): line
-                for key, line in self.file.lines.items()
-                if key.startswith(start)
-            }
-            return deepspeed_json.collect(JsonFile(self.file.path, config, lines), start)
-        return deepspeed_json.collect(read_json(beside(str(config), self.file.path)))
+    def _block(self, key: str, config: object) -> tuple[JsonFile, str]:
+        """Settings in this file, or in one that it names, and what to put before their names.
+
+        Raises RecipeError when the file that is named cannot be read.
+        """
+        if not isinstance(config, dict):
+            return read_json(beside(str(config), self.file.path), f"{key} file"), ""
+        start = f"{key}."
+        lines = {
+            name.removeprefix(start): line
+            for name, line in self.file.lines.items()
+            if name.startswith(start)
+        }
+        return JsonFile(self.file.path, config, lines), start
+
+    def _fsdp(self, switch: object, file: JsonFile, prefix: str) -> Collected:
+        """FSDP's settings by Accelerate's names, as transformers passes them on."""
+        found = Collected()
+        stated = {}
+        for key, value in file.values.items():
+            name = key.removeprefix("fsdp_")
+            if name not in FSDP:
+                found.unknown.append(unknown(prefix + key, file.place(key), FSDP))
+            elif value is not None:
+                stated[name] = Setting(value, prefix + key, file.place(key))
+        second = "version" not in stated or str(stated["version"].value) == "2"
+        at = ("fsdp", self.file.place("fsdp"), shown(self.file.values["fsdp"]))
+        meant = {key: Setting(value, *at) for key, value in _fsdp_words(switch, second)}
+        names = _FSDP_NAMES if second else {**_FSDP_NAMES, **_FSDP_1_NAMES}
+        settings = {names.get(key, f"fsdp_{key}"): one for key, one in (meant | stated).items()}
+        found.add(accelerate.collect(settings, file.path))
+        return found
+
+
+def _fsdp_words(switch: object, second: bool) -> Iterator[tuple[str, object]]:
+    """What `fsdp` itself says: true, or the words that it had before transformers 5."""
+    words = switch.split() if isinstance(switch, str) else switch
+    words = words if isinstance(words, list) else []
+    strategy = next((word for word in words if word in _STRATEGIES), "full_shard")
+    yield "version", 2
+    yield "reshard_after_forward", strategy == "full_shard" if second else strategy
+    if "offload" in words:
+        yield "cpu_offload", True

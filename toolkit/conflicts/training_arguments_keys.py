@@ -47,3 +47,13 @@ BEFORE = frozenset(_BEFORE.split())
 """Of transformers 4 only; files of then still have them."""
 
 KNOWN_KEYS = NOW | BEFORE | {"local_rank"}  # which to_json_string adds
+
+_FSDP = """
+    activation_checkpointing auto_wrap_policy backward_prefetch cpu_offload
+    cpu_ram_efficient_loading forward_prefetch limit_all_gathers min_num_params
+    reshard_after_forward state_dict_type sync_module_states transformer_layer_cls_to_wrap
+    use_orig_params version xla xla_fsdp_grad_ckpt xla_fsdp_settings xla_fsdp_v2
+"""
+
+FSDP = frozenset(_FSDP.split())
+"""Keys of `fsdp_config`, which may also have `fsdp_` before them."""

@@ -24,6 +24,11 @@ class JsonFile:
     lines: Mapping[str, int]
     """1-based line of each dotted key, e.g. `zero_optimization.stage`."""
 
+    def place(self, key: str) -> str:
+        """`FILE:LINE` of a setting; the file alone where its line is not known."""
+        line = self.lines.get(key, 0)
+        return f"{self.path}:{line}" if line else str(self.path)
+
     def problem(self, key: str, found: object, allowed: str, fix: str = "") -> Problem:
         """A mistake at `key`, placed at its line."""
         shown = json.dumps(found, default=str)
