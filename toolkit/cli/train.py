@@ -25,7 +25,7 @@ def train(
     Example: torchrun --nproc-per-node 2 -m toolkit.cli.main train runs/tiny-llama-bytes
     """
     from toolkit.engines.distributed import end_process
-    from toolkit.launchers.quiet_torchrun import told_the_agent
+    from toolkit.launchers.quiet_agent import told_the_agent
     from toolkit.train.worker import train_recipe, train_run_directory
 
     if not target.is_dir():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 
 from toolkit.errors import BackendUnavailable
 from toolkit.launchers.base import (
@@ -17,7 +18,10 @@ from toolkit.launchers.foreign import run_guarded
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
-_LONE_RANK = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "LOCAL_WORLD_SIZE=1")
+_LONE_RANK = (
+    *("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "LOCAL_WORLD_SIZE=1"),
+    "MASTER_ADDR=127.0.0.1",
+)
 
 
 class AccelerateLauncher:
@@ -44,7 +48,8 @@ class AccelerateLauncher:
             )
         config = job.run_dir / "launch" / "accelerate.yaml"
         # For one process, Accelerate sets no rank, by which the guard finds the worker.
-        alone = ("--no_python", "env", *_LONE_RANK, sys.executable)
+        place = (*_LONE_RANK, f"MASTER_PORT={free_port()}")
+        alone = ("--no_python", "env", *place, sys.executable)
         worker = (*alone, *job.train) if job.cluster.gpus_per_node == 1 else job.train
         return LaunchSpec(
             argv=(
@@ -59,8 +64,11 @@ class AccelerateLauncher:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start it and wait; see Launcher."""
-        return run_guarded(spec, signals)
+        """Start it, without its traceback, and wait; see Launcher."""
+        python, _, _, _, *arguments = spec.argv
+        # Accelerate's own --quiet is for the lone process, which has no agent.
+        quiet = ("-m", "toolkit.launchers.quiet_agent", "accelerate", "--quiet")
+        return run_guarded(replace(spec, argv=(python, *quiet, *arguments)), signals)
 
 
 def _config(cluster: ClusterSection) -> str:

@@ -48,7 +48,7 @@ class TorchrunLauncher:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start the agent, without its traceback, and wait; see Launcher."""
         python, _, _, *arguments = spec.argv
-        quiet = (python, "-m", "toolkit.launchers.quiet_torchrun", *arguments)
+        quiet = (python, "-m", "toolkit.launchers.quiet_agent", "torchrun", *arguments)
         return run_guarded(replace(spec, argv=quiet), signals)
 
 

@@ -1,9 +1,11 @@
-"""`python -m toolkit.launchers.quiet_torchrun ARGUMENTS`: torchrun without its traceback.
+"""PyTorch's agent without its traceback, for torchrun and for Accelerate, which uses it.
 
-torchrun ends with a traceback of its own whenever a rank ends with another code than 0,
-also when that rank saved and stopped or told the user what to mend, and when machines
-cannot reach each other. Here the workers'
-messages stand alone, and the first failed rank's exit code is handed on.
+    python -m toolkit.launchers.quiet_agent torchrun|accelerate ARGUMENTS
+
+It ends with a traceback of its own whenever a rank ends with another code than 0, also when
+that rank saved and stopped or told the user what to mend, and when machines cannot reach
+each other. Here the workers' messages stand alone, and the first failed rank's exit code is
+handed on.
 """
 
 import os
@@ -31,17 +33,31 @@ ENDS = "DMT_AGENT_ENDS"
 """Names the folder in which workers leave the codes that their agent must not see."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run torchrun; return 0 or the failed rank's exit code (128 + n for signal n)."""
+def _torchrun(arguments: Sequence[str]) -> None:
+    from torch.distributed.run import parse_args, run
+
+    run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
+
+
+def _accelerate(arguments: Sequence[str]) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(arguments))
+
+
+PROGRAMS = {"torchrun": _torchrun, "accelerate": _accelerate}
+
+
+def main(program: str, arguments: Sequence[str]) -> int:
+    """Run it; return 0 or the failed rank's exit code (128 + n for signal n)."""
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
 
     ends = tempfile.TemporaryDirectory(prefix="dmt-ends-")
     os.environ[ENDS] = ends.name
     try:
-        run(parse_args(arguments))  # type: ignore[no-untyped-call]  # both have no hints
+        PROGRAMS[program](arguments)
         return max((int(file.name) for file in Path(ends.name).iterdir()), default=EXIT_DONE)
     except (OSError, RendezvousError, DistNetworkError) as error:
         tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
@@ -78,4 +94,4 @@ def _root_cause(error: "ChildFailedError") -> RankExit:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
