@@ -86,7 +86,9 @@ def in_own_process(*arguments: str) -> dict[str, Any]:
     """megatron-core is imported by the verb alone, without a word on standard error."""
     command = [sys.executable, "-m", "toolkit.cli.main", "render", RECIPE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    # torch's own word where there is a CUDA compiler and no GPU.
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (done.returncode, said) == (0, [])
     config: dict[str, Any] = json.loads(done.stdout)
     return config
 
