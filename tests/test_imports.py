@@ -29,7 +29,7 @@ PROGRAMS = ("toolkit.launchers.ray_job",)
 LAYERS = (
     # engines.base is the protocol only: the words that data, models and engines share.
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
-     "toolkit.handlers", "toolkit.failpoints", "toolkit.engines.base",
+     "toolkit.handlers", "toolkit.failpoints", "toolkit.generated", "toolkit.engines.base",
      "toolkit.engines.__init__"),
     ("toolkit.recipe.schema", "toolkit.recipe.describe", "toolkit.recipe.foreign",
      "toolkit.recipe.yaml_nodes", "toolkit.recipe.layers", "toolkit.recipe.explain",

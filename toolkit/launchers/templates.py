@@ -4,10 +4,10 @@ python -m toolkit.launchers.templates            write them
 python -m toolkit.launchers.templates --check    exit 1 when one is not current
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from toolkit.generated import write_or_check
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.job import job_of
 from toolkit.recipe.load import load_recipe
@@ -45,21 +45,8 @@ def text_of(launcher: str) -> str:
 
 def main() -> int:
     """Write or check the files."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    only_check = parser.parse_args().check
-    stale = 0
-    for launcher, (name, _) in FILES.items():
-        path, text = ROOT / name, text_of(launcher)
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale += 1
-        if only_check:
-            print(f"{name} is not current: python -m toolkit.launchers.templates")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    return int(only_check and stale > 0)
+    texts = {ROOT / name: text_of(launcher) for launcher, (name, _) in FILES.items()}
+    return write_or_check(__doc__.partition("\n")[0], "toolkit.launchers.templates", texts)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ python -m toolkit.recipe.docs            write the file
 python -m toolkit.recipe.docs --check    exit 1 when the file is not current
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.generated import write_or_check
 from toolkit.recipe.describe import Setting, default_text, kind_of
 from toolkit.recipe.schema import Recipe, Section
 
@@ -76,16 +76,8 @@ def _flat(text: str) -> str:
 
 def main() -> int:
     """Write or check the document; 0 when it is (now) current."""
-    parser = argparse.ArgumentParser(description="Generate docs/recipe.md from the schema.")
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    if not parser.parse_args().check:
-        DOCUMENT.write_text(render(), encoding="utf-8")
-    elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != render():
-        print(
-            "docs/recipe.md is out of date: run python -m toolkit.recipe.docs", file=sys.stderr
-        )
-        return 1
-    return 0
+    about = "Generate docs/recipe.md from the schema."
+    return write_or_check(about, "toolkit.recipe.docs", {DOCUMENT: render()})
 
 
 if __name__ == "__main__":
