@@ -2,12 +2,14 @@
 
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from shutil import which
 
-from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
 from toolkit.launchers.base import LaunchSpec, Outcome, tell
 from toolkit.launchers.outcome import (
     events_offset,
@@ -104,6 +106,15 @@ def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def require_program(launcher: str, spec: LaunchSpec, where: str) -> None:
+    """Raise BackendUnavailable where the scheduler's command is not on this machine."""
+    if which(spec.argv[0]) is None:
+        raise BackendUnavailable(
+            f"launch.launcher is {launcher}, but there is no `{spec.argv[0]}` here",
+            fix=f"{where}: {shlex.join(spec.argv)}",
+        )
 
 
 def run_submission(spec: LaunchSpec) -> Outcome:

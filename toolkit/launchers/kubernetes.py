@@ -10,15 +10,14 @@ import shlex
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path, PurePosixPath
-from shutil import which
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import PlanError
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
-from toolkit.launchers.foreign import run_submission
+from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
@@ -56,11 +55,7 @@ class KubernetesLauncher:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `kubectl`."""
         del signals
-        if which("kubectl") is None:
-            raise BackendUnavailable(
-                "launch.launcher is kubernetes, but there is no `kubectl` here",
-                fix=f"where it is: {shlex.join(spec.argv)}",
-            )
+        require_program("kubernetes", spec, "where it is")
         outcome = run_submission(spec)
         if outcome.exit_code:
             again = shlex.join(("kubectl", "delete", *spec.argv[2:]))

@@ -7,11 +7,10 @@ Slurm's warning on to the run, and queues the job again when the run stopped bef
 import shlex
 import sys
 from collections.abc import Iterator
-from shutil import which
 
-from toolkit.errors import EXIT_RESUMABLE, BackendUnavailable, PlanError
+from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
-from toolkit.launchers.foreign import run_submission
+from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 
@@ -50,11 +49,7 @@ class SlurmLauncher:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Submit; raises BackendUnavailable without `sbatch`."""
         del signals
-        if which("sbatch") is None:
-            raise BackendUnavailable(
-                "launch.launcher is slurm, but there is no `sbatch` here",
-                fix=f"on a machine of the cluster: {shlex.join(spec.argv)}",
-            )
+        require_program("slurm", spec, "on a machine of the cluster")
         # Slurm does not make the folder of a job's output; the job would die without a word.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if "--cpus-per-task" not in spec.printable():
