@@ -16,7 +16,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
-from toolkit.launchers.base import LaunchSpec
+from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.outcome import events_offset
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
@@ -77,22 +77,26 @@ def launch(
         _tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
         _tell(line)
-    launcher_ = LAUNCHERS[assignment.recipe.launch.launcher]()
-    oversees = launcher_.oversees(assignment.recipe.cluster)
+    chosen = LAUNCHERS[assignment.recipe.launch.launcher]()
+    oversees = chosen.oversees(assignment.recipe.cluster)
     if oversees:  # Otherwise that is done where the ranks are.
         preflight(assignment.recipe, assignment.plan, "launch", _tell)
     if dry_run:
         print(spec.printable())
         return
     if oversees:
-        code = _oversee(assignment, spec, loaded, where)
+        code = _oversee(chosen, assignment, spec, loaded, where)
     else:
-        code = _hand_over(assignment, spec)
+        code = _hand_over(chosen, assignment, spec)
     raise typer.Exit(code)
 
 
 def _oversee(
-    assignment: "Assignment", spec: LaunchSpec, loaded: Recipe, where: Cluster | None
+    launcher: Launcher,
+    assignment: "Assignment",
+    spec: LaunchSpec,
+    loaded: Recipe,
+    where: Cluster | None,
 ) -> int:
     """Write the run directory, start the ranks, and look after them to the end."""
     from toolkit.engines.setup import prepare_ops
@@ -103,12 +107,11 @@ def _oversee(
     _tell(f"run directory {_short(run.path)}")
     EventLog(run.events).write("launch", time=time.time() - process_age_s())
     before = events_offset(run.path)
-    settings = assignment.recipe.launch
     code = supervise(
-        LAUNCHERS[settings.launcher](),
+        launcher,
         spec,
         lambda: _spec(_still_possible(assignment, loaded, where), where),
-        settings.max_restarts,
+        assignment.recipe.launch.max_restarts,
     )
     if code in (EXIT_DONE, EXIT_RESUMABLE):
         _compare(run, before)
@@ -117,12 +120,11 @@ def _oversee(
     return code
 
 
-def _hand_over(assignment: "Assignment", spec: LaunchSpec) -> int:
+def _hand_over(launcher: Launcher, assignment: "Assignment", spec: LaunchSpec) -> int:
     """Start the part of this machine, or queue the job: others look after the run."""
     refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
     with StopSignals() as signals:
-        launcher = LAUNCHERS[assignment.recipe.launch.launcher]()
         return launcher.run(spec, signals).exit_code
 
 
