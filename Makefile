@@ -1,14 +1,15 @@
 # Each target does all its own set-up in .venv; a second run starts within seconds.
-#   make demo    train a small model on this machine and check the result
-#   make test    run the tests
-#   make check   lint, format, types (what CI checks, too)
-#   make soak    long fault and stress runs (not part of CI)
+#   make demo      train a small model on this machine and check the result
+#   make test      run the tests of each part, and the most telling ones of whole runs: minutes
+#   make test-all  run all tests but the long ones: half an hour (CI does)
+#   make check     lint, format, types (CI does, too)
+#   make soak      long fault and stress runs (not part of CI)
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test check soak
+.PHONY: setup demo test test-all check soak
 
 setup: $(READY)
 
@@ -28,6 +29,9 @@ demo: setup
 	@$(BIN)/python launch/demo.py
 
 test: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '(not slow or quick) and not gpu and not soak'
+
+test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup

@@ -5,6 +5,7 @@ import os
 import hypothesis
 import pytest
 
+from tests import needs
 from toolkit.engines.deepspeed_ops import build, preflight, put_ninja_on_path
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -15,9 +16,27 @@ hypothesis.settings.load_profile("dmt")
 put_ninja_on_path()  # what another ninja has built is built again, by every test that loads it
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture is made, look for what the test's `needs` marks name."""
+    for mark in item.iter_markers("needs"):
+        needs.require(*mark.args)
+
+
 @pytest.fixture(scope="session")
-def compiled_ops() -> None:
-    """DeepSpeed's compiled operators for offload, built once (a few minutes when cold)."""
-    ops = ("cpu_adam", "async_io")
+def cpu_adam() -> None:
+    """DeepSpeed's AdamW for offload, built once per machine: about a minute."""
+    needs.require(*needs.COMPILER)
+    _built("cpu_adam")
+
+
+@pytest.fixture(scope="session")
+def async_io() -> None:
+    """What offload to NVMe needs, built once per machine: minutes."""
+    needs.require(*needs.COMPILER, "libaio-dev")
+    _built("cpu_adam", "pin_memory", "async_io")
+
+
+def _built(*ops: str) -> None:
     preflight(ops)
     build(ops, print)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
+from tests import needs
 
 
 @contextmanager
@@ -13,12 +13,10 @@ def small_file_system(folder: Path, size_bytes: int) -> Iterator[Path]:
     """Mount a file system of `size_bytes` at the new `folder`; skip where that is forbidden."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
+    needs.require(needs.ROOT)
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"only root may mount a file system: {mounted.stderr.strip()}")
+        needs.unmet(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
         yield folder
     finally:

@@ -5,7 +5,6 @@ import torch
 
 from tests.e2e.conftest import Project, write_project
 from tests.e2e.product import curve
-from toolkit.engines.deepspeed_ops import build, preflight
 from toolkit.models import huggingface as hf
 from toolkit.recipe.load import load_recipe
 
@@ -43,10 +42,3 @@ def worker_losses(finetune: Project) -> list[float]:
     losses = [loss for loss, _ in curve(finetune.folder / "worker").values()]
     assert len(losses) == STEPS
     return losses
-
-
-@pytest.fixture(scope="session")
-def cpu_adam() -> None:
-    """DeepSpeed's AdamW for offload, compiled once: about a minute."""
-    preflight(["cpu_adam"])
-    build(["cpu_adam"], print)

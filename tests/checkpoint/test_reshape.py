@@ -113,7 +113,7 @@ def pairs_of(layouts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 def test_some_pairs(written) -> None:
     """Every layout is left and entered once; `make soak` tries all pairs."""
     names = list(LAYOUTS)
@@ -130,6 +130,6 @@ def test_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 def test_every_pair(written) -> None:
     check(*written, LAYOUTS, pairs_of(LAYOUTS))

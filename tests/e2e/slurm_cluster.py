@@ -8,15 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import which
 from typing import Any
 
+from tests.needs import SEARCH_PATH
 from toolkit.launchers.base import free_port
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
-SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin"
-MISSING = [name for name in PROGRAMS if which(name, path=SEARCH_PATH) is None]
-"""Debian: apt-get install slurmctld slurmd slurm-client munge."""
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -76,7 +76,8 @@ def finish(project: Project, name: str, recipe: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("layout", "trial"),
     [
-        *(pytest.param(layout, 99, marks=pytest.mark.slow) for layout in ("ddp", "zero3")),
+        pytest.param("ddp", 99, marks=[pytest.mark.slow, pytest.mark.quick]),
+        pytest.param("zero3", 99, marks=pytest.mark.slow),
         *(
             pytest.param(layout, trial, marks=pytest.mark.soak)
             for trial in range(TRIALS)

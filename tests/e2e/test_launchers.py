@@ -68,7 +68,12 @@ def test_zero_2_trains_like_ddp(ddp_run: Path, zero_2_run: Path):
     assert_same_start(zero_2_run, ddp_run)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero_2"])
+ENGINES = pytest.mark.parametrize(
+    "engine", [pytest.param("ddp", marks=pytest.mark.quick), "zero_2"]
+)
+
+
+@ENGINES
 def test_run_directory_is_complete(request, engine):
     run_dir = request.getfixturevalue(f"{engine}_run")
     files = {"recipe.yaml", "plan.json", "command.txt", "environment.json"}
@@ -83,7 +88,7 @@ def test_run_directory_is_complete(request, engine):
     assert (end["exit_code"], end["rank"], end["step"]) == (0, 0, 20)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero_2"])
+@ENGINES
 def test_export_reproduces_the_validation_loss(request, project: Project, engine):
     """A plain transformers loop over the held-out documents gets the run's last number."""
     run_dir = request.getfixturevalue(f"{engine}_run")

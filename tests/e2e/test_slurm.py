@@ -9,13 +9,10 @@ import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import checkpoints, curve, events, run, settings
-from tests.e2e.slurm_cluster import MISSING, Slurm, slurm_cluster, wait_until
+from tests.e2e.slurm_cluster import PACKAGES, Slurm, slurm_cluster, wait_until
 from tests.processes import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs(*PACKAGES)]
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,9 @@ import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import Command, checkpoints, curve, events, steps_logged
-from tests.e2e.two_hosts import HOSTS, TwoHosts, missing, two_hosts
+from tests.e2e.two_hosts import HOSTS, NEEDS, TwoHosts, two_hosts
 
-WHY_NOT = missing()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs(*NEEDS)]
 TWO = {"cluster.nodes": 2, "cluster.gpus_per_node": 1}
 HANG_S = 8
 LONG = {**TWO, "training.steps": 100_000, "launch.hang_timeout_s": HANG_S}

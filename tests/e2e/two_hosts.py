@@ -10,29 +10,18 @@ from shutil import rmtree, which
 
 import psutil
 
+from tests.needs import NAMESPACES, ROOT, SEARCH_PATH
+
 HOSTS = (f"dmt{os.getpid()}-a", f"dmt{os.getpid()}-b")
 """Of this test run alone."""
 ADDRESS = dict(zip(HOSTS, ("10.77.0.1", "10.77.0.2"), strict=True))
 WIRE = "dmt0"
 """The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
-PROGRAMS = ("ip", "sshd", "ssh", "pdsh")
-_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-
-
-def missing() -> str | None:
-    """Why there can be no two hosts here."""
-    lacking = [name for name in PROGRAMS if which(name, path=_PATH) is None]
-    if lacking:
-        return f"not installed: {', '.join(lacking)}"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    probe = subprocess.run(["ip", "netns", "add", HOSTS[0]], env=_env(), capture_output=True)
-    subprocess.run(["ip", "netns", "del", HOSTS[0]], env=_env(), capture_output=True)
-    return "network namespaces are not allowed here" if probe.returncode else None
+NEEDS = ("iproute2", "openssh-client", "openssh-server", "pdsh", ROOT, NAMESPACES)
 
 
 def _env() -> dict[str, str]:
-    return {**os.environ, "PATH": _PATH}
+    return {**os.environ, "PATH": SEARCH_PATH}
 
 
 def _run(*command: str | Path) -> None:
@@ -49,7 +38,7 @@ class TwoHosts:
             "GLOO_SOCKET_IFNAME": WIRE,
             "PDSH_SSH_ARGS_APPEND": f"-F {folder / 'ssh_config'}",
             "OMP_NUM_THREADS": "1",  # both hosts have the same cores
-            "PATH": _PATH,
+            "PATH": SEARCH_PATH,
         }
         """What a user has in the environment on each."""
 
@@ -140,7 +129,7 @@ def _keys(folder: Path) -> None:
 
 def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
     Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = which("sshd", path=_PATH)
+    sshd = which("sshd", path=SEARCH_PATH)
     assert sshd is not None
     _run(*hosts.on(host, [sshd, "-f", str(hosts.folder / "sshd_config")]))
     check = hosts.on(host, ["ssh", "-F", str(hosts.folder / "ssh_config"), host, "true"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import needs
 from toolkit.engines import deepspeed_ops
 from toolkit.engines.deepspeed_config import DeepSpeedRequest, render
 from toolkit.engines.deepspeed_ops import (
@@ -30,6 +31,7 @@ from toolkit.recipe.schema import OptimizerSection
 @pytest.fixture
 def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for compiled ops."""
+    needs.require(*needs.COMPILER)
     folder = tmp_path / "extensions"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
     return folder
@@ -310,7 +312,7 @@ def test_a_real_build_that_is_killed_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.needs(*needs.COMPILER)
 def test_cpu_adam_is_built_once() -> None:
     """In the user's own cache, so that it is compiled once per machine, not per test run."""
     put_ninja_on_path()

@@ -44,12 +44,12 @@ def zero(stage: int, offload: str = "none", recompute: str = "none", **family: A
 
 
 TWO = [
-    megatron(tensor=2, sequence=False),
     megatron(4, tensor=2),
+    megatron(pipeline=2),
+    megatron(tensor=2, sequence=False),
     megatron(tensor=2, recompute="full"),
     megatron(tensor=2, family=PADDED),
     megatron(tensor=2, sequence=False, family=PADDED),
-    megatron(pipeline=2),
     megatron(pipeline=2, recompute="selective"),
     megatron(pipeline=2, virtual_pipeline=2),
     megatron(stage=0),
@@ -94,8 +94,11 @@ def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[s
 
 
 @pytest.mark.slow
-def test_two_processes() -> None:
-    check(TWO, world=2)
+@pytest.mark.parametrize(
+    "cases", [pytest.param(TWO[:2], marks=pytest.mark.quick), TWO[2:]], ids=["some", "others"]
+)
+def test_two_processes(cases: list[Case]) -> None:
+    check(cases, world=2)
 
 
 @pytest.mark.slow
@@ -104,7 +107,7 @@ def test_four_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 def test_zero_with_cpu_offload() -> None:
     check([zero(2, "cpu"), zero(3, "cpu")], world=4, tolerance=OFFLOAD_TOLERANCE)
 

@@ -60,7 +60,7 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 def test_cpu_offload() -> None:
     check([Case("deepspeed", 2, stage=stage, offload="cpu") for stage in (2, 3)], 2)
 

@@ -32,7 +32,7 @@ OFFLOADED = "zero3-offload"
     [LLAMA, pytest.param(MIXTRAL, marks=pytest.mark.soak)],
     ids=["llama-bytes", "mixtral-bytes"],
 )
-@pytest.mark.usefixtures("compiled_ops")
+@pytest.mark.usefixtures("cpu_adam")
 @pytest.mark.timeout(600)
 def test_every_layout_is_the_reference(rehearse: Rehearse, recipe: Path) -> None:
     """Acceptance of the issue: 10 steps, 1e-5 relative (offload 1e-4)."""
@@ -75,6 +75,7 @@ def test_nothing_compared_is_a_failure(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.quick
 def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--layouts", "ddp,megatron-ep2,*zero3", "--processes", "2", "--steps", "2"]
     assert main(["rehearse", str(LLAMA), *options, "--json"]) == 0
