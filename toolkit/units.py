@@ -9,8 +9,11 @@ def size(gib: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """`4.14 s`, `120.5 ms`."""
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+    """`288 s`, `4.14 s`, `35.0 ms`, `51.2 µs`: three digits, and no exponent."""
+    units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+    unit, unit_s = next((one for one in units if value >= one[1]), units[-1])
+    count = value / unit_s
+    return f"{count:,.{0 if count >= 100 else 1 if count >= 10 else 2}f} {unit}"
 
 
 def duration(value_s: float) -> str:

@@ -27,9 +27,11 @@ from toolkit.plan.plot import (
     step_parts,
     write_plot,
 )
+from toolkit.plan.schedule import timetable
 from toolkit.plan.time import step_time
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.load import load_recipe
+from toolkit.units import seconds
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -108,15 +110,59 @@ def test_name_says_what_differs() -> None:
 @pytest.mark.parametrize("what", ["some", "large", "tiny", "wordy"])
 def test_texts_do_not_overlap(what: str, request: pytest.FixtureRequest) -> None:
     """No text lies over another or leaves the picture."""
-    with rc_context(STYLE):
-        figure = draw(f"{what} candidates", request.getfixturevalue(what))
-    FigureCanvasAgg(figure).draw()
+    figure = drawn(request.getfixturevalue(what))
     boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
     for text, box in boxes:
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
     for (one, box), (other, other_box) in combinations(boxes, 2):
         assert not box.padded(-1).overlaps(other_box), (one, other)
+
+
+@pytest.mark.parametrize("free_gib", [0.05, 1.0, 3.0, 40.0])
+def test_labels_keep_off_the_limit_line(free_gib: float, some: list[Candidate]) -> None:
+    """Also those of bars that end just before it."""
+    near = max(some[:2], key=lambda one: one.memory.total).memory.total / GIB + free_gib
+    figure = drawn([replace(one, capacity_gib=near) for one in some])
+    memory = figure.axes[0]
+    (line,) = memory.lines
+    at = line.get_window_extent().x0
+    labels = [text for text in memory.texts if not text.get_text().startswith("limit")]
+    assert len(labels) == len(some)
+    for label in labels:
+        box = label.get_window_extent()
+        assert not box.x0 - 1 <= at <= box.x1 + 1, label.get_text()
+
+
+@pytest.mark.parametrize("what", ["some", "large", "tiny"])
+def test_timeline_is_the_pipeline(what: str, request: pytest.FixtureRequest) -> None:
+    """Rows are stages; what follows the last pass takes no room, but is stated."""
+    one = request.getfixturevalue(what)[0]
+    figure = drawn([one])
+    panels = figure.axes[2:]
+    table = timetable(one.time.stages, one.layout.gradient_accumulation, one.layout.vpp)
+    assert panels[0].get_xlim()[0] == 0
+    assert panels[-1].get_xlim()[1] == pytest.approx(table.total_s)
+    rows = [label.get_text() for label in panels[0].get_yticklabels()]
+    assert rows == ([f"stage {stage}" for stage in range(one.layout.pp)]
+                    if one.layout.pp > 1 else ["every rank"])  # fmt: skip
+    shown = [text.get_text() for text in texts(figure)]
+    assert any(f"host, stragglers {seconds(one.time.overhead_s)}" in text for text in shown)
+
+
+def test_short_times_are_milliseconds(tiny: list[Candidate]) -> None:
+    time = tiny[0].time
+    assert time is not None and 0.1 < time.total_s < 0.2
+    shown = {text.get_text() for text in texts(drawn(tiny))}
+    assert f"{time.total_s * 1e3:.0f} ms" in {text.strip() for text in shown}
+    assert {"100", "milliseconds", "milliseconds since the step began"} <= shown
+
+
+def drawn(candidates: list[Candidate]) -> Figure:
+    with rc_context(STYLE):
+        figure = draw("a plan", candidates)
+    FigureCanvasAgg(figure).draw()
+    return figure
 
 
 def texts(figure: Figure) -> Iterator[Text]:
@@ -141,9 +187,9 @@ def test_picture_shows_the_numbers(some: list[Candidate], tmp_path: Path) -> Non
     for one in some:
         assert one.time is not None
         assert f"{one.memory.total / GIB:.1f}" in svg
-        assert f"{one.time.total_s:.3g} s, MFU" in svg
+        assert f"{seconds(one.time.total_s)}, MFU" in svg
     assert svg.count("does not fit") == 2
-    for word in ("8B on 8 H100", "limit 80", "rank 3", "bubble", "left out", "full recompute"):
+    for word in ("8B on 8 H100", "limit 80", "stage 3", "bubble", "left out", "full recompute"):
         assert word in svg
 
 

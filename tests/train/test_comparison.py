@@ -24,7 +24,7 @@ def test_gpu_is_compared_with_the_data_sheet() -> None:
 
 def test_calibrated_cpu_is_compared() -> None:
     found = rows(Prediction(0.1, 0.05, "calibrated"), ON_CPU)
-    expected = "110.0 ms measured, 100.0 ms predicted from measured speeds (+10%)"
+    expected = "110 ms measured, 100 ms predicted from measured speeds (+10%)"
     assert found["step time"] == expected
     assert "0.90 GiB measured with all libraries, 51.2 MiB predicted" in found["peak memory"]
 

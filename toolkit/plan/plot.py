@@ -12,6 +12,7 @@ from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.plan.layout import Layout
 from toolkit.plan.memory import GIB, Memory
 from toolkit.plan.time import StepTime
+from toolkit.units import seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +45,8 @@ _BARS_INCHES = 10.0
 """Width of the two panels of bars."""
 _TITLE_PAD = 58
 """Points between the bars and their title: room for three lines of legend."""
+_LETTER_INCHES = 0.085
+"""Width of a letter of a bar's label."""
 _ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
@@ -128,7 +131,7 @@ def draw(title: str, candidates: Sequence[Candidate]) -> "Figure":
     if chosen.time is not None:
         below = figure.add_gridspec(
             1, 1, left=0.07, right=0.985,
-            top=bottom - 0.55 / height, bottom=0.5 / height,
+            top=bottom - 0.75 / height, bottom=0.5 / height,
         )  # fmt: skip
         draw_timeline(figure, below[0, 0], chosen.layout, chosen.time)
     return figure
@@ -207,17 +210,20 @@ def _draw_memory(axes: "Axes", candidates: Sequence[Candidate]) -> None:
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
         widest = max(widest, capacity)
+    some_over = capacity is not None and max(totals) > capacity
+    axes.set_xlim(0, _with_room(axes, widest, 1.5 if some_over else 0.6))
     for row, total in enumerate(totals):
         over = capacity is not None and total > capacity
         text = f"{total:.1f}" if total >= 1 else f"{total:.2g}"
         text += " does not fit" if over else ""
-        weight = "bold" if over else "normal"
+        at = total
+        if capacity is not None and not over:
+            wide = axes.get_xlim()[1] * (_LETTER_INCHES * len(text) + 0.1) / _inches(axes)
+            at = capacity if total + wide > capacity else total  # not across the limit
         axes.annotate(
-            text, (total, row), (4, 0), textcoords="offset points", va="center",
-            weight=weight, bbox=_ON_WHITE,
+            text, (at, row), (5, 0), textcoords="offset points", va="center",
+            weight="bold" if over else "normal", bbox=_ON_WHITE,
         )  # fmt: skip
-    some_over = capacity is not None and max(totals) > capacity
-    axes.set_xlim(0, _with_room(axes, widest, 1.5 if some_over else 0.6))
 
 
 def _draw_steps(axes: "Axes", candidates: Sequence[Candidate]) -> None:
@@ -229,19 +235,29 @@ def _draw_steps(axes: "Axes", candidates: Sequence[Candidate]) -> None:
         axes.text(0.5, 0.5, "speed unknown", ha="center", transform=axes.transAxes)
         return
     _draw_stacks(axes, [step_parts(time) if time else [] for time in times])
-    axes.set_xlabel("seconds")
+    label_seconds(axes, max(time.total_s for time in known))
     axes.set_ylim(len(candidates) - 0.5, -0.5)
     for row, time in enumerate(times):
         if time is not None:
             mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
-            axes.text(time.total_s, row, f" {time.total_s:.3g} s{mfu}", va="center")
+            axes.text(time.total_s, row, f" {seconds(time.total_s)}{mfu}", va="center")
     axes.set_xlim(0, _with_room(axes, max(time.total_s for time in known), 1.3))
 
 
 def _with_room(axes: "Axes", longest: float, inches: float) -> float:
     """Where an axis ends that leaves so much room for text behind the longest bar."""
-    wide = axes.get_window_extent().width / axes.figure.get_dpi()
-    return longest / (1 - inches / wide)
+    return longest / (1 - inches / _inches(axes))
+
+
+def _inches(axes: "Axes") -> float:
+    return float(axes.get_window_extent().width / axes.figure.get_dpi())
+
+
+def label_seconds(axes: "Axes", longest_s: float, since: str = "") -> None:
+    """Name the unit of an axis of seconds: milliseconds where all of it is below one."""
+    factor, unit = (1, "seconds") if longest_s >= 1 else (1e3, "milliseconds")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value * factor:,.10g}")
+    axes.set_xlabel(f"{unit}{since}", loc="right" if since else "center")
 
 
 def _draw_stacks(axes: "Axes", stacks: Sequence[Sequence[Part]]) -> None:

@@ -15,6 +15,7 @@ from toolkit.recipe.dump import dump
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.starter.draft import Task, draft
+from toolkit.units import seconds
 
 COLUMN = 34
 """Where comments begin, unless the setting is longer."""
@@ -153,7 +154,7 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     per = "process" if capacity is None else "GPU"
     time = found.time
     tokens = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
-    speed = f"{_seconds(time.total_s)} s a step, {tokens}"
+    speed = f"{seconds(time.total_s)} a step, {tokens}"
     mfu = "" if time.mfu_causal is None else f", MFU {time.mfu_causal:.0%}"
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
     if basis(cluster) == "nominal":
@@ -170,10 +171,6 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
 
 def _gib(size: float) -> str:
     return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _time(hours: float) -> str:
