@@ -174,7 +174,7 @@ def test_tanh_gelu_is_megatron_lms_fused_one() -> None:
 SCHEDULES = [
     (name, warmup, steps)
     for name in ("cosine", "linear", "constant", "wsd")
-    for warmup, steps in ((0, 10), (1, 10), (4, 10), (9, 10), (10, 10), (0, 2), (1, 1), (1, 2))
+    for warmup, steps in ((0, 10), (1, 10), (4, 10), (9, 10), (10, 10), (0, 1), (1, 1), (1, 2))
 ]
 
 
@@ -236,9 +236,6 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     theta, epochs = problems(
         TINY, auto, "model.config.rope_theta=1.5", "training.steps=null", "training.epochs=1"
     )
-    short = "training.steps=1", "schedule.warmup_steps=0", "training.global_batch_size=16"
-    (steps,) = problems(TINY, auto, *short)
-    assert steps.startswith("training.steps: found 1")
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
 
 

@@ -49,7 +49,7 @@ def training_arguments(
 
     The Trainer that gets them finds the recipe's Accelerator set up. `more` goes to
     TrainingArguments (`output_dir`, saving, reporting, …). The learning rate's schedule is
-    the recipe's but one step late, as all of Trainer's are;
+    the recipe's but up to one step late, as Trainer's warm-ups begin at 0;
     `toolkit.accelerate.trainer.RecipeTrainer` has the recipe's own.
 
     Raises as `accelerator` does.

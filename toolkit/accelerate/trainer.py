@@ -91,7 +91,7 @@ class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have n
 
 
 def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
-    """The recipe's schedule in TrainingArguments, for a plain Trainer: one step late.
+    """The recipe's schedule in TrainingArguments, for a plain Trainer: at most one step late.
 
     `peak` is the learning rate that warm-up ends at.
     """
@@ -120,8 +120,8 @@ def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
 def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
     """The recipe's learning rate over `steps` optimizer steps, for any torch optimizer.
 
-    transformers' own schedules are one step late: their first step of a warm-up has the
-    rate 0.
+    In transformers' own schedules the first step of a warm-up has the rate 0, and what
+    follows is late by up to one step.
     """
     peak = recipe.optimizer.learning_rate
 

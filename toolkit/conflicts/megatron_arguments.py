@@ -32,6 +32,8 @@ _SAME: Mapping[str, str] = {
     "--adam-beta2": "optimizer.betas[1]",
     "--adam-eps": "optimizer.eps",
     "--min-lr": "schedule.min_learning_rate",
+    "--lr-decay-iters": "training.steps",
+    "--lr-wsd-decay-iters": "schedule.decay_steps",
     "--tensor-model-parallel-size": "parallel.tensor",
     "--pipeline-model-parallel-size": "parallel.pipeline",
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
@@ -194,7 +196,7 @@ def _fp8(_: _Reader) -> Meaning:
 
 
 def _warmup(reader: _Reader) -> Meaning:
-    """Megatron-LM counts steps done, DMT the step itself: with a first rate, one less."""
+    """A warm-up that begins at DMT's first rate is one step shorter than one from 0."""
     steps, first = reader.number("--lr-warmup-iters"), reader.number("--lr-warmup-init")
     peak = reader.number("--lr")
     if steps is None:
@@ -206,31 +208,11 @@ def _warmup(reader: _Reader) -> Meaning:
 
 
 def _style(reader: _Reader) -> Meaning:
-    """WSD over the whole run is the plain shape without a warm-up."""
-    style, steps = str(reader.value("--lr-decay-style")), reader.number("--train-iters")
-    if style != "WSD":
-        yield "schedule.name", style
-        return
+    style = str(reader.value("--lr-decay-style"))
     shape = str(reader.value("--lr-wsd-decay-style") or "exponential")
-    if reader.number("--lr-wsd-decay-iters") == steps and steps is not None:
-        yield "schedule.name", OneOf(("wsd", "linear")) if shape == "linear" else shape
-    else:
-        yield "schedule.name", "wsd" if shape == "linear" else f"wsd, {shape}"
-
-
-def _decay(reader: _Reader) -> Meaning:
-    """The decay that ends with the run; one step earlier, as DMT counts the step itself."""
-    steps, decay = reader.number("--train-iters"), reader.number("--lr-decay-iters")
-    warmup = reader.number("--lr-warmup-iters") or 0
-    if decay is not None and steps is not None and decay == max(steps - 1, warmup + 1):
-        decay = steps
-    if decay is not None:
-        yield "training.steps", decay
-
-
-def _wsd_decay(reader: _Reader) -> Meaning:
-    if reader.number("--lr-wsd-decay-iters") != reader.number("--train-iters"):
-        yield "schedule.decay_steps", reader.value("--lr-wsd-decay-iters")
+    if style == "WSD":
+        style = "wsd" if shape == "linear" else f"wsd, {shape}"
+    yield "schedule.name", style
 
 
 def _warmup_share(reader: _Reader) -> Meaning:
@@ -280,8 +262,6 @@ _RULES: Mapping[str, Rule] = {
     "--lr-warmup-iters": _warmup,
     "--lr-warmup-fraction": _warmup_share,
     "--lr-decay-style": _style,
-    "--lr-decay-iters": _decay,
-    "--lr-wsd-decay-iters": _wsd_decay,
     "--eval-interval": _interval("--eval-interval", "evaluation.every_steps"),
     "--save-interval": _interval("--save-interval", "checkpoint.every_steps"),
     "--eval-iters": _validation,

@@ -26,20 +26,12 @@ Arguments = Iterator[tuple[str, ...]]
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What of the run `pretrain_gpt.py` cannot be told."""
-    steps, schedule = total_steps(recipe.training), recipe.schedule
-    if steps is None:
+    if total_steps(recipe.training) is None:
         yield Problem(
             "training.epochs",
             f"{recipe.training.epochs:g}",
             "in Megatron-LM, a number of steps",
             "set training.steps or training.tokens instead",
-        )
-    if steps == 1 and schedule.warmup_steps == 0 and schedule.name != "constant":
-        yield Problem(
-            "training.steps",
-            "1",
-            "in Megatron-LM, 2 or more: its decay is not complete at the first step",
-            "set schedule.warmup_steps to 1",
         )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
@@ -78,29 +70,20 @@ def schedule_arguments(
 ) -> Arguments:
     """The learning rates of `toolkit.train.schedule`, the same at every step.
 
-    Megatron-LM's scheduler is asked for the number of steps done *before* a step, ours counts
-    the step itself. So its warm-up begins at our first rate and is one step shorter, and its
-    decay ends one step earlier. Without a warm-up, a decay would have to begin one step before
-    the run: its style WSD can do that.
+    Its warm-up begins at the rate of the first step: ours, where its own default is 0. So it is
+    one step shorter.
     """
-    peak, warmup = optimizer.learning_rate, schedule.warmup_steps
-    style: str = schedule.name
-    tail = None  # WSD's shape, and the steps that it takes
-    if style == "wsd":
-        assert schedule.decay_steps is not None, "checked at load"
-        tail = "linear", max(1, min(schedule.decay_steps, steps - warmup))
-    elif style != "constant" and warmup == 0:
-        tail = style, steps
-    before = max(warmup - 1, 0)
+    before = max(schedule.warmup_steps - 1, 0)
     yield "--min-lr", str(schedule.min_learning_rate)
     yield "--lr-warmup-iters", str(before)
     if before:
-        yield "--lr-warmup-init", str(peak / warmup)
-    yield "--lr-decay-style", "WSD" if tail else style
-    yield "--lr-decay-iters", str(max(steps - 1, before + 1))
-    if tail is not None:
-        yield "--lr-wsd-decay-style", tail[0]
-        yield "--lr-wsd-decay-iters", str(tail[1])
+        yield "--lr-warmup-init", str(optimizer.learning_rate / schedule.warmup_steps)
+    yield "--lr-decay-style", "WSD" if schedule.name == "wsd" else schedule.name
+    yield "--lr-decay-iters", str(steps)
+    if schedule.name == "wsd":
+        assert schedule.decay_steps is not None, "checked at load"
+        yield "--lr-wsd-decay-style", "linear"
+        yield "--lr-wsd-decay-iters", str(min(schedule.decay_steps, steps - before))
 
 
 def _init_std(recipe: Recipe) -> float:

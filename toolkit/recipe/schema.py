@@ -222,11 +222,12 @@ class ScheduleSection(Section):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """`wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
     warmup_steps: Count = 0
-    """Steps from 0 to the peak learning rate."""
+    """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak."""
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the last step."""
+    """What the decay leads to: the learning rate that the step after the last would have.
+    Every step of a run trains, also where this is 0."""
 
 
 class EvaluationSection(Section):

@@ -8,14 +8,14 @@ from toolkit.recipe.schema import ScheduleSection
 def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSection) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Let n = step + 1, the number of steps done once this one is. Warm-up is
-    peak · n / warmup_steps, so the first step already moves the weights and step
-    `warmup_steps - 1` runs at the peak. The decay is a function of n too and is
-    complete at n = total_steps: the last step runs at `min_learning_rate`.
-    transformers' schedulers agree when they are asked for step n.
+    Every step has a positive rate. Warm-up is peak · (step + 1) / warmup_steps, so step 0
+    already moves the weights and step `warmup_steps - 1` runs at the peak; without a warm-up,
+    step 0 does. From that step on the rate decays so that step `total_steps`, the first one
+    that is not done, would run at `min_learning_rate`: the last step still trains when that
+    is 0. Megatron-LM's scheduler decays alike, and transformers' without a warm-up.
 
     `constant` stays at the peak. `wsd` (warm-up, stable, decay; arXiv:2404.06395)
-    stays at the peak until the last `decay_steps` steps. A warm-up as long as the run
+    stays at the peak up to step `total_steps - decay_steps`. A warm-up as long as the run
     or longer is cut off at the end of the run, and a `wsd` decay never starts before
     the warm-up is over.
 
@@ -24,18 +24,17 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     """
     if not 0 <= step < total_steps:
         raise ValueError(f"step {step} is outside 0 … {total_steps - 1}")
-    done = step + 1
-    if done <= schedule.warmup_steps:
-        return peak * done / schedule.warmup_steps
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return peak
 
-    start = schedule.warmup_steps
+    start = max(schedule.warmup_steps - 1, 0)
     if schedule.name == "wsd":
         if schedule.decay_steps is None:
             raise ValueError("the wsd schedule needs decay_steps")
         start = max(start, total_steps - schedule.decay_steps)
-    progress = max(0, done - start) / (total_steps - start)
+    progress = max(0, step - start) / (total_steps - start)
     return schedule.min_learning_rate + (peak - schedule.min_learning_rate) * (
         _cosine(progress) if schedule.name == "cosine" else 1.0 - progress
     )
