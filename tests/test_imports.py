@@ -29,8 +29,8 @@ PROGRAMS = ("toolkit.launchers.ray_job",)
 LAYERS = (
     # engines.base is the protocol only: the words that data, models and engines share.
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
-     "toolkit.handlers", "toolkit.failpoints", "toolkit.generated", "toolkit.engines.base",
-     "toolkit.engines.__init__"),
+     "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
+     "toolkit.engines.base", "toolkit.engines.__init__"),
     ("toolkit.recipe.schema", "toolkit.recipe.describe", "toolkit.recipe.foreign",
      "toolkit.recipe.yaml_nodes", "toolkit.recipe.layers", "toolkit.recipe.explain",
      "toolkit.recipe.dump", "toolkit.recipe.docs", "toolkit.recipe.__init__"),
@@ -136,5 +136,5 @@ def test_verbs_are_loaded_only_when_run() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    expected = ["toolkit.cli", "toolkit.cli.main", "toolkit.errors", "toolkit.redact"]
-    assert ast.literal_eval(done.stderr) == expected
+    expected = ["cli", "cli.main", "errors", "redact", "terminal"]
+    assert ast.literal_eval(done.stderr) == [f"toolkit.{name}" for name in expected]

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from toolkit.terminal import printable
+
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_UNAVAILABLE = 3
@@ -26,7 +28,7 @@ EXIT_RESUMABLE = 75
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a recipe, with everything needed to mend it."""
+    """One mistake in a recipe, with everything needed to fix it."""
 
     key: str
     """Dotted path of the setting, e.g. `parallel.zero.stage`."""
@@ -40,6 +42,11 @@ class Problem:
     """File that states the setting; '--set' for an override; empty when unknown."""
     line: int = 0
     """1-based line in `file`; 0 when there is none."""
+
+    def __post_init__(self) -> None:
+        """Make every text printable and one line: a recipe's keys and values are in them."""
+        for name in ("key", "found", "allowed", "fix", "file"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else self.file

@@ -33,10 +33,10 @@ from toolkit.engines.deepspeed_models import import_deepspeed
 from toolkit.engines.distributed import join
 from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError, RunFailed
-from toolkit.launchers.base import tell
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.terminal import tell
 
 
 class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no types

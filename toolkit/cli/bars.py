@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.text import Text
 
+from toolkit.cli.console import Console
 from toolkit.plan.estimate import Estimate, memory_parts
 from toolkit.plan.memory import GIB
 from toolkit.units import seconds, size

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli.conflict_tables import record, show
+from toolkit.cli.console import Console
 from toolkit.conflicts import Report, against, places_in
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
@@ -28,6 +28,7 @@ from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
+from toolkit.terminal import printable
 from toolkit.train.assignment import decide
 
 
@@ -201,7 +202,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
 
     Lines are never wrapped, so that a terminal finds `file:line`.
     """
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = Console(), Console(stderr=True)
     width = max((len(verdict.recipe.name) for verdict in verdicts if verdict.recipe), default=0)
     for verdict in verdicts:
         if verdict.recipe:
@@ -210,7 +211,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
                 (verdict.recipe.name.ljust(width), "bold"),
                 f"  {summary(verdict.recipe)}",
             )
-            line.append(f"  {verdict.file}", "dim")
+            line.append(f"  {printable(verdict.file)}", "dim")
             if verdict.note:
                 line.append(f"\n  note  {verdict.note}", "yellow")
             out.print(line, soft_wrap=True)
@@ -222,7 +223,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
 
 def _problem_list(verdict: Verdict) -> Text:
     count = len(verdict.problems)
-    text = Text.assemble(("✗ ", "red"), (verdict.file, "bold"))
+    text = Text.assemble(("✗ ", "red"), (printable(verdict.file), "bold"))
     text.append(f"  {count} problem{'s' * (count > 1)}", "red")
     for problem in verdict.problems:
         where = f"{problem.file}:{problem.line}" if problem.line else problem.file

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -9,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress, columns, print_hanging
+from toolkit.cli.console import Console
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, load_on
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.plan.layout import degrees_text
 from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.units import byte_size
 
 if TYPE_CHECKING:
@@ -69,9 +71,9 @@ def list_(
         listed = [_listed(one) for one in found]
         typer.echo(json.dumps({"folder": str(store.folder), "checkpoints": listed}))
         return
-    console = Console(highlight=False)
+    console = Console()
     if not found:
-        typer.echo(f"{store.folder} holds no checkpoints", err=True)
+        tell(f"{store.folder} holds no checkpoints")
         return
     rows = [["step", "written", "size", "state", "layout"], *map(_cells, found)]
     header, *lines = columns(rows, left=5)
@@ -148,16 +150,17 @@ def _verified(folder: Path, nbytes: int) -> "Verified":
 
 def _print_verified(found: Located, verified: "Verified") -> None:
     for note in verified.notes:
-        _say(f"note: {note}")
+        tell(f"note: {note}")
     for problem in verified.problems:
-        _say(f"✗ {problem}")
+        tell(f"✗ {problem}")
     files, size = len(found.manifest.files), byte_size(found.manifest.nbytes)
     if verified.problems:
         count = len(verified.problems)
-        _say(f"{found.folder} is damaged: {count} problem{'s' * (count > 1)}")
+        tell(f"{found.folder} is damaged: {count} problem{'s' * (count > 1)}")
         return
-    typer.echo(
-        f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
+    tell(
+        f"{found.folder} is whole: {files} files, {size}; every element is there exactly once",
+        sys.stdout,
     )
 
 
@@ -180,13 +183,13 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(_inspected(found, held if tensors else None)))
         return
-    console = Console(highlight=False)
+    console = Console()
     console.print(Text(str(found.folder), "bold"), soft_wrap=True)
     for name, text in facts(found.manifest, held):
         print_hanging(console, Text(f"  {name:<12} ", "dim"), redact(text))
     if tensors:
         for line in columns(tensor_rows(held), left=1):
-            console.print(f"  {line}", soft_wrap=True, markup=False)
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def _inspected(found: Located, held: Any) -> dict[str, Any]:
@@ -246,7 +249,7 @@ def export(
     nbytes = exporting.exported_bytes(found.folder)
     check_destination(found.folder, dst, nbytes)
     if verify:
-        _say("verifying the checkpoint first (--no-verify leaves that out)")
+        tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
@@ -260,7 +263,7 @@ def _wrote(dst: Path, found: Located, told: dict[str, Any], as_json: bool) -> No
         typer.echo(json.dumps(report | told))
         return
     size = byte_size(told["bytes"])
-    typer.echo(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}")
+    tell(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}", sys.stdout)
 
 
 @app.command()
@@ -292,17 +295,17 @@ def fits(
         typer.echo(json.dumps(report | {"parts": [row._asdict() for row in rows]}))
     else:
         _print_rows(rows)
-        typer.echo(f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}")
+        tell(f"{recipe} {'does not fit' if refused else 'fits'} {found.folder}", sys.stdout)
         if not refused:
             launch = [str(recipe), *(word for one in overrides for word in ("--set", one))]
             launch += [] if cluster is None else ["--cluster", cluster]
-            _say(_how_to_go_on(found, launch))
+            tell(_how_to_go_on(found, launch))
     if refused:
         raise typer.Exit(EXIT_USER_ERROR)
 
 
 def _print_rows(rows: "Sequence[Row]") -> None:
-    console = Console(highlight=False)
+    console = Console()
     width = max(len(row.what) for row in rows)
     for row in rows:
         verdict = (f"{row.verdict:<8} ", _COLOURS[row.verdict])
@@ -324,9 +327,5 @@ def _find(path: Path) -> Located:
     """What a path means; says so where it did not name a checkpoint itself."""
     found = locate(path)
     if found.newest_of is not None:
-        _say(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")
+        tell(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")
     return found
-
-
-def _say(message: str) -> None:
-    typer.echo(redact(message), err=True)

@@ -5,11 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.cli.console import Console
 from toolkit.conflicts.compare import Comparison, Report
 
 _MOST_NAMES = 30
@@ -71,11 +70,11 @@ def _table(report: Report) -> Table:
     for row in sorted(report.compared, key=lambda row: rank.index(row.verdict)):
         outcome = Text(_outcome(row), _COLOURS[row.verdict])
         if row.verdict == "agrees":
-            table.add_row(f"{row.key}  [dim]{escape(row.name)}[/]", escape(row.recipe), outcome)
+            names = Text.assemble(f"{row.key}  ", (row.name, "dim"))
+            table.add_row(names, row.recipe, outcome)
         else:
-            names = f"{row.key}\n  [dim]{escape(row.name)}[/]"
-            values = f"{escape(row.recipe) or '?'}\n{escape(row.other)}"
-            table.add_row(names, values, outcome)
+            names = Text.assemble(f"{row.key}\n  ", (row.name, "dim"))
+            table.add_row(names, f"{row.recipe or '?'}\n{row.other}", outcome)
     return table
 
 

@@ -13,6 +13,7 @@ import typer
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
 from toolkit.errors import RunFailed
+from toolkit.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.models.convert.source import Source
@@ -125,18 +126,19 @@ def _print(report: dict[str, Any], dst: Path, *, as_json: bool) -> None:
         typer.echo(json.dumps(report))
         return
     for note in report["notes"]:
-        typer.echo(f"note: {note}", err=True)
+        tell(f"note: {note}")
     size = report["bytes"] / 1e9
     what = f"{report['model_type']}, {human(report['parameters'])} parameters, {size:.2f} GB"
-    typer.echo(f"{report['direction']}: {what}")
+    tell(f"{report['direction']}: {what}", sys.stdout)
     if report["dry_run"]:
-        typer.echo(f"would write {dst}")
+        tell(f"would write {dst}", sys.stdout)
         return
     speed = size / max(report["seconds"], 1e-9)
-    typer.echo(f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)")
+    tell(f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)", sys.stdout)
     if "verify" in report:
         found = report["verify"]
-        typer.echo(
+        tell(
             f"logits agree: largest difference {found['max_abs_difference']:.1e} "
-            f"(bound {found['bound']:.1e})"
+            f"(bound {found['bound']:.1e})",
+            sys.stdout,
         )

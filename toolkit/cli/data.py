@@ -1,6 +1,7 @@
 """`dmt data`: tokenise ahead of a run, and train a tokenizer on the recipe's own data."""
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -9,6 +10,7 @@ import typer
 
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.data.packing import PackedDataset
@@ -38,13 +40,14 @@ def prepare(
         return
     for name, side in (("train", summary.train), ("validation", summary.validation)):
         if side is not None:
-            typer.echo(
+            tell(
                 f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, "
                 f"{side.samples:,} samples of {summary.sequence_length:,} "
-                f"({side.tokens_per_epoch:,} tokens per epoch)"
+                f"({side.tokens_per_epoch:,} tokens per epoch)",
+                sys.stdout,
             )
-    typer.echo(f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token")
-    typer.echo(f"cache: {summary.cache}")
+    tell(f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token", sys.stdout)
+    tell(f"cache: {summary.cache}", sys.stdout)
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def tokenizer(
         typer.echo(json.dumps(result))
         return
     if n_tokens < vocab_size:
-        typer.echo(f"the data fills only {n_tokens:,} of {vocab_size:,} tokens", err=True)
-    typer.echo(f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token")
-    typer.echo("In the recipe (and `vocab_size` in `model.config` at least as large):")
-    typer.echo(f"  data:\n    tokenizer: {out.resolve()}")
+        tell(f"the data fills only {n_tokens:,} of {vocab_size:,} tokens")
+    tell(f"{out.resolve()}: {n_tokens:,} tokens, {ratio:.2f} bytes per token", sys.stdout)
+    tell("In the recipe (and `vocab_size` in `model.config` at least as large):", sys.stdout)
+    tell(f"  data:\n    tokenizer: {out.resolve()}", sys.stdout)

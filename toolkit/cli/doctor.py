@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
+from toolkit.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.doctor.bandwidth import Bandwidth
@@ -158,7 +159,7 @@ def _print_rates(found: "Bandwidth", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:
-        typer.echo("\n".join(rates(found)))
+        tell("\n".join(rates(found)), sys.stdout)
 
 
 def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
@@ -173,9 +174,9 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"gpu": machine.gpu, "file": str(out), **asdict(speeds)}))
     else:
-        typer.echo(f"wrote {out}; use it with --cluster {out}")
+        tell(f"wrote {out}; use it with --cluster {out}", sys.stdout)
 
 
 def _tell_count(gpu: str, processes: int) -> None:
     count = f"{processes} process{'es' * (processes > 1)}"
-    print(f"measuring {gpu} with {count}", file=sys.stderr)
+    tell(f"measuring {gpu} with {count}")

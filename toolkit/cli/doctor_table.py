@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli.bars import columns, print_hanging
+from toolkit.cli.console import Console
 from toolkit.doctor.finding import LEVELS, Finding, Level
 from toolkit.redact import redact
 from toolkit.units import seconds

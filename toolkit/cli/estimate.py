@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli.bars import bars, memory_lines
+from toolkit.cli.console import Console
 from toolkit.cli.options import ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
@@ -22,6 +22,7 @@ from toolkit.plan.estimate import (
 )
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import basis
+from toolkit.terminal import tell
 from toolkit.train.assignment import decide
 from toolkit.units import seconds
 
@@ -78,7 +79,7 @@ def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
     except OSError as error:
         raise PlanError(f"--out: cannot write {out}: {error}", fix="name a file") from error
     refused = sum(1 for result in results if result["unsupported"])
-    typer.echo(f"{len(results) - refused} of {len(results)} cases answered in {out}", err=True)
+    tell(f"{len(results) - refused} of {len(results)} cases answered in {out}")
 
 
 def _estimate_recipe(
@@ -96,7 +97,7 @@ def _estimate_recipe(
 
 def _print(name: str, plan: Plan, found: Estimate) -> None:
     """Memory by part, then time by part, with bars."""
-    console = Console(highlight=False)
+    console = Console()
     layout = plan.layout
     console.print(Text.assemble((name, "bold"), f"  {plan.engine}, {plan.model}"))
     degrees = ("dp", "tp", "pp", "vpp", "cp", "ep")

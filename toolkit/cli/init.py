@@ -1,5 +1,6 @@
 """`dmt init`: a first recipe for a model and a cluster, on standard output."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -8,6 +9,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.starter.draft import TASKS
 from toolkit.starter.text import starter
+from toolkit.terminal import tell
 
 
 def init(
@@ -37,4 +39,4 @@ def init(
         raise PlanError(
             f"--task: found {task[:80]!r}; allowed: {', '.join(TASKS)}", fix="--task pretrain"
         )
-    typer.echo(starter(model, find_cluster(cluster), cluster, chosen), nl=False)
+    tell(starter(model, find_cluster(cluster), cluster, chosen), sys.stdout)

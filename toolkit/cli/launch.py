@@ -22,7 +22,7 @@ from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
 from toolkit.plan.ledger import summary
 from toolkit.recipe.schema import Recipe
-from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.comparison import told
 from toolkit.train.events import EventLog, process_age_s
@@ -74,15 +74,15 @@ def launch(
     assignment = assignments.decide(loaded, run_dir, where)
     spec = _spec(assignment, where)
     for reason in assignment.plan.reasons:
-        _tell(reason)
+        tell(reason)
     for line in summary(ledger_of(assignment.recipe, assignment.plan)):
-        _tell(line)
+        tell(line)
     chosen = LAUNCHERS[assignment.recipe.launch.launcher]()
     oversees = chosen.oversees(assignment.recipe.cluster)
     if oversees:  # Otherwise that is done where the ranks are.
-        preflight(assignment.recipe, assignment.plan, "launch", _tell)
+        preflight(assignment.recipe, assignment.plan, "launch", tell)
     if dry_run:
-        print(spec.printable())
+        tell(spec.printable(), sys.stdout)
         return
     if oversees:
         code = _oversee(chosen, assignment, spec, loaded, where)
@@ -102,9 +102,9 @@ def _oversee(
     from toolkit.engines.setup import prepare_ops
     from toolkit.train import assignment as assignments
 
-    prepare_ops(assignment.plan.engine, assignment.engine_config, _tell)
+    prepare_ops(assignment.plan.engine, assignment.engine_config, tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
-    _tell(f"run directory {_short(run.path)}")
+    tell(f"run directory {_short(run.path)}")
     EventLog(run.events).write("launch", time=time.time() - process_age_s())
     before = events_offset(run.path)
     code = supervise(
@@ -151,10 +151,10 @@ def _still_possible(
         # All that work: ranks take the first ones, and the others are there next time.
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     if len(names) < planned:
-        _tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
+        tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
         assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
         for reason in assignment.plan.reasons:
-            _tell(reason)
+            tell(reason)
         assignments.write(assignment, ["dmt", *sys.argv[1:]])
     return assignment
 
@@ -164,7 +164,7 @@ def _compare(run: RunDirectory, offset: int) -> None:
     for event in jsonl.read(run.events, offset):
         if event.get("kind") == "prediction":
             for quantity, text in told(event):
-                _tell(f"{quantity:<12} {text}")
+                tell(f"{quantity:<12} {text}")
 
 
 def _summary(run: RunDirectory) -> None:
@@ -177,7 +177,7 @@ def _summary(run: RunDirectory) -> None:
     }
     for name, path in shown.items():
         if path.exists():
-            _tell(f"{name:<12} {_short(path)}")
+            tell(f"{name:<12} {_short(path)}")
 
 
 def _short(path: Path) -> str:
@@ -185,7 +185,3 @@ def _short(path: Path) -> str:
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     return shlex.quote(str(path))
-
-
-def _tell(message: str) -> None:
-    print(redact(message), file=sys.stderr, flush=True)

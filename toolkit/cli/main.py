@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from toolkit import __version__
 from toolkit.errors import EXIT_DONE, DmtError
-from toolkit.redact import redact
+from toolkit.terminal import tell
 
 
 class Verb(NamedTuple):
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
     except DmtError as error:
-        print(redact(f"dmt: {error}"), file=sys.stderr)
+        tell(f"dmt: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

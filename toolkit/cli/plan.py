@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli import plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
+from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, load_on
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
@@ -32,6 +32,7 @@ from toolkit.plan.saving import Assumptions, Job
 from toolkit.plan.search import Candidate, Search, shortage
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.terminal import tell
 from toolkit.units import seconds
 
 _DEGREES = {
@@ -237,7 +238,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
 
 def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | None) -> None:
     """The chosen layout by part, the runners-up, why, and the ledger."""
-    console = Console(highlight=False)
+    console = Console()
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     by_part = _estimate(found, found.best)
     title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
@@ -358,7 +359,7 @@ def _ledger_lines(entries: Sequence[Entry]) -> Iterator[Text]:
 
 def _print_comparison(planned: Sequence[Planned]) -> None:
     """One line for each recipe and cluster."""
-    console = Console(highlight=False)
+    console = Console()
     rows = [(one.recipe.name, one.search, one.plan, one.run) for one in planned]
     for index, line in enumerate(plan_tables.comparison(rows)):
         console.print(Text(line, "dim" if index == 0 else ""), soft_wrap=True)
@@ -377,4 +378,4 @@ def _draw(planned: Planned, file: Path) -> None:
         candidates.append(plot.Candidate(label, one.layout, memory, time, limit))
     title = f"{planned.recipe.name} on {planned.cluster.name}"
     plot.write_plot(file, title, candidates)
-    typer.echo(f"{file} written", err=True)
+    tell(f"{file} written")

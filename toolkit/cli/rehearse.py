@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
-from toolkit.launchers.base import tell
 from toolkit.plan.ledger import summary
 from toolkit.recipe.load import load_recipe
 from toolkit.rehearse.layouts import Candidate, select
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Options, Outcome, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
+from toolkit.terminal import tell
 
 
 def rehearse(
@@ -57,7 +57,7 @@ def rehearse(
     patterns = [part.strip() for part in layouts.split(",")] if layouts else []
     chosen = select(rehearsal.layouts, patterns)
     kept = summary(ledger_of(rehearsal.original, rehearsal.plan))
-    out = Console(stderr=as_json, highlight=False)
+    out = Console(stderr=as_json)
     out.print(shrunk(rehearsal), soft_wrap=True)
     if note := rehearsal.layouts[0].note:
         out.print(f"the recipe's own layout: {note}", soft_wrap=True)

@@ -1,6 +1,7 @@
 """`dmt render`: print a backend's own configuration for a recipe."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from toolkit.launchers.job import job_of
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.terminal import tell
 from toolkit.train.assignment import decide
 
 Target = Literal[
@@ -59,7 +61,7 @@ def render(
         _require(recipe, plan, target, plan.engine == "megatron")
         rendered = megatron_lm.render(loaded, plan.layout)
         for note in rendered.notes:
-            typer.echo(f"# {note}", err=True)
+            tell(f"# {note}")
         text = rendered.text
     elif target == "accelerate":
         text = accelerate_config.render(loaded, plan).rstrip("\n")
@@ -69,7 +71,7 @@ def render(
         config = _megatron if target == "megatron" else _of_engine
         text = json.dumps(config(recipe, loaded, plan, target), indent=2)
     if out is None:
-        typer.echo(text)
+        tell(text, sys.stdout)
     else:
         _write(out, text + "\n")
 

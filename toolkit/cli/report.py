@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from toolkit.cli.bars import BAR_WIDTH, show
+from toolkit.cli.console import Console
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
 from toolkit.report.summary import Ending, Summary, summarize
@@ -59,7 +59,7 @@ def report(
     if as_json:
         typer.echo(json.dumps(jsonl.plain(machine_output(run, summary, spent))))
         return
-    show(Console(highlight=False), _lines(run, summary, spent))
+    show(Console(), _lines(run, summary, spent))
 
 
 def machine_output(run: RunDirectory, summary: Summary, spent: Goodput) -> dict[str, Any]:

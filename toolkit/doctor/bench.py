@@ -1,7 +1,6 @@
 """What the ranks that measure a machine share."""
 
 import json
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
+from toolkit.terminal import tell
 
 REPEATS = range(3, 101)
 """How often an operation is repeated at least and at most."""
@@ -68,4 +68,4 @@ def measure_and_write(measure: Callable[[Ranks], dict[str, Any]], result: Path) 
 
 def say(message: str) -> None:
     """A line of progress."""
-    print(f"  {message}", file=sys.stderr, flush=True)
+    tell(f"  {message}")

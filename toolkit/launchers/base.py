@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,8 +209,3 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-def tell(message: str) -> None:
-    """Show one message on standard error."""
-    print(redact(message), file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import time
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
-from toolkit.launchers.base import LaunchSpec, Outcome, tell
+from toolkit.launchers.base import LaunchSpec, Outcome
 from toolkit.launchers.outcome import (
     events_offset,
     has_failed,
@@ -26,6 +26,7 @@ from toolkit.launchers.process import (
     die_with_parent,
     grace_over,
 )
+from toolkit.terminal import tell
 from toolkit.train.run_dir import RunDirectory
 
 _LOOK_S = 2.0

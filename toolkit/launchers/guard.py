@@ -33,6 +33,7 @@ from toolkit.launchers.process import (
     show_stacks,
     wake_if_stopped,
 )
+from toolkit.terminal import tell
 
 _LOOK_S = 1.0
 """Between two looks for ranks that stand still."""
@@ -72,7 +73,7 @@ class Guard:
                 self._start_grace()
                 self._stop_workers()
             if self._deadline.passed:
-                print(f"error: {grace_over(self._grace_s)}", file=sys.stderr, flush=True)
+                tell(f"error: {grace_over(self._grace_s)}")
                 show_stacks([worker.pid for worker in workers()])
             if self._kill_requested or self._deadline.passed:
                 kill_descendants()

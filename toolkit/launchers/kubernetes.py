@@ -16,10 +16,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.terminal import tell
 
 PORT = 29400
 """Where the pods meet, on the first of them."""

@@ -18,7 +18,6 @@ from toolkit.launchers.base import (
     Outcome,
     free_port,
     one_machine,
-    tell,
     worker_env,
 )
 from toolkit.launchers.outcome import RankExit, events_offset, report_failure
@@ -34,6 +33,7 @@ from toolkit.launchers.process import (
 )
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train.run_dir import RunDirectory
 
 

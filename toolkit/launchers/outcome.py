@@ -13,8 +13,9 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
-from toolkit.launchers.base import Outcome, tell
+from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.run_dir import RunDirectory
 

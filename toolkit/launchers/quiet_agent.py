@@ -22,8 +22,8 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
-from toolkit.launchers.base import tell
 from toolkit.launchers.outcome import RankExit
+from toolkit.terminal import tell
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -25,11 +25,12 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
-from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, tell
+from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port
 from toolkit.launchers.local import copy_to_log
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
 from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.run_dir import RunDirectory
 

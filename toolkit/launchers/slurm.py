@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, tell
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.terminal import tell
 
 _PORTS = (20_000, 12_000)
 """First of the ports and their number: jobs of neighbouring numbers take different ones."""

@@ -12,9 +12,10 @@ from typing import Any
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import Launcher, LaunchSpec, tell
+from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.launchers.process import POLL_S, StopSignals
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.events import EventLog
 from toolkit.train.run_dir import RunDirectory

@@ -146,6 +146,5 @@ def _presentable(
 
 
 def _short(text: str) -> str:
-    """On one line, printable, not longer than a terminal is wide a few times over."""
-    line = "".join(c if c.isprintable() else " " for c in text)
-    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…"
+    """Not longer than a terminal is wide a few times over."""
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from toolkit.engines.setup import adopt_engine_config, prepare_ops
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
-from toolkit.launchers.base import tell
 from toolkit.plan.planner import Plan, model_config, plan_recipe
 from toolkit.recipe.checks import broken_rules
 from toolkit.recipe.schema import (
@@ -29,6 +28,7 @@ from toolkit.rehearse.shrink import (
     shrink_window,
     without_noise,
 )
+from toolkit.terminal import tell
 from toolkit.train.assignment import Assignment, decide, write
 
 LEAST_BATCH = 8

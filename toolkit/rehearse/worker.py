@@ -17,6 +17,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.models import huggingface as hf
 from toolkit.rehearse.batches import global_batch, micro_batches
 from toolkit.rehearse.record import write_step
+from toolkit.terminal import tell
 from toolkit.train.assignment import Assignment, read_assignment
 
 
@@ -51,7 +52,7 @@ def main() -> None:
         traceback.print_exc()
         first, _, more = str(error).strip().partition("\n")
         if more:
-            print(f"{type(error).__name__}: {first}", file=sys.stderr)
+            tell(f"{type(error).__name__}: {first}")
         end_process(EXIT_FAILED)
     end_process(EXIT_DONE)
 

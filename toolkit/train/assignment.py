@@ -18,7 +18,7 @@ from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train.claim import refuse_if_claimed
 from toolkit.train.run_dir import RunDirectory
 
@@ -119,7 +119,7 @@ def assign(
         return _assign_anew(recipe, run_dir, command, world)
     check_world(recipe, world)
     assignment = decide(recipe, run_dir)
-    preflight(assignment.recipe, assignment.plan, "worker", _tell)
+    preflight(assignment.recipe, assignment.plan, "worker", tell)
     write(assignment, command)
     return assignment
 
@@ -144,7 +144,7 @@ def _assign_anew(
     before = recipe.cluster.world_size
     assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
     write(assignment, command)
-    _tell(f"dmt: {world} ranks in place of {before}: planned again")
+    tell(f"dmt: {world} ranks in place of {before}: planned again")
     return assignment
 
 
@@ -184,7 +184,3 @@ def check_world(recipe: Recipe, world: int) -> None:
             f"process(es) each, the launcher started {world}",
             fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M",
         )
-
-
-def _tell(message: str) -> None:
-    print(redact(message), file=sys.stderr, flush=True)

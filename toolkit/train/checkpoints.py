@@ -1,7 +1,6 @@
 """The checkpoints of a run as the worker sees them: continue from one, write the next."""
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 
@@ -15,7 +14,7 @@ from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
-from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
@@ -194,7 +193,7 @@ class RunCheckpoints:
 
     def _warn(self, message: str) -> None:
         if self.leader:
-            print(redact(f"warning: {message}"), file=sys.stderr, flush=True)
+            tell(f"warning: {message}")
             self.events.write("warning", message=message)
 
     def _manifest(self, engine: Engine, progress: Progress) -> Manifest:

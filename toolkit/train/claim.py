@@ -10,12 +10,12 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
 
 from toolkit.errors import DirectoryInUse
+from toolkit.terminal import tell
 from toolkit.train.run_dir import RunDirectory, not_writable
 
 PATIENCE_S = 5.0
@@ -75,11 +75,9 @@ def _locked(descriptor: int, kind: int, *, warn: bool = False) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         if warn:
-            print(
+            tell(
                 f"warning: the run directory's file system knows no locks ({error.strerror}): "
-                f"nothing keeps a second run out of it",
-                file=sys.stderr,
-                flush=True,
+                f"nothing keeps a second run out of it"
             )
     return True
 

@@ -9,13 +9,13 @@ import errno
 import json
 import math
 import os
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.redact import redact
+from toolkit.terminal import tell
 
 
 def plain(value: Any) -> Any:
@@ -61,11 +61,7 @@ def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
         append(path, record)
     except OSError as error:
         if path not in _failed and os.environ.get("RANK", "0") == "0":
-            print(
-                f"warning: {path} could not be written, lines will be missing there: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            tell(f"warning: {path} could not be written, lines will be missing there: {error}")
         _failed[path] = True
     else:
         if path in _failed:

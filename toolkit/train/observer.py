@@ -2,7 +2,6 @@
 
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import Prediction
 from toolkit.recipe.schema import Recipe
+from toolkit.terminal import tell
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
@@ -89,7 +89,7 @@ class Reporter:
         if self.tensorboard is not None:
             self.tensorboard.close()
         if self.wandb is not None and (problem := self.wandb.finish(WANDB_GRACE_S)):
-            print(problem, file=sys.stderr)
+            tell(problem)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from toolkit.terminal import printable, tell
 from toolkit.train.metrics import Metrics
 
 
@@ -82,13 +83,13 @@ class ProgressReport:
     def message(self, text: str) -> None:
         """Show one line for the user: a save, an evaluation, a warning."""
         if self._bar is not None:
-            self._console.print(Text(text))
+            self._console.print(Text(printable(text)))
         else:
             self._plain(text)
 
     def _plain(self, text: str) -> None:
         # Not through the console: it would wrap lines at 80 columns in a log file.
-        print(text, file=self._console.file, flush=True)
+        tell(text, self._console.file)
 
 
 def _summary(metrics: Metrics) -> str:

@@ -4,16 +4,17 @@ import logging
 import sys
 
 from toolkit.redact import redact
+from toolkit.terminal import printable
 from toolkit.train.run_dir import RunDirectory
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Masks secrets in the finished text: message, arguments and traceback."""
+    """Masks secrets and control characters in the finished text, traceback included."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return printable(redact(super().format(record)), lines=True)
 
 
 class _Once(logging.Filter):

@@ -24,6 +24,7 @@ from ruamel.yaml import YAML
 
 from toolkit.errors import EXIT_RESUMABLE
 from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.comparison import summary_numbers
 from toolkit.train.run_dir import RunDirectory
@@ -286,7 +287,7 @@ def main(run_directory: str) -> int:
             follow(run_dir, settings, ended)
         except Exception as error:  # noqa: BLE001 - whatever W&B raises, the user is told
             reason = str(error) if isinstance(error, GaveUp) else _first_line(error)
-            print(f"gave up: {reason}", file=sys.stderr)
+            tell(f"gave up: {reason}")
             trainer.write(redact(reason).replace("\n", " ") + "\n")
             trainer.flush()
             return 1

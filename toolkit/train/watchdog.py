@@ -28,6 +28,7 @@ from typing import Any
 
 from toolkit.errors import EXIT_FAILED
 from toolkit.launchers.process import STACKS_SIGNAL, grace_over
+from toolkit.terminal import tell
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Hooks, Progress, StepReport
 from toolkit.train.run_dir import RunDirectory
@@ -260,7 +261,7 @@ class Watchdog:
     def _tell(self, message: str) -> None:
         self._dump()
         for file in (self._log, sys.stderr):
-            print(f"error: {message}", file=file, flush=True)
+            tell(f"error: {message}", file)
         EventLog(self._run.events).write(
             "end",
             rank=self._mine.rank,

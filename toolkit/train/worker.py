@@ -42,7 +42,7 @@ from toolkit.launchers.outcome import PEER_LOST
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
-from toolkit.redact import redact
+from toolkit.terminal import tell
 from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.claim import claim
@@ -102,18 +102,18 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         assert worker is not None, "only training is stopped"
         worker.record_signal()
         if worker.ranks.rank == 0:
-            _say(f"dmt: {error}")
+            tell(f"dmt: {error}")
         return worker.end(error.exit_code)
     except KeyboardInterrupt:
         # Left to Python, it would end in joining the thread of the save that hangs.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _say(f"error: {_INTERRUPTED}")
+        tell(f"error: {_INTERRUPTED}")
         if worker is not None:
             worker.record_end(exit_code=EXIT_FAILED, error=_INTERRUPTED)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
         code, message = _failure(error)
-        _say(f"error: {message}")
+        tell(f"error: {message}")
         if worker is not None:
             worker.fail(error, code, message)
         return code
@@ -316,7 +316,7 @@ class _Worker:
         """The engine with its first weights: the saved ones where the run continues."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
-        self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, _say))
+        self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, tell))
         weights = self.together.run(lambda: self._weights(config, checkpoints))
         setup = self.together.run(
             lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
@@ -362,7 +362,3 @@ class _Worker:
             shutil.rmtree(self.directory.export, ignore_errors=True)
             last = checkpoints.store.folder / folder_name(self.progress.step)
             export(last, self.directory.export, lambda _: self._mark("exporting"))
-
-
-def _say(message: str) -> None:
-    print(redact(message), file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""What others wrote reaches the terminal as text, whichever command shows it."""
+
+import ast
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import toolkit
+from tests.recipe.good import GOOD
+from toolkit.cli.console import Console
+from toolkit.cli.main import main
+from toolkit.errors import Problem
+from toolkit.terminal import printable
+from toolkit.train.rank_log import setup_rank_logging
+from toolkit.train.run_dir import RunDirectory
+
+EVIL = "a\x1b[31m\x9b2J\x07\r\u202eb\x7f\udcff[red]"
+SHOWN = "a\\x1b[31m\\x9b2J\\x07\\r\\u202eb\\x7f\\udcff[red]"
+QUOTED = json.dumps(EVIL.replace("\udcff", ""))
+"""As a double-quoted scalar of YAML."""
+
+OWN_WORDS = {"cli/main.py", "generated.py"}
+"""May print past the boundary: a version, names of our own files."""
+TERMINALS_ONLY = {"cli/console.py", "data/progress.py", "train/progress.py"}
+"""May use rich's own console: for bars that show nothing but numbers and our words."""
+
+
+def clean(text: str) -> bool:
+    return all(c.isprintable() or c == "\n" for c in text)
+
+
+def test_printable() -> None:
+    assert printable(EVIL) == SHOWN
+    assert printable("one\ntwo\t日本 é ✓") == "one\\ntwo\\t日本 é ✓"
+    assert printable("one\n\ttwo\r", lines=True) == "one\n\ttwo\\r"
+    problem = Problem(EVIL, "a\nb", "", "", EVIL, 1)
+    assert str(problem).startswith(f"{SHOWN}:1: {SHOWN}: found a\\nb; ")
+
+
+RECIPES = {
+    "key": (GOOD + f"{QUOTED}: 1\n", []),
+    "key of the model": (GOOD.replace("hidden_size", QUOTED, 1), []),
+    "value": (GOOD.replace("name: good", f"name: {QUOTED}"), []),
+    "raw": (GOOD + EVIL.replace("\udcff", ""), []),
+    "set": (GOOD, ["--set", f"training.{EVIL}={EVIL}"]),
+    "set without a value": (GOOD, ["--set", EVIL]),
+    "wrong value": (GOOD, ["--set", f"training.seed={EVIL}"]),
+}
+
+
+@pytest.mark.parametrize(("text", "more"), RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("verb", ["check", "plan"])
+def test_a_recipe_cannot_steer_the_terminal(
+    verb: str,
+    text: str,
+    more: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / f"{EVIL}.yaml"
+    path.write_text(text)
+    assert main([verb, str(path), *more]) == 2
+    captured = capsys.readouterr()
+    assert clean(captured.out + captured.err)
+    if "--set" not in more:
+        assert SHOWN in captured.out + captured.err, "the file's name"
+
+
+def test_a_good_recipe_in_an_evil_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / EVIL
+    folder.mkdir()
+    (folder / "good.yaml").write_text(GOOD)
+    for command in (["check"], ["launch", "--dry-run", "--run-dir", str(folder / "run")]):
+        assert main([*command, str(folder / "good.yaml")]) == 0
+        captured = capsys.readouterr()
+        assert clean(captured.out + captured.err)
+        assert SHOWN in captured.out
+
+
+def test_consoles_and_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=80, force_terminal=True, color_system="standard").print(EVIL, style="red")
+    assert capsys.readouterr().out == f"\x1b[31m{SHOWN}\x1b[0m\n"
+    run = RunDirectory(tmp_path)
+    added = setup_rank_logging(run, 0)
+    logging.getLogger("evil").warning("x%sx", EVIL)
+    for handler in added:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+    assert f"x{SHOWN}x\n" in capsys.readouterr().err
+    assert run.rank_log(0).read_text().endswith(f"x{SHOWN}x\n")
+
+
+def printing(path: Path) -> Iterator[str]:
+    """Calls and imports that reach a terminal without passing through `tell` or `Console`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "rich.console":
+            yield from (f"rich's {alias.name}" for alias in node.names)
+        if not isinstance(node, ast.Call):
+            continue
+        call, said = ast.unparse(node.func), ast.unparse(node)
+        if call.endswith((".stderr.write", ".stdout.write")):
+            yield said
+        if call in ("print", "typer.echo") and "json.dumps" not in said:
+            yield said
+
+
+def test_nothing_prints_past_the_boundary() -> None:
+    root = Path(toolkit.__file__).parent
+    found = {
+        path.relative_to(root).as_posix(): list(printing(path)) for path in root.rglob("*.py")
+    }
+    allowed = {"terminal.py", "launchers/ray_job.py"} | OWN_WORDS | TERMINALS_ONLY
+    past = {name: calls for name, calls in found.items() if calls and name not in allowed}
+    assert not past
