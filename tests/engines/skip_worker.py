@@ -22,17 +22,19 @@ from tests.engines.parity_worker import (
     micro_batches,
     new_engine,
 )
-from toolkit.engines.base import StepResult
+from toolkit.engines.base import IGNORE_INDEX, StepResult
 from toolkit.engines.distributed import Ranks
 
 STEPS = 8
-NAN_LOSS, NAN_GRADIENT, HIGH_LOSS = 2, 4, 6
-"""The spoiled steps: NaN in one rank's forward or backward, and a loss above its limit."""
+NAN_LOSS, NAN_GRADIENT, NO_TOKENS, HIGH_LOSS = 2, 4, 5, 6
+"""The spoiled steps: NaN in one rank's forward or backward, no label that counts, and a loss
+above its limit."""
 
 
 def spoiled_steps(case: Case) -> set[int]:
     """In fp16 a NaN gradient rightly changes the loss scale, and with it what follows."""
-    return {NAN_LOSS, HIGH_LOSS} | ({NAN_GRADIENT} if case.precision != "fp16" else set())
+    everywhere = {NAN_LOSS, NO_TOKENS, HIGH_LOSS}
+    return everywhere | ({NAN_GRADIENT} if case.precision != "fp16" else set())
 
 
 class Faults:
@@ -74,6 +76,8 @@ def train(
             continue
         if faults is not None:
             faults.step = step if spoil else None
+        if spoil and step == NO_TOKENS:
+            labels = torch.full_like(labels, IGNORE_INDEX)
         torch.manual_seed(step)
         max_loss = 0.5 if step == HIGH_LOSS and with_faults else math.inf
         batches = micro_batches(inputs, labels, ranks, layout)
@@ -94,6 +98,7 @@ def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
     return {
         "skipped": skipped,
         "scalers": [spoiled_scaler, dropped_scaler],
+        "tokens": [r.tokens for r in spoiled if r is not None],
         "spoiled": [[r.loss, r.grad_norm] for r in spoiled if r is not None and not r.skipped],
         "dropped": [[r.loss, r.grad_norm] for r in dropped if r is not None],
     }

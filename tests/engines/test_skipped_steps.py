@@ -14,6 +14,7 @@ from tests.engines.skip_worker import (
     HIGH_LOSS,
     NAN_GRADIENT,
     NAN_LOSS,
+    NO_TOKENS,
     STEPS,
     spoiled_steps,
 )
@@ -23,6 +24,7 @@ from tests.processes import run_ranks
 WHY = {
     str(NAN_LOSS): "the loss is not finite",
     str(NAN_GRADIENT): "the gradients are not finite",
+    str(NO_TOKENS): "no token of the batch is trained",
     str(HIGH_LOSS): "the loss is above 0.5",
 }
 TWO = [
@@ -51,6 +53,7 @@ def check(cases: list[Case], world: int) -> None:
         assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * world
         assert len(result["dropped"]) == STEPS - len(steps)
         assert result["spoiled"] == result["dropped"]
+        assert [step for step, n in enumerate(result["tokens"]) if n == 0] == [NO_TOKENS]
         assert result["scalers"][0] == result["scalers"][1]
 
 

@@ -5,6 +5,7 @@ import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,6 +186,22 @@ def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: PackedDat
     assert "steps 8 to 10 were all skipped: the loss is not finite." in str(failure.value)
     assert "The weights are those of step 7" in str(failure.value)
     assert hooks.calls[-1] == ("step", 10), "neither saved nor validated"
+
+
+def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
+    """Documents of one token: the boundary behind each is not trained."""
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        for token in range(200):
+            writer.append([token % VOCABULARY])
+            writer.end_document()
+        writer.commit()
+    data = TokenizedData(read_indexed(tmp_path / "tokens"), "fingerprint", "test")
+    engine, progress = FakeEngine(VOCABULARY), Progress()
+    dataset = PackedDataset(TokenStream.whole(data), 16, VOCABULARY)
+    patient = GuardSection(max_skips_in_a_row=STEPS + 1)
+    skipped, _ = skipped_steps(dataset, engine, progress, patient)
+    assert skipped == dict.fromkeys(range(1, STEPS + 1), "no token of the batch is trained")
+    assert not engine.steps and not progress.recent_losses
 
 
 def test_signal_saves_and_stops(dataset: PackedDataset) -> None:

@@ -42,7 +42,8 @@ class StepResult:
     """What one optimizer step did, equal on every rank."""
 
     loss: float
-    """Mean cross entropy (nats) over the unmasked tokens of the global batch."""
+    """Mean cross entropy (nats) over the unmasked tokens of the global batch; NaN when it has
+    none, which skips the step."""
     grad_norm: float
     """Global L2 norm of the gradients before clipping; means nothing in a skipped step."""
     tokens: int
@@ -54,8 +55,11 @@ class StepResult:
 NON_FINITE_GRADIENTS = "the gradients are not finite"
 
 
-def refusal(loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
-    """Why a batch of this global loss and gradient must not be learned from, if it must not."""
+def refusal(tokens: float, loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
+    """Why a global batch of so many unmasked tokens, with this loss and gradient, must be
+    skipped; None when it is learned from."""
+    if not tokens:
+        return "no token of the batch is trained"
     if not math.isfinite(loss):
         return "the loss is not finite"
     if loss > max_loss:
@@ -68,7 +72,8 @@ class EvalResult:
     """Validation loss, equal on every rank."""
 
     loss: float
-    """Mean cross entropy (nats) over all unmasked tokens of all ranks' batches."""
+    """Mean cross entropy (nats) over all unmasked tokens of all ranks' batches; NaN when there
+    are none."""
     tokens: int
     """Unmasked tokens that it was taken over."""
 
@@ -97,10 +102,10 @@ class Engine(Protocol):
         `learning_rate` is the rate of this step. Every rank passes the same number of
         micro batches; their unmasked token counts may differ, down to zero.
 
-        All ranks skip the update alike when the global loss is not finite or above
-        `max_loss`, or when a gradient of any rank is not finite. A skipped step leaves
-        weights, moments and step counts as they were, to the bit; of the engine's state
-        only fp16's loss scale may change, and only for gradients.
+        All ranks skip the update alike when the global batch has no unmasked token, when its
+        loss is not finite or above `max_loss`, or when a gradient of any rank is not finite. A
+        skipped step leaves weights, moments and step counts as they were, to the bit; of the
+        engine's state only fp16's loss scale may change, and only for gradients.
         """
         ...
 

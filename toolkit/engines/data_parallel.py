@@ -70,7 +70,7 @@ class DataParallelEngine:
         self.scaler.unscale_(self.optimizer)
         norm = self.gradient_norm()
         values = torch.stack([loss, norm, tokens]).tolist()
-        skipped = refusal(values[0], max_loss, values[1])
+        skipped = refusal(values[2], values[0], max_loss, values[1])
         if skipped is None:
             self._update(learning_rate, norm)
         # That fp16's scale is too high is said by gradients, not by a refused loss.

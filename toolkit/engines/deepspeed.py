@@ -97,7 +97,7 @@ class DeepSpeedEngine:
         if norm is None:
             norm = float(self.engine.get_global_grad_norm() or 0.0) / loss_scale
         values = torch.stack([loss, tokens]).tolist()
-        skipped = refusal(values[0], max_loss)
+        skipped = refusal(values[1], values[0], max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
             skipped = NON_FINITE_GRADIENTS

@@ -105,14 +105,12 @@ def global_tokens(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Unmasked tokens of the micro batches of all of `group`'s ranks (None: of all ranks):
-    float64 scalar on `device`, at least 1.
-
-    Never zero, so that a fully masked global batch gives loss 0 and not NaN.
+    float64 scalar on `device`.
     """
     count = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in micro_batches)
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
-    return total.clamp(min=1.0)
+    return total
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

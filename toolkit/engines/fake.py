@@ -47,7 +47,7 @@ class FakeEngine:
         (gradient,) = torch.autograd.grad(loss, logits)
         loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
         norm = gradient.norm().item()
-        skipped = refusal(loss.item(), max_loss, norm)
+        skipped = refusal(tokens.item(), loss.item(), max_loss, norm)
         if skipped is None:
             self.logits -= learning_rate * gradient
             self.steps += 1
@@ -88,7 +88,7 @@ class FakeEngine:
 def _mean_loss(logits: Tensor, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
     """This rank's part of the token-mean loss, and all ranks' unmasked tokens."""
     labels = torch.cat([batch.labels.flatten() for batch in micro_batches])
-    tokens = _sum_over_ranks((labels != IGNORE_INDEX).sum()).clamp(min=1)
+    tokens = _sum_over_ranks((labels != IGNORE_INDEX).sum())
     scores = logits.expand(len(labels), -1)
     total = cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / tokens, tokens

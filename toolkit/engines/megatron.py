@@ -124,7 +124,7 @@ class MegatronEngine:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss, tokens, gradient_sum = self._run(micro_batches, forward_only=False)
-        skipped = refusal(loss, max_loss, gradient_sum)
+        skipped = refusal(tokens, loss, max_loss, gradient_sum)
         if skipped is not None:
             # The gradient buffers are cleared when the next step begins.
             return StepResult(loss, math.inf, tokens, skipped)
@@ -180,7 +180,7 @@ class MegatronEngine:
             total[2] = self._gradient_sum()
         dist.all_reduce(total)
         loss, tokens, gradient_sum = total.tolist()
-        return loss / max(tokens, 1.0), int(tokens), gradient_sum
+        return loss / tokens if tokens else math.nan, int(tokens), gradient_sum
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""

@@ -322,7 +322,8 @@ class GuardSection(Section):
 
     max_skips_in_a_row: Positive = 20
     """Steps whose update is skipped one after the other before the run stops. A step is
-    skipped, on all ranks alike, when its loss or a gradient is not finite."""
+    skipped, on all ranks alike, when its loss or a gradient is not finite, or when its batch
+    has no token to train on."""
     spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Also skip a step whose loss exceeds this many times the median loss of the last 50
     steps that were not skipped (not before 10 of them); null: skip no finite loss."""
