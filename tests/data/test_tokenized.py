@@ -32,9 +32,24 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare_text(corpus: Path, cache: Path, tokenizer: Any = None) -> TokenizedData:
+def prepare_text(
+    corpus: Path, cache: Path, tokenizer: Any = None, **settings: Any
+) -> TokenizedData:
     source = TextSource(kind="text", files=("*.txt",))
-    return prepare(source, tokenizer or byte_tokenizer(), base=corpus, cache=cache)
+    return prepare(source, tokenizer or byte_tokenizer(), base=corpus, cache=cache, **settings)
+
+
+def unigram_tokenizer(text: str) -> Any:
+    """As Hugging Face has it for Llama 2 and T5: a SentencePiece model, `</s>`-style tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [("<unk>", 0.0), *((letter, -1.0) for letter in sorted(set(text)))]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.Unigram(pieces, unk_id=0)),
+        eos_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def documents_of(data: TokenizedData) -> list[bytes]:
@@ -90,9 +105,24 @@ def test_bos_is_kept_and_eos_is_not_doubled(corpus: Path, tmp_path: Path) -> Non
         assert data.indexed.tokens.tolist().count(EOS) == 10
 
 
-def test_special_token_in_the_text_is_no_boundary(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
-    assert prepare_text(tmp_path, tmp_path / "cache").indexed.n_documents == 1
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
+def test_a_special_token_spelt_out_in_a_text_is_text(tmp_path: Path, kind: str) -> None:
+    """Unless the recipe says otherwise: then it is the token, but no document's end."""
+    corpus, text = tmp_path / "corpus", "one<|endoftext|>two"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text(text)
+    tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([text], 260, tmp_path / "t")
+    if kind == "unigram":  # the eos token of a Hugging Face tokenizer without bytes
+        tokenizer = unigram_tokenizer(text)
+    end = tokenizer.eos_token_id
+    as_text = prepare_text(corpus, tmp_path / "cache", tokenizer)
+    tokens = as_text.indexed.tokens.tolist()
+    assert tokens[-1] == end and end not in tokens[:-1]
+    assert "".join(tokenizer.convert_ids_to_tokens(tokens[:-1])) == text
+    parsed = prepare_text(corpus, tmp_path / "cache", tokenizer, parse_special=True)
+    assert parsed.indexed.tokens.tolist().count(end) == 2
+    assert parsed.indexed.n_documents == 1
+    assert parsed.fingerprint != as_text.fingerprint
 
 
 # How Llama 3, Qwen and others split text into words before BPE.

@@ -78,6 +78,14 @@ def test_the_same_run_continues(tmp_path, changes):
     assert len(run.command.read_text().splitlines()) == 2
 
 
+def test_a_run_of_a_release_with_fewer_settings_continues(tmp_path):
+    run = create(tmp_path, recipe())
+    text = run.recipe.read_text()
+    assert "\n  special_tokens: text" in text
+    run.recipe.write_text(text.replace("\n  special_tokens: text", ""))
+    create(tmp_path, recipe())
+
+
 def test_another_run_is_refused_naming_every_difference(tmp_path):
     create(tmp_path, recipe())
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}

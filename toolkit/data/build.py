@@ -87,6 +87,7 @@ def _prepare_streams(
             tokenizer,
             base=base,
             cache=cache_folder(data.cache, base),
+            parse_special=data.special_tokens == "parse",
             progress=progress,
         )
 

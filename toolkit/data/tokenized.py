@@ -70,11 +70,13 @@ def prepare(
     *,
     base: Path,
     cache: Path,
+    parse_special: bool = False,
     progress: bool = False,
 ) -> TokenizedData:
     """Tokens of `source`: from the cache, or tokenised now.
 
-    Relative paths start at `base`. `progress` shows a bar when standard error is a terminal.
+    Relative paths start at `base`. `parse_special`: see `encoder`. `progress` shows a bar when
+    standard error is a terminal.
     Safe to call from several processes at once. Each document is what the tokenizer puts
     before a text (such as a BOS token), its tokens, and the EOS token; documents without
     text are left out.
@@ -84,13 +86,14 @@ def prepare(
     if isinstance(source, MegatronSource):
         return _read_megatron(base / Path(source.prefix).expanduser(), cache)
     documents = open_source(source, base=base, cache=cache)
-    key = fingerprint_of(
-        [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
-    )
+    parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
+    key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
     indexed = _read_entry(prefix)
     if indexed is None:
-        indexed = _prepare_entry(prefix, documents, tokenizer, progress=progress)
+        indexed = _prepare_entry(
+            prefix, documents, tokenizer, parse_special=parse_special, progress=progress
+        )
     return TokenizedData(indexed, key, str(prefix))
 
 
@@ -125,6 +128,7 @@ def _prepare_entry(
     documents: Documents,
     tokenizer: "PreTrainedTokenizerFast",
     *,
+    parse_special: bool,
     progress: bool,
 ) -> IndexedTokens:
     """Tokenise under the entry's lock, unless another process has done so meanwhile."""
@@ -133,7 +137,9 @@ def _prepare_entry(
         with _lock(prefix.with_name(prefix.name + ".lock")):
             indexed = _read_entry(prefix)
             if indexed is None:
-                _tokenise(prefix, documents, tokenizer, progress=progress)
+                backend = encoder(tokenizer, parse_special=parse_special)
+                shown = document_progress(documents, "Tokenising", show=progress)
+                _tokenise(prefix, shown, backend, tokenizer)
                 indexed = read_indexed(prefix)
             return indexed
     except OSError as error:
@@ -154,18 +160,15 @@ def _lock(path: Path) -> AbstractContextManager[object]:
 
 def _tokenise(
     prefix: Path,
-    documents: Documents,
+    documents: Iterator[str],
+    backend: "Tokenizer",
     tokenizer: "PreTrainedTokenizerFast",
-    *,
-    progress: bool,
 ) -> None:
     """Write the tokens of all documents to `prefix`."""
     eos = np.array([tokenizer.eos_token_id])
-    backend = encoder(tokenizer)
     before_text = _tokens_before_text(backend)
-    shown = document_progress(documents, "Tokenising", show=progress)
     with IndexedWriter(prefix, token_dtype(len(tokenizer))) as writer:
-        for pieces in _batches(_pieces(shown)):
+        for pieces in _batches(_pieces(documents)):
             texts = [piece.text for piece in pieces]
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
             for piece, encoding in zip(pieces, encodings, strict=True):

@@ -157,16 +157,21 @@ def check_bpe_output(vocab_size: int, folder: Path) -> None:
         raise DataError(f"{folder} {found}", fix="choose another folder with --out")
 
 
-def encoder(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
-    """A copy of the tokenizer's Rust half that neither truncates nor pads."""
+def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "Tokenizer":
+    """A copy of the tokenizer's Rust half that neither truncates nor pads.
+
+    Unless `parse_special`, the name of a special token in a text is text.
+    """
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
+    backend.encode_special_tokens = not parse_special
     return backend
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Hash of everything that decides the tokens of a document; hex."""
-    return fingerprint_of([encoder(tokenizer).to_str(), tokenizer.eos_token_id])
+    """Hash of everything in the tokenizer that decides the tokens of a document; hex."""
+    backend = encoder(tokenizer, parse_special=True)
+    return fingerprint_of([backend.to_str(), tokenizer.eos_token_id])

@@ -174,6 +174,9 @@ class DataSection(Section):
     byte-level tokenizer (256 bytes and one end-of-text token)."""
     tokenizer_revision: NonEmpty | None = None
     """Hub revision of the tokenizer."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """What a document that spells out a special token, e.g. `<|endoftext|>`, means by it:
+    `text`, these characters, or `parse`, the token itself."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, else `~/.cache/dmt`."""
 

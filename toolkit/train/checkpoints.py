@@ -87,9 +87,12 @@ class RunCheckpoints:
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run: its numbers would mean something else here."""
         if found.manifest.data_fingerprint != self.fingerprint:
+            fix = "restore the data files, or start in another directory (--run-dir)"
+            if "special_tokens" not in found.manifest.recipe["data"]:
+                fix += "; its release read text as data.special_tokens: parse does"
             raise CheckpointError(
                 f"{found.folder} was trained on other data: its cursor means nothing here",
-                fix="restore the data files, or start in another directory (--run-dir)",
+                fix=fix,
             )
         problems = [
             f"{key} was {shown(old)}, is {shown(new)}"

@@ -201,7 +201,8 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
             fix="--run-dir OTHER for a new run, or the old value to resume",
         )
         for key, old_value, new_value in differences(old, new)
-        if not may_change(key)
+        # A release that did not know a setting had its default; the model's keys are its own.
+        if not may_change(key) and (is_stated(old_value) or key.startswith("model.config"))
     ]
     if problems:
         raise RecipeError(problems)
