@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toolkit.data import tokenized
@@ -203,7 +205,37 @@ def test_megatron_source(corpus: Path, tmp_path: Path) -> None:
     source = MegatronSource(kind="megatron", prefix=os.path.relpath(text.name, corpus))
     read = prepare(source, byte_tokenizer(), base=corpus, cache=tmp_path / "cache")
     assert documents_of(read) == EXPECTED
-    assert len(read.fingerprint) == 64
+
+
+def test_one_altered_token_of_a_large_megatron_source_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with its old size and modification time; unaltered, it is hashed once."""
+    monkeypatch.setattr("toolkit.data.files._UNSETTLED_S", 0.0)
+    tokens = np.zeros(2**22, dtype=np.uint16)
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
+        writer.append(tokens)
+        writer.end_document()
+        writer.commit()
+
+    def fingerprint() -> str:
+        source = MegatronSource(kind="megatron", prefix="data")
+        cache = tmp_path / "cache"
+        return prepare(source, byte_tokenizer(), base=tmp_path, cache=cache).fingerprint
+
+    path = bin_path(tmp_path / "data")
+    time.sleep(0.02)  # the resolution of time stamps
+    before, status = fingerprint(), path.stat()
+    with monkeypatch.context() as context:
+        context.setattr("toolkit.data.tokenized.hash_in_pieces", pytest.fail)
+        assert fingerprint() == before
+    time.sleep(0.02)
+    with path.open("r+b") as file:
+        file.seek(len(tokens))  # the middle, in bytes
+        file.write(b"x")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert fingerprint() != before
 
 
 WORKER = """

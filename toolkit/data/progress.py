@@ -1,20 +1,18 @@
-"""A progress bar over documents, on a terminal only."""
+"""A progress bar, on a terminal only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from toolkit.data.sources import Documents
+Item = TypeVar("Item")
 
 
-def document_progress(documents: Documents, title: str, *, show: bool) -> Iterator[str]:
-    """The texts of `documents`, with a bar on standard error when it is a terminal."""
+def with_progress(
+    items: Iterable[Item], title: str, total: int, *, show: bool
+) -> Iterator[Item]:
+    """The `items`, with a bar on standard error when it is a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    yield from track(
-        documents,
-        description=title,
-        total=len(documents),
-        console=console,
-        disable=not (show and console.is_terminal),
-    )
+    hidden = not (show and console.is_terminal)
+    yield from track(items, description=title, total=total, console=console, disable=hidden)

@@ -6,19 +6,24 @@ entry that is there is whole, whatever was killed when. One process prepares an 
 while others wait; the lock is the operating system's and dies with its holder.
 """
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import cache_not_writable, content_fingerprint, fingerprint_of
+from toolkit.data.files import (
+    cache_not_writable,
+    content_fingerprint,
+    fingerprint_of,
+    hash_in_pieces,
+)
 from toolkit.data.indexed import (
     IndexedTokens,
     IndexedWriter,
@@ -27,7 +32,7 @@ from toolkit.data.indexed import (
     read_indexed,
     token_dtype,
 )
-from toolkit.data.progress import document_progress
+from toolkit.data.progress import with_progress
 from toolkit.data.sources import Documents, open_source
 from toolkit.data.tokenizers import encoder, tokenizer_fingerprint
 from toolkit.errors import DataError
@@ -43,14 +48,13 @@ _CACHE_VERSION = 1
 """Raise it whenever the same documents and tokenizer would give other tokens."""
 _BATCH_CHARACTERS = 2**21
 """Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
+_MOMENT_S = 1.0
 _PIECE_CHARACTERS = 2**18
 """Longer documents are tokenised in pieces of about this size."""
 _PIECE_END = re.compile(r"(?<=[^\W_])(?=\s)")
 """Where a piece may end: behind a letter or digit, before white space. No token of a
 byte-level BPE spans this place, so the pieces give the same tokens as the whole; a
 SentencePiece model may see one more word start per piece."""
-_SAMPLED_TOKENS = 2**20
-"""Tokens from either end that identify data which is too large to hash."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def prepare(
     Raises DataError when there are no documents, or the cache cannot be written.
     """
     if isinstance(source, MegatronSource):
-        return _read_megatron(base / Path(source.prefix).expanduser(), cache)
+        prefix = base / Path(source.prefix).expanduser()
+        return _read_megatron(prefix, cache, progress=progress)
     documents = open_source(source, base=base, cache=cache)
     parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
@@ -97,19 +102,23 @@ def prepare(
     return TokenizedData(indexed, key, str(prefix))
 
 
-def _read_megatron(prefix: Path, cache: Path) -> TokenizedData:
-    """Data that is tokenised already.
-
-    Such data may be too large to read at every start: the fingerprint is taken over the
-    index, the first and the last tokens.
-    """
+def _read_megatron(prefix: Path, cache: Path, *, progress: bool) -> TokenizedData:
+    """Data that is tokenised already. All of it is hashed, once: see `content_fingerprint`."""
     indexed = read_indexed(prefix)
     if not len(indexed.tokens):
         raise DataError(f"{bin_path(prefix)} holds no tokens", fix="build it again")
-    ends = [indexed.tokens[:_SAMPLED_TOKENS], indexed.tokens[-_SAMPLED_TOKENS:]]
-    parts = ["megatron", content_fingerprint([idx_path(prefix)], cache)]
-    parts += [hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in ends]
-    return TokenizedData(indexed, fingerprint_of(parts), str(prefix))
+    lock = cache / "fingerprints" / f"{fingerprint_of(str(prefix))}.lock"
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(lock, "reading"):
+            contents = content_fingerprint(
+                [idx_path(prefix), bin_path(prefix)],
+                cache,
+                partial(hash_in_pieces, progress=progress),
+            )
+    except OSError as error:
+        raise cache_not_writable(lock.parent, error) from error
+    return TokenizedData(indexed, fingerprint_of(["megatron", contents]), str(prefix))
 
 
 def _read_entry(prefix: Path) -> IndexedTokens | None:
@@ -134,11 +143,11 @@ def _prepare_entry(
     """Tokenise under the entry's lock, unless another process has done so meanwhile."""
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(prefix.with_name(prefix.name + ".lock")):
+        with _lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
             indexed = _read_entry(prefix)
             if indexed is None:
                 backend = encoder(tokenizer, parse_special=parse_special)
-                shown = document_progress(documents, "Tokenising", show=progress)
+                shown = with_progress(documents, "Tokenising", len(documents), show=progress)
                 _tokenise(prefix, shown, backend, tokenizer)
                 indexed = read_indexed(prefix)
             return indexed
@@ -146,15 +155,15 @@ def _prepare_entry(
         raise cache_not_writable(prefix.parent, error) from error
 
 
-def _lock(path: Path) -> AbstractContextManager[object]:
-    """The lock, held; waiting for it is not silent."""
+def _lock(path: Path, doing: str) -> AbstractContextManager[object]:
+    """The lock, held; waiting for it for more than a moment is not silent."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     try:
-        return lock.acquire(timeout=0)
+        return lock.acquire(timeout=_MOMENT_S)
     except Timeout:
-        logger.warning("another process is tokenising the same data; waiting for it")
+        logger.warning("another process is %s the same data; waiting for it", doing)
         return lock.acquire()
 
 
