@@ -88,6 +88,17 @@ ContainerPath: TypeAlias = Annotated[
     Field(pattern=r"^/[A-Za-z0-9_./-]*$", max_length=400),
     Wording("an absolute path of letters, digits and `_./-`"),
 ]
+WandbName: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[^/\\#?%:\p{Cc}]{1,128}$"),
+    Wording("1 to 128 characters, without `/\\#?%:` and control characters"),
+]
+"""What wandb's own settings accept of a project; control characters its server refuses."""
+WandbTag: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^\P{Cc}{1,64}$"),
+    Wording("1 to 64 characters, none of them a control character"),
+]
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
@@ -338,13 +349,13 @@ class GuardSection(Section):
 class WandbSection(Section):
     """Weights & Biases. The API key comes from the environment, never from a recipe."""
 
-    project: NonEmpty = "dmt"
+    project: WandbName = "dmt"
     """Project name."""
-    entity: NonEmpty | None = None
+    entity: WandbName | None = None
     """User or team."""
     mode: Literal["offline", "online", "disabled"] = "offline"
     """`offline` writes `wandb/` in the run directory, for `wandb sync` later."""
-    tags: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
+    tags: Annotated[tuple[WandbTag, ...], Field(strict=False)] = ()
     """Tags of the run."""
 
 
