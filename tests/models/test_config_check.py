@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import ACTIVATION, GENERIC, LAYER_TYPES, ROPE_NEEDS
+from tests.work import calls
+from toolkit.models.config_check import ConfigProblem, check_config
+from toolkit.models.config_keys import ACTIVATION, GENERIC, LARGEST, LAYER_TYPES, ROPE_NEEDS
 from toolkit.models.families import FAMILIES, model_spec
 
 
@@ -316,6 +317,20 @@ MISTAKES = {
         "`llama3`",
         "llama4",
     ),
+    "too many layers": (
+        small("llama", num_hidden_layers=10**9),
+        "num_hidden_layers",
+        "to 10,000,",
+        "",
+        "1000000000",
+    ),
+    "too many positions under the family's own name": (
+        GPT2 | {"n_positions": 2 * 10**9},
+        "n_positions",
+        "to 1,000,000,000,",
+        "",
+        "2000000000",
+    ),
     "rope incomplete": (
         small("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
         "rope_scaling",
@@ -370,6 +385,25 @@ def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
         spec = model_spec(config)
         assert spec.parameters.total > 0
         assert spec.flops_per_token_causal(7) > 0
+
+
+def test_thousands_of_unknown_keys() -> None:
+    unknown = {f"hidden_{index}_size": 1 for index in range(9000)}
+    config = small("llama", rope_scaling=unknown, **unknown)
+    found: list[ConfigProblem] = []
+    calls(lambda: found.extend(check_config(config)), 1_000_000)
+    assert len(found) == 2 * 9000
+    assert found[0].fix == "did you mean `hidden_size`?"
+
+
+@pytest.mark.parametrize("key", LARGEST)
+def test_every_size_has_a_largest(key: str) -> None:
+    families = [one for one in FAMILIES.values() if one.name_of(key) in one.keys]
+    assert families
+    for family in families:
+        name = family.name_of(key)
+        config = {"model_type": family.model_type, name: LARGEST[key] + 1}
+        assert name in {problem.key for problem in check_config(config)}
 
 
 def test_generic_keys_are_in_every_family() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.plan.test_legality import intent
 from tests.plan.test_planner import LLAMA_8B, RECIPES, TINY, recipe
+from tests.work import calls
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.plan.layout import Layout, stage_layers
@@ -559,6 +560,20 @@ def test_a_full_search_is_quick_and_small(
     assert considered > least
     assert seconds < limit_s
     assert peak_kib < 1024**2
+
+
+@pytest.mark.parametrize("cluster", ["1x2xcpu", "128x8xh100-80gb"])
+def test_a_search_does_not_grow_with_the_layers(cluster: str) -> None:
+    """Only with the divisors of their number: a prime one more than a power of two has few."""
+    place = parse_cluster(cluster)
+    training = TrainingSection(steps=1, sequence_length=2048, global_batch_size=1536)
+
+    def searched(layers: int) -> None:
+        model = GPT3_175B | {"n_layer": layers, "n_embd": 1536}
+        search(Job(intent(), section(place), training, model), place)
+
+    few = calls(lambda: searched(257), 10**6)
+    assert calls(lambda: searched(8192), 4 * few) > 0
 
 
 def test_open_expert_degrees() -> None:

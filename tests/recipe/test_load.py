@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.recipe.good import GOOD
+from tests.work import calls
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
+from toolkit.recipe.layers import read_layers
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import HfSource, TextSource
 
@@ -291,6 +293,19 @@ class TestSeveral:
         found = mistakes(write(tmp_path, "a.yaml", text))
         assert [p.line for p in found] == sorted(p.line for p in found)
         assert {p.key for p in found} >= {"name", "model.config.hidden_size", "cluster.tpu"}
+
+    def test_thousands_of_unknown_keys(self, tmp_path: Path) -> None:
+        """100 are looked up among the settings, the others counted."""
+        keys = "".join(f"learning_{index}_steps: 1\n" for index in range(9000))
+        path = write(tmp_path, "a.yaml", GOOD + keys)
+        layers, found = read_layers(path, ()), list[Problem]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("toolkit.recipe.load.read_layers", lambda *_: layers)
+            calls(lambda: found.extend(mistakes(path)), 1_500_000)
+        assert len(found) == 101
+        assert found[0].fix == "did you mean `optimizer.learning_rate`?"
+        assert (found[-1].key, found[-1].line) == ("(file)", GOOD.count("\n") + 101)
+        assert found[-1].found == "8,900 more problems, 8,900 of them unknown keys"
 
     def test_empty_map(self, tmp_path: Path) -> None:
         found = mistakes(write(tmp_path, "a.yaml", "{}\n"))

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from re import fullmatch
 
-from toolkit.models.config_keys import FOREIGN_NAMES, ROPE_NEEDS, ROPE_VALUES
+from toolkit.models.config_keys import FOREIGN_NAMES, LARGEST, ROPE_NEEDS, ROPE_VALUES
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
+
+_LOOKED_UP = 100
+"""Unknown keys that are compared with the known ones; more of them would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,14 @@ def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
 
 def _check_keys(settings: Settings) -> list[ConfigProblem]:
     """Unknown keys, wrong types, values out of range, and one setting under two names."""
-    problems = []
+    problems: list[ConfigProblem] = []
     family = settings.family
+    largest = {family.name_of(name): most for name, most in LARGEST.items()}
     for name, value in settings.stated.items():
         own = family.name_of(name)
         key = family.keys.get(own)
         if key is None:
-            problems.append(_unknown_key(name, family))
+            problems.append(_unknown_key(name, family, look_up=len(problems) < _LOOKED_UP))
         elif own != name and own in settings.stated:
             both = f"both {name} and {own}"
             problems.append(
@@ -62,17 +66,20 @@ def _check_keys(settings: Settings) -> list[ConfigProblem]:
         elif not (value is None and key.nullable) and not key.kind.accepts(value):
             allowed = key.kind.allowed + (", or null" if key.nullable else "")
             problems.append(ConfigProblem(name, shown(value), allowed, _retyped(value)))
+        elif own in largest and isinstance(value, int) and value > largest[own]:
+            allowed = f"whole number from 1 to {largest[own]:,}, far above any published model"
+            problems.append(ConfigProblem(name, shown(value), allowed))
     return problems
 
 
-def _unknown_key(name: object, family: Family) -> ConfigProblem:
+def _unknown_key(name: object, family: Family, *, look_up: bool) -> ConfigProblem:
     foreign = family.name_of(FOREIGN_NAMES.get(name, "")) if isinstance(name, str) else ""
     fix = f"did you mean `{foreign}`?" if foreign in family.keys else ""
     return ConfigProblem(
         _key_text(name),
         "an unknown key",
         f"the keys of transformers' {family.model_type} config",
-        fix or _did_you_mean(name, [*family.keys, *family.aliases]),
+        fix or (_did_you_mean(name, [*family.keys, *family.aliases]) if look_up else ""),
     )
 
 
@@ -189,10 +196,11 @@ def _check_rope(settings: Settings) -> Iterable[ConfigProblem]:
     if theta is not None and inner is not None and theta != inner:
         found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
         yield ConfigProblem(f"{where}.rope_theta", found, "one value", "remove one of them")
-    for name, value in rope.items():
+    for index, (name, value) in enumerate(rope.items()):
         kind = ROPE_VALUES.get(name)
         if kind is None:
-            allowed, fix = ", ".join(ROPE_VALUES), _did_you_mean(name, ROPE_VALUES)
+            allowed = ", ".join(ROPE_VALUES)
+            fix = _did_you_mean(name, ROPE_VALUES) if index < _LOOKED_UP else ""
             yield ConfigProblem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
         elif not kind.accepts(value):
             yield ConfigProblem(f"{where}.{name}", shown(value), kind.allowed)

@@ -10,7 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGEST_SIZE = 2**31 - 1
-"""Largest dimension accepted, far above any real one: a larger number is a mistake."""
+"""Largest number accepted in a config whose key is not in `LARGEST`."""
+
+LARGEST: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,  # DeepNet (arXiv:2203.00555): 1,000
+    "hidden_size": 1_000_000,  # Megatron-LM's 1T (arXiv:2104.04473): 25,600
+    "intermediate_size": 10_000_000,  # the same model: 102,400
+    "n_inner": 10_000_000,
+    "moe_intermediate_size": 10_000_000,
+    "num_attention_heads": 10_000,  # the same model: 160
+    "num_key_value_heads": 10_000,
+    "head_dim": 100_000,  # gemma2: 256
+    "vocab_size": 100_000_000,  # XLM-V (arXiv:2301.10472): 1,000,000
+    "num_experts": 100_000,  # Switch-C (arXiv:2101.03961): 2,048
+    "num_experts_per_tok": 100_000,
+    "max_position_embeddings": 1_000_000_000,  # Llama 4 Scout: 10,485,760
+}
+"""Largest sizes accepted, by standard key, with the largest published one where it is known: a
+larger number is a slip, and what is counted per layer would take minutes."""
 
 
 @dataclass(frozen=True)

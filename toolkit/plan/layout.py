@@ -95,7 +95,7 @@ def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     count = pp * vpp
     assert 1 <= count <= layers, "refused at check"
     share, rest = divmod(layers, count)
-    longer = [*range(1, count - 1), 0][:rest]
+    longer = {*[*range(1, count - 1), 0][:rest]}
     return tuple(share + (chunk in longer) for chunk in range(count))
 
 

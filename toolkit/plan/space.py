@@ -7,13 +7,12 @@ settles by what fits.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import combinations, product
 from math import gcd, isqrt
 
 from toolkit.errors import PlanError
 from toolkit.plan import legality
-from toolkit.plan.layout import Layout, Placement, Recompute, stage_layers
+from toolkit.plan.layout import Layout, Placement, Recompute
 from toolkit.plan.legality import TABLE, Pair, Stage, divisors
 from toolkit.plan.model_rules import Job, able_pairs, pair_problems
 from toolkit.plan.workload import Workload, planned_workload
@@ -187,12 +186,12 @@ def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, i
                 yield tensor, pipeline, virtual
 
 
-@lru_cache(maxsize=4096)
 def _even(layers: int, pipeline: int, virtual: int) -> bool:
     """Do interleaved chunks take turns evenly? The first and the last may be shorter or
     longer. Where others differ, ranks wait for each other in ways that no closed form has:
-    only where that is asked for."""
-    return virtual == 1 or len(set(stage_layers(layers, pipeline, virtual)[1:-1])) == 1
+    only where that is asked for. `stage_layers` lengthens the chunks between the two first."""
+    between = pipeline * virtual - 2
+    return virtual == 1 or layers % (between + 2) in (0, between, between + 1)
 
 
 def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:

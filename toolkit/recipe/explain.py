@@ -33,6 +33,11 @@ from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import Recipe, Section
 from toolkit.recipe.yaml_nodes import Node, Place, Scalar
 
+MAX_PROBLEMS = 100
+"""Most problems reported at once; a file with more is not a recipe."""
+
+UNKNOWN_KEY = "an unknown key"
+
 _YES_NO = {
     "yes": "true",
     "on": "true",
@@ -41,6 +46,7 @@ _YES_NO = {
     "off": "false",
     "n": "false",
 }
+_REMOVE = "remove it; docs/recipe.md lists every setting"
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
 _BOUNDS = (
@@ -74,11 +80,17 @@ def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Ex
         if kind == "missing" and path and isinstance(path[-1], int):
             path, kind = path[:-1], "too_short"
         by_key.setdefault(dotted(path), (path, kind))
+    unknown = [path for path, kind in by_key.values() if kind == "extra_forbidden"]
+    unknown.sort(key=lambda path: place_of_key(path, root).line)
+    looked_up = {dotted(path) for path in unknown[:MAX_PROBLEMS]}
+    # A list is also reported as too short when one of its items is wrong.
+    lists = {key[:end] for key in by_key for end, c in enumerate(key) if c == "["}
     found = [
-        _explain(path, kind, root)
+        _unknown(path, root, key in looked_up)
+        if kind == "extra_forbidden"
+        else _explain(path, kind, root)
         for key, (path, kind) in by_key.items()
-        # A list is also reported as too short when one of its items is wrong.
-        if kind != "missing" and not any(other.startswith(f"{key}[") for other in by_key)
+        if kind != "missing" and key not in lists
     ]
     meant = {key for item in found for key in item.blames}
     for key, (path, kind) in by_key.items():
@@ -157,8 +169,6 @@ def _path(loc: Sequence[str | int]) -> list[str | int]:
 
 def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Explained:
     key = dotted(path)
-    if error == "extra_forbidden":
-        return _unknown(path, root)
     if error in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_kind(path, root)
     node = node_at(path, root)
@@ -210,14 +220,17 @@ def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Expla
     return Explained(problem, frozenset((key,)))
 
 
-def _unknown(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
-    """An unknown key: another tool's name, a key of another section, or a misspelling."""
+def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> Explained:
+    """An unknown key: another tool's name, a key of another section, or a misspelling.
+
+    Only looked up for the problems that are shown: thousands would take a minute.
+    """
     key, name, section = dotted(path), str(path[-1]), dotted(path[:-1])
     here = fields_of(section, _kind(path[:-1], root))
     where = f"`{section}`" if section else "the top level"
-    fix, meant = _what_was_meant(name, section, here)
+    fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
     problem = _problem(
-        key, place_of_key(path, root), "an unknown key", f"in {where}: {', '.join(here)}", fix
+        key, place_of_key(path, root), UNKNOWN_KEY, f"in {where}: {', '.join(here)}", fix
     )
     return Explained(problem, frozenset((key, *meant)))
 
@@ -243,7 +256,7 @@ def _what_was_meant(
     if close := _closest(name, [path.rpartition(".")[2] for path in settings()]):
         paths = [path for path in settings() if path.rpartition(".")[2] == close]
         return f"did you mean `{paths[0]}`?", paths
-    return "remove it; docs/recipe.md lists every setting", []
+    return _REMOVE, []
 
 
 def _fix(

@@ -15,13 +15,12 @@ from pydantic import ValidationError
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.checks import broken_rules
-from toolkit.recipe.explain import Explained, explain, place_of
+from toolkit.recipe.explain import MAX_PROBLEMS, UNKNOWN_KEY, Explained, explain, place_of
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import Recipe
+from toolkit.recipe.yaml_nodes import WHOLE_FILE
 from toolkit.redact import MASK, Redactor
 
-MAX_PROBLEMS = 100
-"""Most problems reported at once; a file with more is not a recipe."""
 _LONGEST_TEXT = 200
 """Longest `found` or `fix` shown, in characters."""
 
@@ -133,6 +132,13 @@ def _presentable(
         first.setdefault((problem.key, problem.file), problem)
     rank = {file: index for index, file in enumerate(files)}
     ordered = sorted(first.values(), key=lambda p: (rank.get(p.file, 0), p.line))
+    if more := ordered[MAX_PROBLEMS:]:
+        unknown = sum(problem.found == UNKNOWN_KEY for problem in more)
+        found = f"{len(more):,} more problems, {unknown:,} of them unknown keys"
+        last = Problem(
+            WHOLE_FILE, found, "none", "is this a recipe?", more[0].file, more[0].line
+        )
+        ordered = [*ordered[:MAX_PROBLEMS], last]
     return [
         replace(
             problem,
@@ -141,7 +147,7 @@ def _presentable(
             allowed=redactor.redact(problem.allowed),
             fix=_short(redactor.redact(problem.fix)),
         )
-        for problem in ordered[:MAX_PROBLEMS]
+        for problem in ordered
     ]
 
 
