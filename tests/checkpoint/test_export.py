@@ -77,3 +77,33 @@ def test_a_missing_tensor_is_named_and_nothing_appears(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.* it has None"):
         export(folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_model_from_nothing_may_use_its_cache(tmp_path: Path) -> None:
+    """Generation without a cache is several times slower."""
+    export(checkpoint_of(filled(section("llama")), tmp_path), tmp_path / "ours")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / name).read_text())["use_cache"] is True, name
+
+
+def test_a_pretrained_model_keeps_its_own_words(tmp_path: Path) -> None:
+    """But for the type of the weights, and for dropout and cache that the recipe states."""
+    base, made = tmp_path / "base", tmp_path / "made"
+    filled(section("gpt2")).save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"torch_dtype": config.pop("dtype"), "transformers_version": "4.40.0", "x": [1]}
+    config |= {"resid_pdrop": 0.1, "embd_pdrop": 0.2}
+    (base / "config.json").write_text(json.dumps(config))
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 3], "_from": "base"}')
+    stated = {"resid_pdrop": 0.3, "use_cache": False}
+    model = section("gpt2", **stated).model_copy(
+        update={"hub": str(base), "init": "pretrained"}
+    )
+    hf.save_companions(hf.build_config(model), torch.bfloat16, made, model)
+    found = json.loads((made / "config.json").read_text())
+    assert found == config | stated | {"torch_dtype": "bfloat16"}
+    generation = [(folder / "generation_config.json").read_bytes() for folder in (made, base)]
+    assert generation[0] == generation[1]
+    (base / "generation_config.json").unlink()
+    hf.save_companions(hf.build_config(model), torch.bfloat16, tmp_path / "again", model)
+    assert not (tmp_path / "again" / "generation_config.json").exists()

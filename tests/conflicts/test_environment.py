@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conflicts.conftest import TINY, Planned
+from tests.models.test_weights import FAMILIES, section
 from toolkit.conflicts import environment, environment_conflicts, preflight
 from toolkit.conflicts.compare import compare
 from toolkit.conflicts.environment import Starting
@@ -32,6 +33,13 @@ def conflicts(
         planned.recipe, planned.plan, starting, {**NOWHERE, **environ}
     )
     return {row.name: (row.key, row.recipe, row.winner) for row in found}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_shape_to_compare(family: str, tiny: Planned) -> None:
+    """Also gemma2, which megatron-core cannot compute."""
+    recipe = tiny.recipe.model_copy(update={"model": section(family)})
+    assert facts(recipe, tiny.plan)["megatron.hidden_size"].value == 64
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
 """Other models, precisions and starts, under ZeRO-3 as under ddp."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.conftest import RECIPE, ZERO_2, Project
-from tests.e2e.product import curve, dmt, events, run, settings
+from tests.e2e.product import LIMIT_S, curve, dmt, events, run, settings
+from tests.forked import ForkedRanks, preload
+from tests.models.test_weights import FAMILIES
+from toolkit.data.tokenizers import byte_tokenizer
+from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.train.worker import train_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +49,18 @@ def assert_same(run_dir: Path, reference: Path, relative: float) -> None:
     assert validation_loss(run_dir) == pytest.approx(validation_loss(reference), rel=relative)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_zero_3_trains_other_models_like_ddp(project: Project, model: str):
-    recipe = project.folder / f"{model}.yaml"
+def recipe_with(project: Project, name: str, model: str) -> Path:
+    """The project's recipe with another `model`, as YAML."""
+    recipe = project.folder / f"{name}.yaml"
     before, _, after = RECIPE.partition("model:\n")
     data = after[after.index("data:\n") :]
-    recipe.write_text(f"{before}model: {{config: {MODELS[model]}}}\n{data}")
+    recipe.write_text(f"{before}model: {model}\n{data}")
+    return recipe
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_zero_3_trains_other_models_like_ddp(project: Project, model: str):
+    recipe = recipe_with(project, model, f"{{config: {MODELS[model]}}}")
     steps = {"training.steps": 4}
     ddp = trained(project, recipe, f"{model}-ddp", steps | ONE_RANK)
     # Recompute changes no number either.
@@ -79,3 +92,45 @@ def test_a_pretrained_start_is_where_the_export_ended(project: Project, ddp_run,
     assert validation_loss(run_dir) == pytest.approx(validation_loss(ddp_run), rel=1e-5)
     ((loss, _),) = curve(run_dir).values()
     assert loss < curve(ddp_run)[15][0], "step 1 goes on where step 20 was"
+
+
+def base_model(folder: Path, family: str) -> Path:
+    """A model folder as transformers writes it, with settings that are no defaults."""
+    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": 320})
+    for key in DROPOUT_KEYS:
+        if hasattr(config, key):
+            setattr(config, key, 0.125)
+    model = AutoModelForCausalLM.from_config(config)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 5]}
+    model.generation_config.update(**sampling)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    own |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_launched_and_its_export_differs_in_weights_alone(
+    project: Project, family: str
+):
+    preload("toolkit.train.worker", "toolkit.engines.ddp")
+    base = base_model(project.folder / f"base-{family}", family)
+    recipe = recipe_with(project, f"tuned-{family}", f"{{hub: {base}, init: pretrained}}")
+    run_dir = project.folder / f"tuned-{family}"
+    overrides = ["training.steps=2", "cluster.gpus_per_node=1", f"data.tokenizer={base}"]
+    ranks = ForkedRanks(train_recipe, (recipe, overrides, run_dir), 1, project.folder)
+    assert ranks.end(LIMIT_S) == [0], ranks.printed()
+    assert len(curve(run_dir)) == 2
+    for file in base.glob("*.json"):
+        assert json.loads((run_dir / "export" / file.name).read_text()) == json.loads(
+            file.read_text()
+        ), file.name
+    tuned, original = (
+        load_file(folder / "model.safetensors") for folder in (run_dir / "export", base)
+    )
+    assert {name: value.shape for name, value in tuned.items()} == {
+        name: value.shape for name, value in original.items()
+    }
+    assert any((tuned[name] != original[name]).any() for name in tuned)

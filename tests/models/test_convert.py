@@ -153,6 +153,16 @@ def test_what_megatron_has_no_place_for_is_kept(llama: Path, tmp_path: Path) -> 
     assert_same_model(to_hf_folder(megatron, tmp_path / "back"), llama)
 
 
+def test_weights_that_the_config_does_not_mention_are_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(DataError, match=r"holds model\.layers\.3\.input_layernorm\.weight, .*"):
+        to_megatron_folder(llama, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
 def test_sharded_files_and_their_index(llama: Path, tmp_path: Path) -> None:
     tensors = tensors_of(llama)
     entries = [

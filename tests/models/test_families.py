@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
 from toolkit.models.families import FAMILIES, megatron_model, unsupported
 from toolkit.models.families.base import Instance
@@ -247,6 +248,8 @@ def test_what_megatron_cannot_compute_is_refused(
 def test_gemma2_is_refused_with_the_reason() -> None:
     config = {"model_type": "gemma2", **SMALL, "head_dim": 16}
     assert "soft-capping" in str(unsupported(config))
+    with pytest.raises(PlanError, match="soft-capping"):
+        megatron_model(config)
 
 
 @pytest.mark.parametrize("case", CONFIGS)

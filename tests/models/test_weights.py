@@ -1,5 +1,6 @@
 """Initial weights: layout-independent, with transformers' distributions, read exactly."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": SMALL,
     "gemma2": SMALL | {"head_dim": 16},
     "mixtral": SMALL | {"num_local_experts": 4},
-    "qwen3_moe": SMALL | {"num_experts": 4, "moe_intermediate_size": 32},
+    "qwen3_moe": SMALL | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
 }  # fmt: skip
 
 
@@ -126,6 +129,27 @@ def test_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     config = hf.build_config(section_)
     config.num_hidden_layers = 3
     with pytest.raises(DataError, match=r"no tensor model\.layers\.2"):
+        hf.weight_source(section_, config, 1)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_checkpoint_that_holds_more_than_the_model_is_refused(
+    indexed: bool, tmp_path: Path
+) -> None:
+    """transformers drops it with a warning; DMT did so silently."""
+    filled(section("llama")).save_pretrained(tmp_path)
+    section_ = ModelSection(hub=str(tmp_path), init="pretrained")
+    config = hf.build_config(section_)
+    config.num_hidden_layers = 1
+    if indexed:  # the layer is in a file that the index names, but not in the index
+        file = tmp_path / "model.safetensors"
+        names = [name for name in load_file(file) if "layers.1" not in name]
+        index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+        file.rename(tmp_path / "part.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        DataError, match=r"holds model\.layers\.1.* and 6 more, which the model"
+    ):
         hf.weight_source(section_, config, 1)
 
 

@@ -19,7 +19,7 @@ from toolkit.conflicts.source import (
 from toolkit.engines.deepspeed_config import REQUIRED
 from toolkit.engines.megatron_config import render_model, trained_config
 from toolkit.errors import DmtError
-from toolkit.models.families import megatron_model
+from toolkit.models.families import common, megatron_model, model_spec, unsupported
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
 from toolkit.recipe.explain import node_at, place_of
@@ -145,12 +145,16 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
     With everything that its layout adds, where megatron-core's model is the planned one.
     """
     shape: dict[str, Any] = {}
-    with suppress(DmtError, KeyError):  # only on the hub, or no family that megatron has
-        model = megatron_model(trained_config(recipe.model))
-        shape = {**model.transformer, **model.gpt}
+    with suppress(DmtError):  # only on the hub
+        config = trained_config(recipe.model)
+        spec = model_spec(config)
+        shape = {**common.transformer(spec), **common.gpt(spec)}
+        if unsupported(config) is None:
+            model = megatron_model(config)
+            shape = {**model.transformer, **model.gpt}
         if plan is not None and plan.model == "megatron":
-            config = render_model(model, plan.layout, recipe.training.precision)
-            shape = {**config["transformer"], **config["gpt"]}
+            sections = render_model(model, plan.layout, recipe.training.precision)
+            shape = {**sections["transformer"], **sections["gpt"]}
     if "max_sequence_length" in shape:
         positions = max(shape["max_sequence_length"], recipe.training.sequence_length)
         shape["max_sequence_length"] = positions

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
-from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
+from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import model_config
@@ -50,8 +50,6 @@ def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronMo
     A recipe may state only a part of a pretrained model's config. Raises PlanError when
     the whole config means another model, or one that megatron-core cannot compute.
     """
-    if reason := unsupported(config):
-        raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
     loaded, planned = megatron_model(config), megatron_model(trained_config(section))
     for ours, theirs in ((planned.transformer, loaded.transformer), (planned.gpt, loaded.gpt)):
         for key in ours.keys() | theirs.keys():

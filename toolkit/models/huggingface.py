@@ -1,5 +1,7 @@
 """The `hf` model implementation: transformers models, built, filled and measured."""
 
+import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,6 +31,14 @@ from toolkit.models.weights import (
     checkpoint_names,
 )
 from toolkit.recipe.schema import ModelSection
+from toolkit.untrusted import read_json
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template.*", "*.model",
+)  # fmt: skip
 
 
 def snapshot_folder(hub: str, revision: str | None) -> Path:
@@ -37,7 +47,7 @@ def snapshot_folder(hub: str, revision: str | None) -> Path:
         return Path(hub)
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(hub, revision=revision, allow_patterns=patterns))
     except Exception as error:
@@ -85,13 +95,14 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             "model.config.output_router_logits: the router's auxiliary loss is not trained",
             fix="remove output_router_logits from model.config",
         )
-    config.use_cache = False
     if not torch.cuda.is_available():
         # The grouped matrix products that are the default need 16-byte strides on CPUs.
         config._experts_implementation = "eager"
     return config
 
 
+_UNPLANNED_KEYS = (*DROPOUT_KEYS, "use_cache")
+"""Keys that a recipe may state differently from the pretrained model that it trains."""
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Old and new spellings of what transformers keeps as `rope_parameters`."""
 
@@ -100,7 +111,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
     """Refuse a recipe whose config, by which it was planned, is not the checkpoint's."""
     planned = AutoConfig.for_model(**stated)
     for key, value in stated.items():
-        if key in DROPOUT_KEYS or key == "use_cache":
+        if key in _UNPLANNED_KEYS:
             setattr(config, key, value)
             continue
         name = "rope_parameters" if key in _ROPE_KEYS else key
@@ -247,11 +258,46 @@ def checkpoint_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def save_companions(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write what a Hugging Face folder says of a model besides its weights."""
+def save_companions(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    folder: Path,
+    trained: ModelSection | None = None,
+) -> None:
+    """Write what a Hugging Face folder says of a model besides its weights.
+
+    Where a pretrained model is `trained`, the files are its own: another are the type of the
+    weights, and dropout and cache where the recipe states them.
+    """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    if model.generation_config is not None:
+    if trained is not None and trained.init == "pretrained":
+        assert trained.hub is not None, "checked at load"
+        _keep_files(
+            snapshot_folder(trained.hub, trained.revision), trained.config or {}, folder
+        )
+    elif model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer in `source`; transformers would write other settings."""
+    for pattern in _TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
+    """Put what the model in `base` says in place of what transformers says of it again."""
+    written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(base / CONFIG)
+    old_name = "torch_dtype" in config and "dtype" not in config
+    config["torch_dtype" if old_name else "dtype"] = written["dtype"]
+    config["architectures"] = written["architectures"]
+    config |= {key: value for key, value in stated.items() if key in _UNPLANNED_KEYS}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if (base / GENERATION).is_file():
+        shutil.copyfile(base / GENERATION, folder / GENERATION)

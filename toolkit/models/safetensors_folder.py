@@ -1,6 +1,5 @@
 """The safetensors files of a Hugging Face folder: which tensor lies where, and its slices."""
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import DataError
+from toolkit.untrusted import read_json
 
 INDEX = "model.safetensors.index.json"
 """Says which file holds which tensor where there are several files."""
@@ -17,6 +17,8 @@ _AGAIN = "download or copy the file again"
 
 def open_file(path: Path) -> Any:
     """An open safetensors file. Raises DataError when it is missing or damaged."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} cannot be read: it is no file", fix=_AGAIN)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -37,11 +39,11 @@ class SafetensorsFolder:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Tensor name → file name."""
+        """Tensor name → file name, of every tensor in the files that the index names."""
         if self.only is not None:
             return dict.fromkeys(self._handle(self.only).keys(), self.only)
         if (self.folder / INDEX).is_file():
-            return _read_index(self.folder / INDEX)
+            return self._files_of(_read_index(self.folder / INDEX))
         if not (self.folder / SINGLE).is_file():
             raise DataError(
                 f"{self.folder} holds no {SINGLE}",
@@ -52,13 +54,19 @@ class SafetensorsFolder:
 
     def part(self, name: str) -> Any:
         """A tensor of `files` to be sliced: what is not asked for stays on disk."""
-        file = self.files[name]
-        try:
-            return self._handle(file).get_slice(name)
-        except SafetensorError as error:
-            raise DataError(
-                f"{self.folder / file} has no tensor {name}, though {INDEX} says so", fix=_AGAIN
-            ) from error
+        return self._handle(self.files[name]).get_slice(name)
+
+    def _files_of(self, index: dict[str, str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for file in dict.fromkeys(index.values()):
+            found |= dict.fromkeys(self._handle(file).keys(), file)
+        for name, file in index.items():
+            if name not in found:
+                raise DataError(
+                    f"{self.folder / file} has no tensor {name}, though {INDEX} says so",
+                    fix=_AGAIN,
+                )
+        return found | index
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
@@ -68,7 +76,7 @@ class SafetensorsFolder:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files = {str(name): Path(file).name for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(

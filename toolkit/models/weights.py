@@ -265,6 +265,9 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
 TIED_HEAD = "lm_head.weight"
 """The output projection, which is the embedding itself in a model with tied embeddings."""
 
+_BUFFER = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)")
+"""Rotary frequencies and causal masks, which older releases of transformers saved."""
+
 _COMPARED_ELEMENTS = 1 << 24
 
 
@@ -276,7 +279,8 @@ class SafetensorsWeights:
     call the model's config in a message. Every parameter is looked up at once, so a
     checkpoint that does not fit is refused before anything is loaded.
 
-    Raises DataError for missing or damaged files, missing tensors and wrong shapes.
+    Raises DataError for missing or damaged files, missing tensors, wrong shapes, and tensors
+    that the model does not have; `buffers` alone may be there besides.
     """
 
     def __init__(
@@ -292,6 +296,8 @@ class SafetensorsWeights:
         self.config_name = config_name
         self.stored = SafetensorsFolder(folder)
         self._check()
+        self.buffers = self._other_tensors()
+        """Stored names of tensors that models compute themselves."""
 
     @property
     def files(self) -> dict[str, str]:
@@ -367,6 +373,20 @@ class SafetensorsWeights:
                 fix="set tie_word_embeddings: false in its config.json",
             )
         return stored
+
+    def _other_tensors(self) -> list[str]:
+        """Raise DataError where what is stored besides the model are not buffers."""
+        names = [p.name for item in self.shapes.items() for p in checkpoint_names(*item)]
+        mine = {self.find(name) for name in (*names, TIED_HEAD)}
+        others = sorted(name for name in self.files if name not in mine)
+        if weights := [name for name in others if not _BUFFER.fullmatch(name)]:
+            more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
+            raise DataError(
+                f"{self.folder} holds {', '.join(weights[:3])}{more}, which the model does not "
+                "have",
+                fix=self._check_config,
+            )
+        return others
 
     @property
     def _check_config(self) -> str:

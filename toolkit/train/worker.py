@@ -332,13 +332,25 @@ class _Worker:
     def _checkpoints(self, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
         companions = {}
         if self.ranks.rank == 0:
-            dtype = DTYPES.get(self.assignment.recipe.training.precision, torch.float32)
+            recipe = self.assignment.recipe
+            dtype = DTYPES.get(recipe.training.precision, torch.float32)
             with TemporaryDirectory() as folder:
-                hf.save_companions(config, dtype, Path(folder))
-                data.tokenizer.save_pretrained(folder)
+                hf.save_companions(config, dtype, Path(folder), recipe.model)
+                self._save_tokenizer(data, Path(folder))
                 files = sorted(Path(folder).iterdir())
                 companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
         return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint, companions)
+
+    def _save_tokenizer(self, data: TrainingData, folder: Path) -> None:
+        recipe = self.assignment.recipe
+        name, revision = recipe.data.tokenizer, recipe.data.tokenizer_revision
+        local = Path(name).expanduser()
+        if local.is_dir():
+            hf.copy_tokenizer(local, folder)
+        elif (name, revision) == (recipe.model.hub, recipe.model.revision):
+            hf.copy_tokenizer(hf.snapshot_folder(name, revision), folder)
+        else:
+            data.tokenizer.save_pretrained(folder)
 
     def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
         validation = data.validation

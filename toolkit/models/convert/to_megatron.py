@@ -56,9 +56,8 @@ class ToMegatron:
             copy = self.weights.stored_copy(TIED_HEAD, embedding)
             # Only its name is kept: the way back writes the embedding under both.
             self.names |= {TIED_HEAD: copy} if copy else {}
-        unmapped = sorted(set(self.weights.files) - set(self.names.values()))
-        self.unmapped = list(read_entries(self.weights.stored, unmapped))
-        """Stored tensors that the model does not have: kept aside for the way back."""
+        self.unmapped = list(read_entries(self.weights.stored, self.weights.buffers))
+        """Kept aside for the way back."""
         files = {source.folder / file for file in self.weights.files.values()}
         self.nbytes = sum(file.stat().st_size for file in files)
 

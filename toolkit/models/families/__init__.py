@@ -7,6 +7,7 @@ which `check_config` found no problem.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from toolkit.errors import PlanError
 from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.gemma2 import GEMMA2
 from toolkit.models.families.gpt2 import GPT2
@@ -50,10 +51,11 @@ def unsupported(config: Mapping[str, object]) -> str | None:
 
 
 def megatron_model(config: Mapping[str, object]) -> MegatronModel:
-    """The config in megatron-core's words, where `unsupported` is None."""
+    """The config in megatron-core's words. Raises PlanError where it is `unsupported`."""
     settings = settings_of(config)
     family = settings.family
-    assert family.model is not None, "refused by `unsupported`"
+    if (reason := unsupported(config)) is not None or family.model is None:
+        raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
     model = family.model(shape(settings), settings)
     token = settings["pad_token_id"]
     if family.freezes_padding and token is not None:

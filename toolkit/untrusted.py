@@ -1,0 +1,70 @@
+"""Files that others wrote: regular ones only, up to a size, JSON up to a depth.
+
+A FIFO never ends, a link leads anywhere, and deep nesting exhausts the stack of whoever looks
+at the values. Whoever reads a file here needs to catch OSError and ValueError only.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64
+"""Nesting that is accepted; configs, indices and manifests have less than ten levels."""
+MAX_BYTES = 1 << 28
+"""Larger text files are refused unread."""
+
+
+def read_text(path: Path, limit: int = MAX_BYTES) -> str:
+    """A UTF-8 file of at most `limit` bytes. Raises OSError or ValueError."""
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return data.decode("utf-8")
+
+
+def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
+    """The value in a JSON file. Raises OSError or ValueError."""
+    return parse_json(read_text(path, limit))
+
+
+def parse_json(text: str, **options: Any) -> Any:
+    """The value in JSON text; `options` are those of `json.loads`. Raises ValueError."""
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise _TOO_DEEP from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return value
+    raise _TOO_DEEP
+
+
+_TOO_DEEP = ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def regular_inside(folder: Path, name: str) -> Path:
+    """The path of a file in `folder`, which may be a link itself, but nothing in it.
+
+    Raises OSError when it is missing, no regular file, or reached through a link.
+    """
+    path = folder / name
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if Path(os.path.realpath(path)) != Path(os.path.realpath(folder)) / name:
+        raise OSError(errno.ELOOP, "a link leads to it", str(path))
+    return path
