@@ -16,6 +16,7 @@ MANIFEST = Manifest(
     optimizer_steps=1,
     loss_scale=None,
     recent_losses=(2.5,),
+    consumed_tokens=500,
     data_fingerprint="abc",
     engine="ddp",
     model="hf",

@@ -1,5 +1,6 @@
 """A folder is a checkpoint when it is complete and undamaged, at no other time."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -233,6 +234,19 @@ def test_a_damaged_manifest_is_named(saver: Saver, tmp_path: Path, change) -> No
     path.write_text(changed)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         Manifest.read(path.parent)
+
+
+def test_an_older_manifest_does_not_know_the_tokens(saver: Saver, tmp_path: Path) -> None:
+    """Unknown, not zero: a count that begins in the middle would be wrong."""
+    save(saver, 1)
+    folder = tmp_path / "step-00000001"
+    assert Manifest.read(folder).consumed_tokens == 500
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["consumed_tokens"], content["sha256"]
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
+    assert Manifest.read(folder).consumed_tokens is None
 
 
 def test_a_later_format_is_refused_with_what_to_do(saver: Saver, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_the_whole_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"""\
 {run}
   ended        finished (exit code 0)
-  steps        20 done, 2,000 tokens in those logged
+  steps        20 done, 2,000 trained tokens up to the last logged one
   loss         4.9900 at step 1 → 4.8000 at 20
   validation   4.5000 at step 20
   starts       2, 1 of them by the launcher after a failure

@@ -26,7 +26,10 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     return {
         "metrics": [{k: v for k, v in line.items() if k not in _CLOCKS} for line in metrics],
         "validation": events(run_dir, "evaluation")[-1]["loss"],
-        "cursor": (manifest.step, manifest.consumed_samples, manifest.optimizer_steps),
+        "cursor": (
+            *(manifest.step, manifest.optimizer_steps),
+            *(manifest.consumed_samples, manifest.consumed_tokens),
+        ),
         "state": {name: record.sha256 for name, record in manifest.files.items()},
         "export": {
             path.name: path.read_bytes() for path in sorted((run_dir / "export").iterdir())

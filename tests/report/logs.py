@@ -20,7 +20,7 @@ def metrics(
             "step": step,
             "loss": 5.0 - step / 100,
             "step_time_s": each_s,
-            "tokens_per_s": tokens / each_s,
+            "consumed_tokens": step * tokens,
         }
         for step in range(1, steps + 1)
         if step == 1 or step % every == 0

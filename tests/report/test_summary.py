@@ -9,6 +9,8 @@ from toolkit.report.summary import Ending, Loss, Saves, summarize
 def test_a_run_with_everything() -> None:
     found = summarize(KILLED_AND_RESTARTED, metrics(20, 2.0, every=10, tokens=512))
     assert (found.steps, found.tokens) == (20, 20 * 512)
+    of_an_older_release = [{"step": 20, "loss": 5.0}]
+    assert summarize(KILLED_AND_RESTARTED, of_an_older_release).tokens is None
     assert found.losses == (Loss(1, 4.99), Loss(20, 4.8))
     assert found.validation == Loss(20, 4.5)
     assert (found.starts, found.restarts) == (2, ("rank 1 was killed by SIGKILL",))
@@ -49,7 +51,7 @@ def test_a_new_start_is_open_whatever_the_one_before_did() -> None:
 
 
 def test_an_infinite_loss_is_read() -> None:
-    line = {"step": 1, "loss": "Infinity", "step_time_s": 1.0, "tokens_per_s": 1.0}
+    line = {"step": 1, "loss": "Infinity", "step_time_s": 1.0}
     found = summarize([event(5, "start", step=0)], [line])
     assert found.losses is not None and found.losses[0].value == float("inf")
 

@@ -45,12 +45,14 @@ class Recorder:
     def __init__(self, signal_at: int = -1) -> None:
         self.calls: list[tuple[str, int]] = []
         self.losses: list[float] = []
+        self.tokens: list[int] = []
         self.skipped: dict[int, str] = {}
         self.signal_at = signal_at
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         self.calls.append(("step", progress.step))
         self.losses.append(report.result.loss)
+        self.tokens.append(report.result.tokens)
         if report.result.skipped is not None:
             self.skipped[progress.step] = report.result.skipped
         if progress.step == self.signal_at:
@@ -103,8 +105,9 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
         resumed = FakeEngine(VOCABULARY)
         for mine, saved in zip(resumed.state(), engine.state(), strict=True):
             mine.put("weight", saved.get("weight"))
-        assert progress == Progress(15, 60, tuple(first.losses))
-        train(job(dataset, resumed), Progress(15, 60), second, stop)
+        assert progress == Progress(15, 60, tuple(first.losses), sum(first.tokens))
+        train(job(dataset, resumed), progress, second, stop)
+    assert progress.consumed_tokens == sum(whole.tokens) > 0
     assert first.losses + second.losses == whole.losses
 
 
@@ -170,8 +173,10 @@ def test_a_resumed_run_remembers_the_losses(dataset: PackedDataset) -> None:
 
 def test_a_skipped_step_moves_the_cursor_and_is_not_remembered(dataset: PackedDataset) -> None:
     progress = Progress()
-    skipped_steps(dataset, SpoiledEngine({3: math.nan}), progress, GuardSection())
+    engine = SpoiledEngine({3: math.nan})
+    _, hooks = skipped_steps(dataset, engine, progress, GuardSection())
     assert (progress.step, progress.consumed_samples) == (STEPS, 4 * STEPS)
+    assert progress.consumed_tokens == sum(hooks.tokens), "the skipped step's are consumed"
     assert len(progress.recent_losses) == STEPS - 1
     assert all(map(math.isfinite, progress.recent_losses))
 

@@ -24,12 +24,13 @@ LINE = Metrics(
     step_time_s=0.5,
     mfu=None,
     consumed_samples=8,
+    consumed_tokens=1024,
     skipped=False,
     memory_gib=None,
 )
 CONTRACT = [
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"),
-    *("consumed_samples", "skipped", "memory_gib"),
+    *("consumed_samples", "consumed_tokens", "skipped", "memory_gib"),
 ]
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from toolkit.train.metrics import Metrics
 from toolkit.train.progress import ProgressReport
 
-LINE = Metrics(10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.412, 80, False, 71.26)
+LINE = Metrics(10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.412, 80, 10_240, False, 71.26)
 
 
 def test_plain_lines_without_a_terminal():

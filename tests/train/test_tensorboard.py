@@ -9,7 +9,7 @@ from toolkit.errors import BackendUnavailable
 from toolkit.train.metrics import Metrics
 from toolkit.train.tensorboard import TensorBoardLog
 
-LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, None, 8, False, None)
+LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, None, 8, 1024, False, None)
 
 
 def test_numbers_are_read_back(tmp_path):
@@ -20,6 +20,7 @@ def test_numbers_are_read_back(tmp_path):
     read = EventAccumulator(str(tmp_path)).Reload()
     assert read.Scalars("train/loss")[0].value == 5.5
     assert read.Scalars("train/loss")[0].step == 1
+    assert read.Scalars("train/consumed_tokens")[0].value == 1024
     assert read.Scalars("validation/loss")[0].value == 2.5
     assert "train/mfu" not in read.Tags()["scalars"]
 

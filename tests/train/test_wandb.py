@@ -46,7 +46,10 @@ class Trainer:
 
     def step(self, step: int, loss: float = 1.0) -> None:
         self.metrics.write(
-            Metrics(step, loss, 1.0, 1e-3, 64, 100.0, 0.1, None, 8 * step, False, None)
+            Metrics(
+                *(step, loss, 1.0, 1e-3, 64, 100.0, 0.1, None),
+                *(8 * step, 64 * step, False, None),
+            )
         )
 
     def problem_within(self, timeout_s: float) -> str | None:
@@ -133,6 +136,7 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5], "no step is posted twice"
     assert [row["_step"] for row in rows] == [1, 2, 3, 4, 5], "W&B's own count does not restart"
     assert [row.get("evaluation/loss") for row in rows] == [None, None, None, 0.25, 0.125]
+    assert [row["consumed_tokens"] for row in rows] == [64, 128, 192, 256, 320]
     assert str(rows[2]["loss"]) in ("nan", "NaN")
     assert "mfu" not in rows[0]
     assert len({r.run.run_id for r in records if r.HasField("run")}) == 1, "one id"

@@ -57,6 +57,8 @@ class Manifest:
     """The run's recipe, every default written out."""
     versions: dict[str, Any]
     """Of the packages that wrote it."""
+    consumed_tokens: Count | None = None
+    """Unmasked tokens of these sequences; None in checkpoints of releases that did not count."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""

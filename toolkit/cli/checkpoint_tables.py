@@ -39,8 +39,9 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     yield "recipe", str(recipe["name"])
     yield "step", f"{manifest.step:,}, of which {manifest.optimizer_steps:,} made an update"
     length = training["sequence_length"]
-    tokens = human(manifest.consumed_samples * length)
-    yield "consumed", f"{manifest.consumed_samples:,} sequences of {length:,}: {tokens} tokens"
+    counted = manifest.consumed_tokens
+    tokens = "" if counted is None else f", {counted:,} trained tokens"
+    yield "consumed", f"{manifest.consumed_samples:,} sequences of {length:,}{tokens}"
     yield "layout", layout_text(manifest.engine, manifest.model, manifest.layout)
     ranks = manifest.layout.world
     yield "ranks", f"{ranks:,}"

@@ -88,7 +88,9 @@ def _lines(run: RunDirectory, summary: Summary, spent: Goodput) -> Iterator[Text
 
 def _rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
     yield "ended", _ended(run, summary.ending)
-    yield "steps", f"{summary.steps:,} done, {summary.tokens:,} tokens in those logged"
+    tokens = summary.tokens
+    trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
+    yield "steps", f"{summary.steps:,} done{trained}"
     if summary.losses is not None:
         first, last = summary.losses
         path = f"{first.value:.4f} at step {first.step:,} → {last.value:.4f} at {last.step:,}"

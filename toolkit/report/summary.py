@@ -48,8 +48,8 @@ class Summary:
 
     steps: int
     """Optimizer steps done."""
-    tokens: int
-    """Of those steps that are logged, masked ones included."""
+    tokens: int | None
+    """Unmasked tokens consumed up to the last logged step; None where that was not counted."""
     losses: tuple[Loss, Loss] | None
     """First and last that are logged."""
     validation: Loss | None
@@ -73,10 +73,11 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
     automatic = [(before, one) for before, one in pairwise(found) if one.automatic]
     restarts = [one.events[0].get("reason") for before, one in automatic if not before.stopped]
     predictions = _all(found, "prediction")
-    logged = int(number(metrics[-1], "step") or 0) if metrics else 0
+    last = metrics[-1] if metrics else {}
+    tokens = number(last, "consumed_tokens")
     return Summary(
-        steps=max([logged, *(one.step for one in found[-1:])]),
-        tokens=_tokens(metrics),
+        steps=max([int(number(last, "step") or 0), *(one.step for one in found[-1:])]),
+        tokens=None if tokens is None else int(tokens),
         losses=(losses[0], losses[-1]) if losses else None,
         validation=validations[-1] if validations else None,
         starts=len(found),
@@ -95,16 +96,6 @@ def _all(found: Sequence[Attempt], kind: str) -> list[Event]:
 def _loss(record: Mapping[str, Any]) -> Loss | None:
     step, value = number(record, "step"), number(record, "loss")
     return None if step is None or value is None else Loss(int(step), value)
-
-
-def _tokens(metrics: Sequence[Metrics]) -> int:
-    """A line's speed and step time say how many tokens one of its steps has."""
-    total, before = 0.0, 0.0
-    for line in metrics:
-        step, rate = number(line, "step") or 0.0, number(line, "tokens_per_s") or 0.0
-        total += (step - before) * rate * (number(line, "step_time_s") or 0.0)
-        before = step
-    return round(total)
 
 
 def _saves(events: Sequence[Event]) -> Saves:

@@ -131,7 +131,12 @@ class RunCheckpoints:
         if self.leader:
             self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
-        return Progress(manifest.step, manifest.consumed_samples, manifest.recent_losses)
+        return Progress(
+            manifest.step,
+            manifest.consumed_samples,
+            manifest.recent_losses,
+            manifest.consumed_tokens,
+        )
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B go on with the same run, also where its own file was lost."""
@@ -205,6 +210,7 @@ class RunCheckpoints:
         return Manifest(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
             recent_losses=progress.recent_losses,

@@ -32,11 +32,15 @@ class Progress:
     """Sequences consumed since step 0."""
     recent_losses: tuple[float, ...] = ()
     """Of the last steps that were not skipped: what a spike is measured against."""
+    consumed_tokens: int | None = 0
+    """Unmasked tokens of `consumed_samples`; None where an older checkpoint did not count."""
 
     def advance(self, result: StepResult, samples: int) -> None:
         """One more step is done, skipped or not."""
         self.step += 1
         self.consumed_samples += samples
+        if self.consumed_tokens is not None:
+            self.consumed_tokens += result.tokens
         if result.skipped is None:
             self.recent_losses = (*self.recent_losses, result.loss)[-HISTORY_STEPS:]
 

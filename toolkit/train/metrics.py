@@ -29,6 +29,9 @@ class Metrics:
     """Model FLOPs utilisation, 0 … 1; null when the device's peak is unknown."""
     consumed_samples: int
     """Sequences consumed since step 0: the data cursor."""
+    consumed_tokens: int | None
+    """Sum of `tokens` over every step since step 0, logged or not, skipped or not; the same in
+    every layout. Null in a run that continues from a checkpoint that does not state it."""
     skipped: bool
     """True when the update was skipped; events.jsonl says why."""
     memory_gib: float | None

@@ -183,6 +183,7 @@ class Observer:
                 plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
             ),
             consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
             skipped=result.skipped is not None,
             memory_gib=peak_memory_gib(self.run.ranks.device),
         )
