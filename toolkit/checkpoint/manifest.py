@@ -58,7 +58,7 @@ class Manifest:
     versions: dict[str, Any]
     """Of the packages that wrote it."""
     consumed_tokens: Count | None = None
-    """Unmasked tokens of these sequences; None in checkpoints of releases that did not count."""
+    """Unmasked tokens of these sequences; None where an earlier release did not count them."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
