@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -130,6 +131,14 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
         second.step(step, loss=step)
     second.events.write("evaluation", step=5, loss=0.125)
     assert second.finish() is None
+
+    sync = second.follower.to_sync()
+    assert sync is not None and "of all 2 starts" in sync
+    command = shlex.split(sync.partition(": ")[2])
+    assert command == ["wandb", "sync", str(tmp_path / "wandb")]
+    argv = [sys.executable, "-m", *command, "--dry-run"]
+    told = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert "Would sync 2 run(s)" in told.stdout + told.stderr
 
     records = offline_records(second.run)
     rows = history(records)

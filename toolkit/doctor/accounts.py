@@ -53,6 +53,6 @@ def _server(host: str, port: int, needed_by: str) -> Finding:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
     except OSError as error:
         text = f"{host}:{port} does not answer: {error}"
-        fix = "logging.wandb.mode: offline, and `wandb sync` the run's folder later"
+        fix = "logging.wandb.mode: offline, and `wandb sync RUN/wandb` later"
         return Finding(GROUP, "W&B server", "problem", text, needed_by, fix)
     return Finding(GROUP, "W&B server", "ok", f"{host}:{port} answers")

@@ -354,7 +354,8 @@ class WandbSection(Section):
     entity: WandbName | None = None
     """User or team."""
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes `wandb/` in the run directory, for `wandb sync` later."""
+    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it, all
+    starts of the run at once."""
     tags: Annotated[tuple[WandbTag, ...], Field(strict=False)] = ()
     """Tags of the run."""
 

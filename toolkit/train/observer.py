@@ -88,8 +88,10 @@ class Reporter:
         """Let W&B and TensorBoard write what they hold."""
         if self.tensorboard is not None:
             self.tensorboard.close()
-        if self.wandb is not None and (problem := self.wandb.finish(WANDB_GRACE_S)):
-            tell(problem)
+        if self.wandb is not None:
+            line = self.wandb.finish(WANDB_GRACE_S) or self.wandb.to_sync()
+            if line is not None:
+                tell(line)
 
 
 @dataclass(frozen=True)

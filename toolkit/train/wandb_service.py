@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
 
 from toolkit.recipe.schema import WandbSection
 from toolkit.redact import redact
@@ -30,9 +32,15 @@ class WandbFollower:
     and a `warning` event is written. Training goes on either way.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes] | None", events: EventLog) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes] | None",
+        events: EventLog,
+        offline: Path | None = None,
+    ) -> None:
         self._process = process
         self._events = events
+        self._offline = offline
         self._told = False
 
     @classmethod
@@ -65,7 +73,8 @@ class WandbFollower:
         assert process.stdin is not None
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        follower = cls(process, events)
+        offline = run_dir.wandb if section.mode == "offline" else None
+        follower = cls(process, events, offline)
         follower._say(json.dumps(jsonl.plain(asdict(settings))))
         return follower
 
@@ -93,6 +102,14 @@ class WandbFollower:
                 process.wait()
                 return self._tell(f"it did not finish within {timeout_s:g} s")
             return self.problem()
+
+    def to_sync(self) -> str | None:
+        """How to upload what was written offline: each start of a run has its own folder."""
+        if self._offline is None or not (parts := list(self._offline.glob("offline-run-*"))):
+            return None
+        count = "" if len(parts) == 1 else f" of all {len(parts)} starts"
+        folder = quote(str(self._offline))
+        return f"W&B is offline; to upload the run{count}: wandb sync {folder}"
 
     def _say(self, line: str) -> None:
         assert self._process is not None
