@@ -1,6 +1,7 @@
 """`dmt doctor` on machines that lack something, as its users run it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 from tests.doctor.broken import bare_path, hiding
 from tests.e2e.product import Ended, dmt, run, settings
 from tests.processes import ROOT
+from toolkit.cli.main import main
+from toolkit.doctor import examine
+from toolkit.doctor.finding import Finding
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 CPU_OFFLOAD = {"parallel.zero.offload_optimizer": "cpu"}
@@ -116,6 +120,25 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
     assert flash["fix"].startswith("pip install --force-reinstall --no-build-isolation")
 
 
+def test_findings_are_printed_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one is out before the next check begins."""
+    printed: list[str] = []
+
+    def checks(*_: object) -> Iterator[Finding]:
+        for name in ("python", "torch", "gloo"):
+            printed.append(capsys.readouterr().out)
+            yield Finding("packages", name, "ok", "there")
+
+    monkeypatch.setattr(examine, "examine", checks)
+    assert main(["doctor"]) == 0
+    first, last = "packages\n  ✓ python ", "  ✓ gloo "
+    assert [text[: len(first)] for text in printed[:2]] == ["", first]
+    rest = capsys.readouterr().out
+    assert rest.startswith(last) and rest.endswith("0 problems, 0 warnings, 0 notes\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -128,8 +151,6 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from toolkit.cli.main import main
-
     assert main(["doctor", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error

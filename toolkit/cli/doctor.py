@@ -118,12 +118,13 @@ def _check(
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     if hostfile is not None:
-        read_hostfile(hostfile)  # a mistake in it is told before a second is spent
-    findings = list(examine(needs, hostfile))
+        read_hostfile(hostfile)  # a mistake in it is reported before a second is spent
+    found = examine(needs, hostfile)
     if as_json:
+        findings = list(found)
         typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
-        show(findings, Console())
+        findings = show(found, Console())
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
 

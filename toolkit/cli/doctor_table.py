@@ -1,6 +1,6 @@
 """The tables of `dmt doctor`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -23,21 +23,30 @@ _MARKS: dict[Level, tuple[str, str]] = {
 }
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
-    """Group by group; under what is not ok, who needs it and what mends it."""
-    width = max(len(finding.name) for finding in findings)
+_NAME_WIDTH = 18
+"""Characters of the longest name; a longer one moves its own line only."""
+
+
+def show(findings: Iterable[Finding], console: Console) -> list[Finding]:
+    """Print each finding as it comes, by group, and return all of them.
+
+    Under one that is not ok: what needs it, and its fix.
+    """
+    shown: list[Finding] = []
     for group, members in groupby(findings, key=lambda finding: finding.group):
         console.print(Text(group, "bold"))
         for finding in members:
+            shown.append(finding)
             mark, colour = _MARKS[finding.level]
-            prefix = Text.assemble("  ", (mark, colour), f" {finding.name:<{width}}  ")
+            prefix = Text.assemble("  ", (mark, colour), f" {finding.name:<{_NAME_WIDTH}}  ")
             print_hanging(console, prefix, redact(finding.found))
-            indent = Text(" " * (width + 6))
+            indent = Text(" " * (_NAME_WIDTH + 6))
             if finding.needed_by and finding.level != "ok":
                 print_hanging(console, indent, f"needed by {redact(finding.needed_by)}")
             if finding.fix:
                 print_hanging(console, indent, f"fix: {redact(finding.fix)}")
-    console.print(_total(findings))
+    console.print(_total(shown))
+    return shown
 
 
 def _total(findings: Sequence[Finding]) -> str:
