@@ -1,6 +1,7 @@
 """`dmt` and `dmt check` as a user meets them."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
 from tests.recipe.good import GOOD
 from toolkit import __version__
 from toolkit.cli.check import human
 from toolkit.cli.main import VERBS, Verb, main
 from toolkit.errors import BackendUnavailable, Stopped
+from toolkit.models.families import model_spec
 
 
 @pytest.fixture
@@ -164,6 +167,8 @@ def test_shape_in_a_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/config.json").write_text('{"model_type": "llama"}')
     assert main(["check", str(path)]) == 0
+    parameters = human(model_spec({"model_type": "llama"}).parameters.total)
+    assert f"weights, {parameters} parameters, 51.2k tokens" in capsys.readouterr().out
 
 
 def test_twenty_recipes_are_quick(good: Path, tmp_path: Path) -> None:
@@ -190,6 +195,47 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in VERBS)
     assert main(["check", "--help"]) == 0
     assert "--set" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("dmt ", set(VERBS)),
+        ("dmt che", {"check", "checkpoint"}),
+        ("dmt plan recipe.yaml --plo", {"--plot"}),
+        ("dmt checkpoint ver", {"verify"}),
+        ("dmt checkpoint verify --js", {"--json"}),
+        ("dmt init llama-3.1", {"llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"}),
+        ("dmt init llama-3.1-8b --task ", {"pretrain", "finetune"}),
+    ],
+)
+def test_completion(
+    words: str, offered: set[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """What the shell gets; a verb's own options although verbs are imported late."""
+    monkeypatch.setenv("_DMT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    main([])
+    assert set(capsys.readouterr().out.split()) == offered
+
+
+def test_completion_in_bash(tmp_path: Path) -> None:
+    """Installed as a user would, in a shell of its own; files where nothing else fits."""
+    command = tmp_path / "dmt"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m toolkit.cli.main "$@"\n')
+    command.chmod(0o755)
+    script = """
+        dmt --install-completion bash >&2 && source ~/.bashrc && complete -p dmt
+        COMP_WORDS=(dmt checkpoint ver) COMP_CWORD=2
+        _dmt_completion dmt && echo "${COMPREPLY[@]}"
+    """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = {**os.environ, "HOME": str(tmp_path), "PATH": path, "PYTHONPATH": str(ROOT)}
+    bash = ["bash", "--norc", "-c", script]
+    done = subprocess.run(bash, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "complete -o default -F _dmt_completion dmt\nverify\n", done.stderr
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

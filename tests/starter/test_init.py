@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,37 @@ def test_every_shipped_size(
     assert recipe.training.global_batch_size == max(64, shipped.training.global_batch_size)
     assert len(text.splitlines()) <= 70
     assert max(map(len, text.splitlines())) <= 160
+
+
+def test_a_file_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same recipe as on standard output; a recipe that is there is never overwritten."""
+    monkeypatch.chdir(tmp_path)
+    arguments = ["init", "gpt2-124m", "--cluster", "2xcpu"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert main([*arguments, "--out", "mine.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and err == "wrote mine.yaml; next: dmt check mine.yaml\n"
+    text = Path("mine.yaml").read_text()
+    assert text == printed
+    assert main(["check", "mine.yaml"]) == 0
+    Path("mine.yaml").write_text("edited")
+    for file, said in (("mine.yaml", "File exists"), ("no/where.yaml", "No such file")):
+        assert main([*arguments, "--out", file]) == 2
+        err = capsys.readouterr().err
+        assert f"--out: cannot write {file}: {said}" in err and "Traceback" not in err
+    assert Path("mine.yaml").read_text() == "edited"
+
+
+def test_help_lists_the_shipped_sizes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["init", "--help"]) == 0
+    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert f"a shipped size: {', '.join(shipped_sizes())}." in shown
 
 
 def test_comments_are_the_plans_numbers(
@@ -174,7 +206,7 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ),
         (
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],
-            "allowed: pretrain, fine",
+            "'chat' is not one of 'pretrain',",
         ),
         (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu: found 'h900'"),
         (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),

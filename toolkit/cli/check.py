@@ -20,7 +20,6 @@ from toolkit.cli.console import Console
 from toolkit.conflicts import Report, against, places_in
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
-from toolkit.models.families import model_spec
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.explain import place_of
@@ -42,6 +41,8 @@ class Verdict:
     problems: tuple[Problem, ...] = ()
     note: str | None = None
     """What could not be checked, and why."""
+    parameters: int | None = None
+    """Of the model; None where its shape is not known here."""
     reports: tuple[Report, ...] = ()
     """One for each place that it was compared with."""
 
@@ -78,8 +79,8 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
-    With --against, also every setting that two places state, with both values and who wins;
-    exit 2 when any disagrees.
+    With --against, also every setting that two places state, with both values and which of
+    them takes precedence; exit 2 when any disagrees.
 
     Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
 
@@ -118,7 +119,9 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
             except RecipeError as error:
                 found += error.problems
     problems = tuple(_placed(problem, path, overrides) for problem in found)
-    return Verdict(str(path), None if problems else recipe, problems, note, tuple(reports))
+    parameters = None if plan is None else plan.parameters
+    good = None if problems else recipe
+    return Verdict(str(path), good, problems, note, parameters, tuple(reports))
 
 
 def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
@@ -150,10 +153,12 @@ def _placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
     return replace(problem, found=redact(problem.found), file=file, line=line)
 
 
-def summary(recipe: Recipe) -> str:
+def summary(recipe: Recipe, parameters: int | None) -> str:
     """One line: what is trained, for how long, in which batches."""
     training = recipe.training
-    parts = [_model(recipe), _length(recipe)]
+    parts = [str(recipe.model.hub)] if recipe.model.config is None else []
+    parts += [f"{human(parameters)} parameters"] if parameters else []
+    parts.append(_length(recipe))
     parts.append(f"batch {training.global_batch_size} × {training.sequence_length}")
     parts.append(training.precision)
     ranks = recipe.cluster.world_size
@@ -167,13 +172,6 @@ def human(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.3g}{suffix}"
     return f"{number:g}"
-
-
-def _model(recipe: Recipe) -> str:
-    config = recipe.model.config
-    if config is None:
-        return str(recipe.model.hub)
-    return f"{human(model_spec(config).parameters.total)} parameters"
 
 
 def _length(recipe: Recipe) -> str:
@@ -209,7 +207,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
             line = Text.assemble(
                 ("✓ ", "green"),
                 (verdict.recipe.name.ljust(width), "bold"),
-                f"  {summary(verdict.recipe)}",
+                f"  {summary(verdict.recipe, verdict.parameters)}",
             )
             line.append(f"  {printable(verdict.file)}", "dim")
             if verdict.note:

@@ -28,8 +28,8 @@ def doctor(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RECIPE]",
-            help="Recipe YAML: what it needs and is missing here is exit code 3.",
+            metavar="RECIPE",
+            help="Recipe YAML: exit 3 when something that it needs is missing here.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def doctor(
         bool,
         typer.Option(
             "--bandwidth",
-            help="Instead: measure collectives between processes, against the link's peak. "
+            help="Measure collectives between processes instead, against the link's peak. "
             "Under torchrun, between all of its ranks.",
         ),
     ] = False,
@@ -54,7 +54,7 @@ def doctor(
         bool,
         typer.Option(
             "--calibrate",
-            help="Instead: measure matrix products, memory and collectives, under a minute.",
+            help="Measure matrix products, memory and collectives instead, in under a minute.",
         ),
     ] = False,
     out: Annotated[
@@ -73,7 +73,7 @@ def doctor(
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Check this machine, or measure it. Without a recipe, only a missing torch is exit 3.
+    """Check this machine, or measure its speed. Without a recipe, exit 3 only without torch.
 
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`

@@ -1,15 +1,19 @@
-"""`dmt init`: a first recipe for a model and a cluster, on standard output."""
+"""`dmt init`: a first recipe for a model and a cluster, on standard output or in a file."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.starter.draft import TASKS
+from toolkit.starter.draft import Task, shipped_sizes
 from toolkit.starter.text import starter
 from toolkit.terminal import tell
+
+# A file system's list of the shipped recipes; this module is imported for this verb only.
+_SIZES = tuple(shipped_sizes())
 
 
 def init(
@@ -17,7 +21,9 @@ def init(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Hub id, local folder with a config.json, or a shipped size (llama-3.1-8b).",
+            help="Hub id, local folder with a config.json, or a shipped size: "
+            f"{', '.join(_SIZES)}.",
+            autocompletion=lambda: _SIZES,
         ),
     ],
     cluster: Annotated[
@@ -28,15 +34,25 @@ def init(
             help="NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a cluster file.",
         ),
     ],
-    task: Annotated[str, typer.Option(help="pretrain or finetune.")] = "pretrain",
+    task: Annotated[Task, typer.Option(help="What to train the model for.")] = "pretrain",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="File to write; by default, standard output."),
+    ] = None,
 ) -> None:
-    """Write a short recipe to standard output: the layout `auto`, what it comes to in comments.
+    """Write a short recipe whose layout is `auto`, with what that comes to in comments.
 
-    Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb > recipe.yaml`
+    Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb --out recipe.yaml`
     """
-    chosen = next((one for one in TASKS if one == task), None)
-    if chosen is None:
+    text = starter(model, find_cluster(cluster), cluster, task)
+    if out is None:
+        tell(text, sys.stdout)
+        return
+    try:
+        with out.open("x", encoding="utf-8") as new:
+            new.write(f"{text}\n")
+    except OSError as error:
         raise PlanError(
-            f"--task: found {task[:80]!r}; allowed: {', '.join(TASKS)}", fix="--task pretrain"
-        )
-    tell(starter(model, find_cluster(cluster), cluster, chosen), sys.stdout)
+            f"--out: cannot write {out}: {error.strerror}", fix="name a file that is not there"
+        ) from error
+    tell(f"wrote {out}; next: dmt check {out}")

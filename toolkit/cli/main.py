@@ -27,13 +27,13 @@ class Verb(NamedTuple):
 VERBS: dict[str, Verb] = {
     "init": Verb("toolkit.cli.init:init", "Write a recipe for a model and a cluster."),
     "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
-    "plan": Verb("toolkit.cli.plan:plan", "Say how a recipe would be laid out, and why."),
+    "plan": Verb("toolkit.cli.plan:plan", "Choose a layout for a recipe and explain it."),
     "estimate": Verb(
         "toolkit.cli.estimate:estimate", "Predict memory and step time of a fixed layout."
     ),
     "render": Verb("toolkit.cli.render:render", "Print a backend's configuration."),
     "launch": Verb(
-        "toolkit.cli.launch:launch", "Train a recipe: here, on several machines, as a job."
+        "toolkit.cli.launch:launch", "Train a recipe: here, on several machines, or as a job."
     ),
     "train": Verb("toolkit.cli.train:train", "Run one rank (launchers call this)."),
     "rehearse": Verb(
@@ -45,8 +45,8 @@ VERBS: dict[str, Verb] = {
     "checkpoint": Verb(
         "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
     ),
-    "report": Verb("toolkit.cli.report:report", "Say what a run did and where its time went."),
-    "doctor": Verb("toolkit.cli.doctor:doctor", "Say what this machine lacks, or measure it."),
+    "report": Verb("toolkit.cli.report:report", "Show what a run did and where its time went."),
+    "doctor": Verb("toolkit.cli.doctor:doctor", "Check this machine, or measure its speed."),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }
 """Every verb of `dmt`, in the order of `--help`."""
@@ -80,9 +80,9 @@ class _Verbs(TyperGroup):
         self.commands.update({name: _LazyVerb(name, verb) for name, verb in VERBS.items()})
 
 
-def _app(**settings: Any) -> typer.Typer:
+def _app(*, completion: bool = False, **settings: Any) -> typer.Typer:
     return typer.Typer(
-        add_completion=False,
+        add_completion=completion,
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -90,7 +90,7 @@ def _app(**settings: Any) -> typer.Typer:
     )
 
 
-app = _app(cls=_Verbs, no_args_is_help=True)
+app = _app(completion=True, cls=_Verbs, no_args_is_help=True)
 
 
 def _print_version(wanted: bool) -> None:

@@ -25,7 +25,7 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="CLUSTER",
-        help="In place of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
+        help="Instead of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
         "cluster file (`dmt doctor --calibrate` writes one for this machine).",
     ),
 ]

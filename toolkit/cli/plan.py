@@ -77,7 +77,7 @@ class Planned:
 
 def plan(
     recipes: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe YAML; several to compare.")
+        list[Path], typer.Argument(metavar="RECIPE", help="Recipe YAML; several to compare.")
     ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     clusters: Annotated[
@@ -85,7 +85,7 @@ def plan(
         typer.Option(
             "--cluster",
             metavar="CLUSTER",
-            help="In place of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
+            help="Instead of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
             "cluster file. Repeat it to compare clusters.",
         ),
     ] = [],  # noqa: B006
@@ -118,7 +118,7 @@ def plan(
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Say how a recipe would be laid out, how fast it would be, and why; starts nothing.
+    """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
 
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """

@@ -42,7 +42,7 @@ def report(
         bool, typer.Option("--json", help="Print machine output alone on standard output.")
     ] = False,
 ) -> None:
-    """Say what a run did, where its time went and how it ended; a run may still be going on.
+    """Show what a run did, where its time went and how it ended; also of one that still runs.
 
     Example: `dmt report runs/tiny-llama-bytes --text`
     """

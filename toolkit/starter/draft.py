@@ -20,7 +20,6 @@ from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ModelSection, Recipe
 
 Task = Literal["pretrain", "finetune"]
-TASKS: tuple[Task, ...] = ("pretrain", "finetune")
 
 FOLDER = (Path(__file__).parent.parent / "recipes").resolve()
 """`recipes/` of the checkout (`toolkit/recipes` is a link to it); in an installed package,

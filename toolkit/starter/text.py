@@ -38,7 +38,7 @@ def starter(model: str, cluster: Cluster, given: str, task: Task) -> str:
         recipe = load_recipe(file)
     plan = plan_recipe(recipe, cluster)
     found = estimate_plan(recipe, plan, cluster)
-    return "\n".join(_lines(drafted, cluster, given, (plan, found))) + "\n"
+    return "\n".join(_lines(drafted, cluster, given, (plan, found)))
 
 
 def _lines(
@@ -47,9 +47,8 @@ def _lines(
     """The file line by line; without a plan, its comments are missing."""
     shown = recipe.model_dump(exclude_unset=True)
     yield f"# {recipe.name} on {given}, written by `dmt init`. Every number is yours to change."
-    yield "# Next, with this as recipe.yaml:"
     option = f" --cluster {given}" if _is_file(given) else ""
-    yield f"#   dmt check recipe.yaml; dmt plan recipe.yaml{option} --explain"
+    yield f"# Next: dmt check FILE; dmt plan FILE{option} --explain"
     yield f"name: {recipe.name}"
     yield from _model(shown["model"], planned)
     yield ""
@@ -132,7 +131,7 @@ def _parallel(planned: tuple[Plan, Estimate] | None) -> Iterator[str]:
             "zero": ", ".join([f"stage {layout.zero_stage}", *_offload(layout)]),
             "recompute": layout.recompute,
         }
-    yield _line("parallel:", "what you set in place of `auto` is kept")
+    yield _line("parallel:", "what you set instead of `auto` is kept")
     for key in (
         "engine", "model", "tensor", "pipeline", "virtual_pipeline", "sequence", "zero",
         "recompute",
