@@ -17,6 +17,7 @@ from tests.engines.parity_worker import (
     micro_batches,
     new_engine,
     read_state,
+    unmasked,
     write_state,
 )
 from toolkit.checkpoint.saved_state import SavedState
@@ -39,7 +40,8 @@ def steps(
         if step < first:
             continue
         torch.manual_seed(step)
-        result = engine.train_step(micro_batches(inputs, labels, ranks, layout), 1e-3)
+        batches = micro_batches(inputs, labels, ranks, layout)
+        result = engine.train_step(batches, unmasked(labels), 1e-3)
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
     return found

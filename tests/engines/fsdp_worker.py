@@ -19,6 +19,7 @@ from tests.engines.parity_worker import (
     micro_batches,
     new_engine,
     recipe,
+    unmasked,
 )
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp import FsdpEngine
@@ -56,7 +57,7 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     inputs, labels = next(global_batches(1))
     batches = micro_batches(inputs, labels, ranks, layout)
     with Counted() as in_step:
-        engine.train_step(batches, 1e-3)
+        engine.train_step(batches, unmasked(labels), 1e-3)
     after_step = sharded(engine)
     with Counted() as in_evaluation:
         engine.evaluate(batches)

@@ -163,6 +163,11 @@ def micro_batches(
     return [MicroBatch(*pair) for pair in pairs]
 
 
+def unmasked(labels: torch.Tensor) -> int:
+    """Tokens of a global batch whose loss counts."""
+    return int((labels != IGNORE_INDEX).sum())
+
+
 def new_engine(
     case: Case, ranks: Ranks, seed: int, saved: SavedState | None = None
 ) -> tuple[Engine, Layout]:
@@ -189,7 +194,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
             engine, layout = save_and_load(case, ranks, engine, folder)
         batches = micro_batches(inputs, labels, ranks, layout)
         torch.manual_seed(step)  # as the training loop does, for dropout
-        results.append(engine.train_step(batches, 1e-3))
+        results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))

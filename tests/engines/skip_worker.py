@@ -21,6 +21,7 @@ from tests.engines.parity_worker import (
     global_batches,
     micro_batches,
     new_engine,
+    unmasked,
 )
 from toolkit.engines.base import IGNORE_INDEX, StepResult
 from toolkit.engines.distributed import Ranks
@@ -81,7 +82,8 @@ def train(
         torch.manual_seed(step)
         max_loss = 0.5 if step == HIGH_LOSS and with_faults else math.inf
         batches = micro_batches(inputs, labels, ranks, layout)
-        results.append(engine.train_step(batches, 1e-3 * (step + 1), max_loss))
+        rate = 1e-3 * (step + 1)
+        results.append(engine.train_step(batches, unmasked(labels), rate, max_loss))
     scaler = engine.counters().loss_scale
     engine.close()
     return results, scaler

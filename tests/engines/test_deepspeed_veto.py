@@ -1,6 +1,7 @@
 """Parts of a veto that take a GPU (fp16) or another DeepSpeed to be seen in a whole step."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_refused_loss_leaves_the_loss_scale_alone(monkeypatch: pytest.MonkeyPa
     optimizer, before = SimpleNamespace(loss_scaler=scaler), dict(vars(scaler))
     veto = Veto(torch.nn.LayerNorm(4))
     for loss, refused in ((9.0, True), (1.0, False)):
-        veto.judge(torch.tensor(loss), 2.0, optimizer)
+        veto.judge(partial(torch.tensor, loss), 2.0, optimizer)
         scaler.update_scale(True)  # as DeepSpeed does for gradients that are not finite
         veto.end_step(refused, False, optimizer)
         assert (vars(scaler) == before) == refused
@@ -37,11 +38,11 @@ def test_only_the_last_backward_is_spoiled(loss: float) -> None:
     norm = torch.nn.LayerNorm(4)
     veto, optimizer = Veto(norm), SimpleNamespace()
     norm(torch.ones(2, 4)).sum().backward()
-    assert norm.bias.grad is not None
-    assert norm.bias.grad.tolist() == [2.0] * 4
-    veto.judge(torch.tensor(loss, dtype=torch.float64), 2.0, optimizer)
+    assert norm.weight.grad is not None
+    assert norm.weight.grad.tolist() == [0.0] * 4
+    veto.judge(partial(torch.tensor, loss, dtype=torch.float64), 2.0, optimizer)
     norm(torch.ones(2, 4)).sum().backward()
-    assert norm.bias.grad.isnan().all()
+    assert norm.weight.grad.isnan().all()
 
 
 def test_a_deepspeed_that_does_the_step_nevertheless_is_refused() -> None:

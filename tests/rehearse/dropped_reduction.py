@@ -1,11 +1,10 @@
 """A rehearsal worker with a bug: one gradient all-reduce is left out, in step STEP only."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from toolkit.engines.base import MicroBatch, StepResult
+from toolkit.engines.base import StepResult
 from toolkit.rehearse import worker
 
 STEP = 2
@@ -48,11 +47,11 @@ def build_engine(name: str, setup: Any) -> Any:
     engine: Any = _build_engine(name, setup)
     train_step, steps = engine.train_step, iter(range(1, 1000))
 
-    def buggy(micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+    def buggy(*arguments: Any) -> StepResult:
         with ExitStack() as bug:
             if next(steps) == STEP:
                 BUGS[type(engine).__name__](engine, bug)
-            result: StepResult = train_step(micro_batches, learning_rate)
+            result: StepResult = train_step(*arguments)
         return result
 
     engine.train_step = buggy

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from tests.engines.parity_worker import SEED, Case, global_batches, micro_batches, new_engine
+from tests.engines.parity_worker import (
+    SEED,
+    Case,
+    global_batches,
+    micro_batches,
+    new_engine,
+    unmasked,
+)
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.errors import DmtError
 from toolkit.train.replica_check import ReplicaCheck
@@ -19,7 +26,8 @@ def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     """What the check says of equal replicas, and which error it raises for unequal ones."""
     engine, layout = new_engine(case, ranks, SEED)
     inputs, labels = next(global_batches(1))
-    engine.train_step(micro_batches(inputs, labels, ranks, layout), 1e-3)
+    batches = micro_batches(inputs, labels, ranks, layout)
+    engine.train_step(batches, unmasked(labels), 1e-3)
     check = ReplicaCheck(engine, layout, ranks.rank, agreed_step=0, distrust=str)
     said = [check.check(1), check.check(2)]
     name = None

@@ -17,10 +17,13 @@ step = 0
 with StopRequest() as stop:
     while step < 8:
         step += 1
+        stop.ask(rank + step)
         time.sleep(0.02 * rank)
         if rank == signalled and step == in_step:
             os.kill(os.getpid(), signal.SIGTERM)
-        if stop.agreed():
+        stopping, total = stop.agreed()
+        assert total == 1 + 2 * step, "the sum over both ranks"
+        if stopping:
             break
 dist.destroy_process_group()
 print(step)

@@ -121,6 +121,7 @@ class SpoiledEngine(FakeEngine):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
@@ -128,7 +129,7 @@ class SpoiledEngine(FakeEngine):
         added = self.spoiled.get(len(self.learning_rates), 0.0)
         self.logits = kept.clone()
         self.logits[-1] += added
-        result = super().train_step(micro_batches, learning_rate, max_loss)
+        result = super().train_step(micro_batches, tokens, learning_rate, max_loss)
         if result.skipped is not None:
             self.logits = kept
         return result

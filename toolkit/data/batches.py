@@ -12,6 +12,8 @@ from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 
 _PADDING = -1
 """Stands for a sample that is fully masked."""
+_ORDERED_AT_ONCE = 1024
+"""Samples whose places in the order are computed together."""
 
 
 class GlobalBatches:
@@ -21,6 +23,8 @@ class GlobalBatches:
         self._dataset = dataset
         self._seed = seed
         self._global_batch_size = global_batch_size
+        self._first, self._order = 0, np.zeros(0, dtype=np.int64)
+        """Some of the endless order of samples, from place `_first` on."""
 
     def micro_batches(
         self, consumed_samples: int, dp_rank: int, dp_size: int, micro_batch_size: int
@@ -31,11 +35,22 @@ class GlobalBatches:
         `dp_size` and `micro_batch_size`. `global_batch_size` must be a multiple of their
         product.
         """
-        indices = sample_indices(
-            self._seed, len(self._dataset), consumed_samples, self._global_batch_size
-        )
-        share = _share(indices, dp_rank, dp_size, micro_batch_size)
+        share = _share(self._indices(consumed_samples), dp_rank, dp_size, micro_batch_size)
         return _micro_batches(self._dataset, share, micro_batch_size)
+
+    def _indices(self, position: int) -> Int64Array:
+        """The samples of the global batch that starts at `position`.
+
+        Of several global batches at once: the order costs a thousand small samples hardly
+        more time than one.
+        """
+        size = self._global_batch_size
+        place = position - self._first
+        if not 0 <= place <= len(self._order) - size:
+            count = max(1, _ORDERED_AT_ONCE // size) * size
+            self._order = sample_indices(self._seed, len(self._dataset), position, count)
+            self._first, place = position, 0
+        return self._order[place : place + size]
 
 
 def evaluation_batches(

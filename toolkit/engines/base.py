@@ -36,6 +36,11 @@ class MicroBatch:
     samples: tuple[int, ...] = ()
     """Which samples of the training data the rows are; for the sample log only."""
 
+    @property
+    def tokens(self) -> int:
+        """Unmasked tokens: those whose loss counts. Waits for a batch on a GPU."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -94,13 +99,16 @@ class Engine(Protocol):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """Run one optimizer step over this rank's micro batches of the global batch.
 
-        `learning_rate` is the rate of this step. Every rank passes the same number of
-        micro batches; their unmasked token counts may differ, down to zero.
+        `tokens` are the unmasked tokens of the global batch, which the loop counted over all
+        ranks while the step before ran. `learning_rate` is the rate of this step. Every rank
+        passes the same number of micro batches; their unmasked token counts may differ, down
+        to zero.
 
         All ranks skip the update alike when the global batch has no unmasked token, when its
         loss is not finite or above `max_loss`, or when a gradient of any rank is not finite. A

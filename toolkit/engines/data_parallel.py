@@ -21,7 +21,7 @@ from toolkit.engines.base import (
     StepResult,
     refusal,
 )
-from toolkit.engines.distributed import global_tokens, to_device
+from toolkit.engines.distributed import RunningSum, global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -54,38 +54,37 @@ class DataParallelEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
-        tokens = global_tokens(micro_batches, self.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
-            with self.accumulating(last=index == len(micro_batches) - 1):
-                batch_loss = self.summed_loss(batch) / tokens
+            last = index == len(micro_batches) - 1
+            with self.accumulating(last=last):
+                batch_loss = self.summed_loss(batch).double() / tokens
+                loss += batch_loss.detach()
+                if last:
+                    joint_loss = RunningSum(loss)
                 # Gradients are averaged over ranks; the loss is a sum over them.
                 torch.autograd.backward(self.scaler.scale(batch_loss * self.world))
-            loss += batch_loss.detach()
-        dist.all_reduce(loss)
         self.scaler.unscale_(self.optimizer)
-        norm = self.gradient_norm()
-        values = torch.stack([loss, norm, tokens]).tolist()
-        skipped = refusal(values[2], values[0], max_loss, values[1])
+        values = torch.stack([joint_loss.result(), self.gradient_norm()]).tolist()
+        skipped = refusal(tokens, values[0], max_loss, values[1])
         if skipped is None:
-            self._update(learning_rate, norm)
+            self._update(learning_rate, values[1])
         # That fp16's scale is too high is said by gradients, not by a refused loss.
         keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
         self.scaler.update(self.scaler.get_scale() if keep_scale else None)
         self.optimizer.zero_grad()
-        return StepResult(values[0], values[1], int(values[2]), skipped)
+        return StepResult(values[0], values[1], tokens, skipped)
 
-    def _update(self, learning_rate: float, norm: Tensor) -> None:
+    def _update(self, learning_rate: float, norm: float) -> None:
         """Clip gradients of this norm, and step."""
-        if self.clip is not None:
+        if self.clip is not None and norm + 1e-6 > self.clip:
             # As torch.nn.utils.clip_grads_with_norm_ does, for shards too.
-            factor = torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-            gradients = list(self.gradients())
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            torch._foreach_mul_(list(self.gradients()), self.clip / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()

@@ -29,7 +29,7 @@ from toolkit.engines.deepspeed_state import (
     zeroed,
 )
 from toolkit.engines.deepspeed_veto import Veto, let_skip
-from toolkit.engines.distributed import global_tokens, to_device
+from toolkit.engines.distributed import RunningSum, global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -70,24 +70,24 @@ class DeepSpeedEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = global_tokens(micro_batches, self.device, self.model.data_group)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         norm: float | None = None
         self.model.seed_dropout()
         loss_scale = self._loss_scale_of_norm()
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            batch_loss = self._loss(batch) / tokens
+            batch_loss = self._loss(batch).double() / tokens
             loss += batch_loss.detach()
             if last:
-                dist.all_reduce(loss, group=self.model.data_group)
-                self.veto.judge(loss, max_loss, self.optimizer)
+                joint_loss = RunningSum(loss, self.model.data_group)
+                self.veto.judge(joint_loss.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
             self.engine.backward(batch_loss * self.copies, scale_wrt_gas=False)
             if last and self.plain:
@@ -96,12 +96,12 @@ class DeepSpeedEngine:
         applied = self.engine.was_step_applied()
         if norm is None:
             norm = float(self.engine.get_global_grad_norm() or 0.0) / loss_scale
-        values = torch.stack([loss, tokens]).tolist()
-        skipped = refusal(values[1], values[0], max_loss)
+        mean_loss = float(joint_loss.result())
+        skipped = refusal(tokens, mean_loss, max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
             skipped = NON_FINITE_GRADIENTS
-        return StepResult(values[0], norm, int(values[1]), skipped)
+        return StepResult(mean_loss, norm, tokens, skipped)
 
     def _plain_norm(self) -> float:
         """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""
@@ -150,7 +150,7 @@ class DeepSpeedEngine:
         """Make a step that changes no weight: moments on NVMe exist only after a first one."""
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
-        self.train_step([batch] * self.setup.layout.gradient_accumulation, 0.0)
+        self.train_step([batch] * self.setup.layout.gradient_accumulation, 1, 0.0)
         adam.set_steps([self._adam], 0)
 
     @property

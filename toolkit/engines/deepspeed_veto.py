@@ -2,9 +2,12 @@
 
 Every optimizer of DeepSpeed refuses, on all ranks alike, a step whose gradient norm is not
 finite, and cleans up after itself: fp16 could not train without that. So a veto makes one
-gradient of the last micro batch NaN. It is decided on the device and costs no wait.
+gradient of the last micro batch NaN. It is decided on the device, and late in the backward
+pass: until then the losses are summed over the ranks without anybody waiting for it.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +20,24 @@ class Veto:
     """The veto of one engine. Built before DeepSpeed takes the module's parameters."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._factor: Tensor | None = None
-        """1, or NaN for a step to be skipped; None outside the last micro batch."""
+        self._loss: Callable[[], Tensor] | None = None
+        """The global loss; None outside the last micro batch."""
+        self._max_loss = math.inf
         self._scaler: dict[str, Any] = {}
         """fp16's loss scale and counts as they were before this step."""
         _always_used(module).register_hook(self._spoil)  # type: ignore[no-untyped-call]
 
     def _spoil(self, gradient: Tensor) -> Tensor | None:
-        return None if self._factor is None else gradient * self._factor
+        if self._loss is None:
+            return None
+        loss = self._loss()
+        accepted = torch.isfinite(loss) & (loss <= self._max_loss)
+        return gradient * torch.where(accepted, 1.0, torch.nan)
 
-    def judge(self, loss: Tensor, max_loss: float, optimizer: Any) -> None:
-        """Call after the last forward, with the global loss: may its backward be trusted?"""
-        accepted = torch.isfinite(loss) & (loss <= max_loss)
-        self._factor = torch.where(accepted, 1.0, torch.nan)
+    def judge(self, loss: Callable[[], Tensor], max_loss: float, optimizer: Any) -> None:
+        """Call after the last forward: may its backward be trusted? `loss` returns the global
+        loss, and is called in the middle of the backward."""
+        self._loss, self._max_loss = loss, max_loss
         self._scaler = dict(_scaler_state(optimizer))
 
     def end_step(self, refused: bool, applied: bool, optimizer: Any) -> None:
@@ -38,7 +46,7 @@ class Veto:
         What was refused for its loss says nothing about fp16's loss scale, which is put
         back. Raises RunFailed when DeepSpeed did the step nevertheless.
         """
-        self._factor = None
+        self._loss = None
         if refused and applied:
             raise RunFailed(
                 "this version of DeepSpeed does steps whose gradients are not finite",
@@ -62,11 +70,11 @@ def let_skip(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _always_used(module: nn.Module) -> nn.Parameter:
-    """A small parameter through which every loss goes: the last norm or bias."""
+    """A small parameter through which every loss goes: the first norm or bias."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     # Under ZeRO-3 a parameter's own shape is empty.
     small = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) == 1]
-    return (small or parameters)[-1]
+    return (small or parameters)[0]
 
 
 def _scaler_state(optimizer: Any) -> dict[str, Any]:

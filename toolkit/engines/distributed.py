@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.engines.base import MicroBatch
 from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable
@@ -107,10 +107,28 @@ def global_tokens(
     """Unmasked tokens of the micro batches of all of `group`'s ranks (None: of all ranks):
     float64 scalar on `device`.
     """
-    count = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in micro_batches)
+    count = sum(batch.tokens for batch in micro_batches)
     total = torch.tensor(float(count), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return total
+
+
+class RunningSum:
+    """A sum over the ranks of `group` (None: all) that runs while the caller continues.
+
+    A sum that is waited for at once couples the ranks: each time, all wait for the slowest.
+    """
+
+    def __init__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Begin to sum `value` in place; collective."""
+        self._value = value
+        self._work = dist.all_reduce(value, group=group, async_op=True)
+
+    def result(self) -> Tensor:
+        """The sum, for whatever the device does from here on."""
+        assert self._work is not None
+        self._work.wait()
+        return self._value
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -37,26 +37,28 @@ class FakeEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         self.learning_rates.append(learning_rate)
         logits = self.logits.clone().requires_grad_()
-        loss, tokens = _mean_loss(logits, micro_batches)
+        loss = _summed_loss(logits, micro_batches) / tokens
         (gradient,) = torch.autograd.grad(loss, logits)
         loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
         norm = gradient.norm().item()
-        skipped = refusal(tokens.item(), loss.item(), max_loss, norm)
+        skipped = refusal(tokens, loss.item(), max_loss, norm)
         if skipped is None:
             self.logits -= learning_rate * gradient
             self.steps += 1
-        return StepResult(loss.item(), norm, int(tokens.item()), skipped)
+        return StepResult(loss.item(), norm, tokens, skipped)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        loss, tokens = _mean_loss(self.logits, micro_batches)
-        return EvalResult(_sum_over_ranks(loss).item(), int(tokens.item()))
+        tokens = int(_sum_over_ranks(torch.tensor(sum(b.tokens for b in micro_batches))))
+        loss = _summed_loss(self.logits, micro_batches) / tokens
+        return EvalResult(_sum_over_ranks(loss).item(), tokens)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
@@ -85,13 +87,11 @@ class FakeEngine:
         """See `Engine.close`."""
 
 
-def _mean_loss(logits: Tensor, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, Tensor]:
-    """This rank's part of the token-mean loss, and all ranks' unmasked tokens."""
+def _summed_loss(logits: Tensor, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Sum of this rank's cross entropies."""
     labels = torch.cat([batch.labels.flatten() for batch in micro_batches])
-    tokens = _sum_over_ranks((labels != IGNORE_INDEX).sum())
     scores = logits.expand(len(labels), -1)
-    total = cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return total / tokens, tokens
+    return cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:

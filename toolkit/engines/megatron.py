@@ -113,6 +113,7 @@ class MegatronEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
+        tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
@@ -123,7 +124,7 @@ class MegatronEngine:
         for replica in self.replicas:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, tokens, gradient_sum = self._run(micro_batches, forward_only=False)
+        loss, _, gradient_sum = self._run(micro_batches, forward_only=False)
         skipped = refusal(tokens, loss, max_loss, gradient_sum)
         if skipped is not None:
             # The gradient buffers are cleared when the next step begins.

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+from toolkit.engines.base import MicroBatch
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
@@ -35,7 +36,8 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     for step in range(steps):
         inputs, labels = global_batch(recipe.training, config.vocab_size, step)
         mine = micro_batches(inputs, labels, layout, layout.data_rank(ranks.rank))
-        result = engine.train_step(mine, recipe.optimizer.learning_rate)
+        tokens = MicroBatch(inputs, labels).tokens
+        result = engine.train_step(mine, tokens, recipe.optimizer.learning_rate)
         if ranks.rank == 0:
             write_step(assignment.run_dir, result.loss, result.grad_norm)
     engine.close()

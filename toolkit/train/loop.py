@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from toolkit.data.batches import GlobalBatches
-from toolkit.engines.base import Engine, StepResult
+from toolkit.engines.base import Engine, MicroBatch, StepResult
 from toolkit.errors import Stopped
 from toolkit.failpoints import failpoint
 from toolkit.plan.layout import Layout
@@ -86,6 +86,15 @@ class Job:
     schedule: ScheduleSection
     guard: GuardSection
 
+    def micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
+        """This rank's part of the global batch of `step`; nothing beyond the last step."""
+        if step >= self.total_steps:
+            return []
+        layout = self.layout
+        return self.batches.micro_batches(
+            consumed_samples, self.dp_rank, layout.dp, layout.micro_batch
+        )
+
 
 def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
     """Train from `progress` to the last step.
@@ -94,26 +103,34 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
     many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
     """
     layout, guard = job.layout, Guard(job.guard)
+    replicas = layout.world // layout.dp  # ranks that count the same tokens
+    coming = job.micro_batches(progress.step, progress.consumed_samples)
+    stop.ask(sum(batch.tokens for batch in coming))
+    _, counted = stop.agreed()
     while progress.step < job.total_steps:
         started = time.perf_counter()
         rate = learning_rate(
             progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
         )
-        micro_batches = job.batches.micro_batches(
-            progress.consumed_samples, job.dp_rank, layout.dp, layout.micro_batch
+        micro_batches, tokens = coming, counted // replicas
+        coming = job.micro_batches(
+            progress.step + 1, progress.consumed_samples + layout.global_batch
         )
+        # The one reduction of the loop: it runs while the step does.
+        stop.ask(sum(batch.tokens for batch in coming))
         # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
-        torch.manual_seed(_step_seed(job.seed, progress.step, job.dp_rank))
+        _seed(_step_seed(job.seed, progress.step, job.dp_rank))
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
-        result = job.engine.train_step(micro_batches, rate, max_loss)
+        result = job.engine.train_step(micro_batches, tokens, rate, max_loss)
         progress.advance(result, layout.global_batch)
 
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
         seconds = time.perf_counter() - started
         hooks.after_step(progress, StepReport(result, rate, seconds, samples))
         guard.check(progress.step, result)
-        stopping = stop.agreed() and progress.step < job.total_steps
+        asked, counted = stop.agreed()
+        stopping = asked and progress.step < job.total_steps
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:
             raise Stopped(
@@ -121,6 +138,13 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
                 fix="start the same command again to resume",
             )
         hooks.evaluate(progress)
+
+
+def _seed(seed: int) -> None:
+    """As `torch.manual_seed`, which formats a stack trace each time CUDA is not in use."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -20,8 +20,9 @@ class StopRequest:
 
         with StopRequest() as stop:
             for step in …:
+                stop.ask(0)
                 …
-                if stop.agreed():
+                if stop.agreed()[0]:
                     save and leave
 
     Where `file` appears, this rank asks to stop, too: the way of a launcher whose ranks are on
@@ -34,7 +35,7 @@ class StopRequest:
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self._reason: str | None = None
-        self._interrupts = 0
+        self._interrupts = self._number = 0
         self._handlers = handling(STOP_SIGNALS, self._remember)
         self._group = _gloo_group()
         self._pending: tuple[torch.Tensor, Work] | None = None
@@ -55,10 +56,6 @@ class StopRequest:
         traceback: TracebackType | None,
     ) -> None:
         self._handlers.__exit__(error_type, error, traceback)
-        # After an error the other ranks may never join the reduction: do not wait then.
-        if error_type is None and self._pending is not None:
-            self._pending[1].wait()
-        self._pending = None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -68,19 +65,28 @@ class StopRequest:
             if self._interrupts >= _INTERRUPTS_TO_FORCE:
                 raise KeyboardInterrupt
 
-    def agreed(self) -> bool:
-        """Say whether to stop now; every rank calls it once per step, all get one answer.
+    def ask(self, number: int) -> None:
+        """Begin a step's one reduction: may we go on, and what is the sum of `number`?
 
-        With several ranks the answer is about the flags at the *previous* call: that
-        reduction ran while the step did, so asking costs no latency, and a signal takes
-        effect one step later.
+        Every rank calls it before a step and `agreed` after it: the reduction runs while the
+        step does, and neither costs its latency.
         """
-        if self._group is None:
-            return self._asked()
-        answer = self._finish_pending()
-        if not answer:
+        self._number = number
+        if self._group is not None:
             self._start_reduction(self._group)
-        return answer
+
+    def agreed(self) -> tuple[bool, int]:
+        """Whether to stop, and the sum of the numbers of all ranks; the same on every rank.
+
+        With several ranks, a signal that comes while a step runs is answered after the next.
+        """
+        if self._pending is None:
+            return self._asked(), self._number
+        sums, work = self._pending
+        work.wait()
+        self._pending = None
+        asking, number = sums.tolist()
+        return asking > 0, number
 
     def _asked(self) -> bool:
         if self._file is not None and self._file.exists():
@@ -88,22 +94,14 @@ class StopRequest:
             self._file.unlink(missing_ok=True)
         return self._reason is not None
 
-    def _finish_pending(self) -> bool:
-        if self._pending is None:
-            return False
-        flag, work = self._pending
-        work.wait()
-        self._pending = None
-        return bool(flag.item())
-
     def _start_reduction(self, group: "ProcessGroup") -> None:
         import torch
         import torch.distributed as dist
 
-        flag = torch.tensor([int(self._asked())], dtype=torch.int32)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        sums = torch.tensor([int(self._asked()), self._number])
+        work = dist.all_reduce(sums, group=group, async_op=True)
         assert work is not None
-        self._pending = (flag, work)
+        self._pending = (sums, work)
 
 
 def _gloo_group() -> "ProcessGroup | None":
