@@ -156,7 +156,7 @@ def test_deepspeed_reads_what_the_recipe_says(name: str, as_read: dict[str, Any]
         "weight_decay": optimizer.weight_decay,
     }
     if layout.offload_optimizer == "none":
-        params["torch_adam"] = True
+        params |= {"torch_adam": True, "fused": True}
     placed = [layout.offload_optimizer, layout.offload_parameters]
     assert read["batch"] == [
         layout.global_batch,

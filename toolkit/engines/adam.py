@@ -14,9 +14,12 @@ def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
     state = optimizer.state[weight]
     if "exp_avg" not in state:
         if not _counts_in_groups(optimizer):
-            # torch counts in a tensor, DeepSpeed's implementations in a number.
+            # torch counts in a tensor, which its fused kernel wants on the weight's device;
+            # DeepSpeed's implementations in a number.
             own = isinstance(optimizer, torch.optim.AdamW)
-            state["step"] = torch.tensor(0.0) if own else 0
+            fused = own and optimizer.defaults["fused"]
+            device = weight.device if fused else torch.device("cpu")
+            state["step"] = torch.zeros((), device=device) if own else 0
         state["exp_avg"] = torch.zeros_like(weight)
         state["exp_avg_sq"] = torch.zeros_like(weight)
     return {"weight": weight, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}

@@ -37,7 +37,7 @@ class DdpEngine(DataParallelEngine):
             device_ids = [self.device] if self.device.type == "cuda" else None
             self.replica = DistributedDataParallel(self.model, device_ids=device_ids)
             self._settle_buckets()
-        self.optimizer = self.new_optimizer(self.model)
+        self.optimizer = self.new_optimizer(self.model, fused=True)
 
     def _settle_buckets(self) -> None:
         """Do one backward pass for nothing.

@@ -137,7 +137,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     for key, setting in owned.items():
         if setting.needed or _get(config, key) is not None:
             _put(config, key, setting.value)
-    for key, value in {**DEFAULTS, **_by_layout(request)}.items():
+    for key, value in {**DEFAULTS, **_by_layout(request, file)}.items():
         if _get(file.values, key) is None:
             _put(config, key, value)
     return config
@@ -231,12 +231,16 @@ def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
     )
 
 
-def _by_layout(request: DeepSpeedRequest) -> dict[str, object]:
+def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     """Settings that follow from the layout where the file does not state them."""
     settings: dict[str, object] = {}
     if request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
+        stated = (_get(file.values, f"optimizer.params.{key}") for key in ("torch_adam", "foreach"))
+        if not any(value is not None for value in stated):
+            # One pass over the shard; PyTorch's default makes about ten on a CPU.
+            settings["optimizer.params.fused"] = True
     if request.precision == "bf16" and request.layout.zero_stage > 0:
         # Otherwise micro batches are summed in bf16. Stage 0 knows no other way.
         settings["data_types.grad_accum_dtype"] = "fp32"
