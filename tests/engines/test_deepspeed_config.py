@@ -321,6 +321,7 @@ def test_what_the_file_says_about_its_own_matters_stays(tmp_path: Path) -> None:
     assert config["steps_per_print"] == 5
     assert config["wall_clock_breakdown"]
     assert config["optimizer"]["params"]["torch_adam"] is False
+    assert "fused" not in config["optimizer"]["params"], "an argument of PyTorch's AdamW only"
 
 
 def test_a_preset_of_another_stage_is_refused() -> None:

@@ -52,6 +52,7 @@ class StepReport:
     result: StepResult
     learning_rate: float
     seconds: float
+    """Since the step before was done: logging it counts, saving and validating do not."""
     samples: tuple[int, ...] = ()
     """What this rank trained on: indices in the training data."""
 
@@ -107,8 +108,8 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
     coming = job.micro_batches(progress.step, progress.consumed_samples)
     stop.ask(sum(batch.tokens for batch in coming))
     _, counted = stop.agreed()
+    started = time.perf_counter()
     while progress.step < job.total_steps:
-        started = time.perf_counter()
         rate = learning_rate(
             progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
         )
@@ -126,11 +127,13 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
         progress.advance(result, layout.global_batch)
 
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
-        seconds = time.perf_counter() - started
+        done = time.perf_counter()
+        seconds, started = done - started, done
         hooks.after_step(progress, StepReport(result, rate, seconds, samples))
         guard.check(progress.step, result)
         asked, counted = stop.agreed()
         stopping = asked and progress.step < job.total_steps
+        between = time.perf_counter()
         hooks.save(progress, stopping=stopping)  # before a validation, which takes time
         if stopping:
             raise Stopped(
@@ -138,6 +141,7 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
                 fix="start the same command again to resume",
             )
         hooks.evaluate(progress)
+        started += time.perf_counter() - between
 
 
 def _seed(seed: int) -> None:
