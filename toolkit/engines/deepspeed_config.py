@@ -237,10 +237,8 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     if request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
-        stated = (
-            _get(file.values, f"optimizer.params.{key}") for key in ("torch_adam", "foreach")
-        )
-        if not any(value is not None for value in stated):
+        stated: Any = _get(file.values, "optimizer.params") or {}
+        if not {"torch_adam", "foreach"} & stated.keys():
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
     if request.precision == "bf16" and request.layout.zero_stage > 0:
