@@ -1,0 +1,112 @@
+"""The run of transformers' Trainer that `against_trainer.py` compares `dmt` with.
+
+    torchrun --nproc-per-node 2 benchmarks/trainer_loop.py RUN_DIR STEPS OUT
+
+Model, batch sizes, AdamW, clipping, schedule and DeepSpeed's JSON are those of a run directory;
+the data are random tokens that lie in memory. Everything else is the Trainer's own default
+(its AdamW is PyTorch's fused one, also under DeepSpeed, whose JSON then has no optimizer). No
+validation, checkpoint or progress bar, which `dmt launch` does not draw into a file either.
+"""
+
+import json
+import os
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from ruamel.yaml import YAML
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class Clock(TrainerCallback):
+    """Notes when each step is done."""
+
+    def __init__(self, first: Path) -> None:
+        self.first = first
+        self.stamps: list[float] = []
+
+    def on_train_begin(self, *_, **__) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def on_step_end(self, _arguments, state, *_, **__) -> None:
+        self.stamps.append(time.perf_counter())
+        if state.is_world_process_zero and state.global_step == 1:
+            self.first.touch()
+
+
+def deepspeed_config(run: Path) -> dict | None:
+    """DeepSpeed's JSON without what the Trainer's arguments say; None for DDP."""
+    if not (run / "deepspeed.json").exists():
+        return None
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}  # minutes of compiling
+    deepspeed.init_distributed("gloo")
+    config = json.loads((run / "deepspeed.json").read_text())
+    del config["optimizer"]
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    return config | dict.fromkeys((*sizes, "gradient_accumulation_steps"), "auto")
+
+
+def arguments(run: Path, recipe: dict, steps: int) -> TrainingArguments:
+    """What the recipe says, in the Trainer's words."""
+    layout = json.loads((run / "plan.json").read_text())["layout"]
+    optimizer = recipe["optimizer"]
+    return TrainingArguments(
+        output_dir=str(run / "trainer"),
+        max_steps=steps,
+        per_device_train_batch_size=layout["micro_batch"],
+        gradient_accumulation_steps=layout["gradient_accumulation"],
+        learning_rate=optimizer["learning_rate"],
+        adam_beta1=optimizer["betas"][0],
+        adam_beta2=optimizer["betas"][1],
+        adam_epsilon=optimizer["eps"],
+        weight_decay=optimizer["weight_decay"],
+        max_grad_norm=optimizer["clip_grad_norm"],
+        lr_scheduler_type=recipe["schedule"]["name"],  # to 0; one with a minimum fails on ZeRO
+        warmup_steps=recipe["schedule"]["warmup_steps"],
+        logging_steps=recipe["logging"]["every_steps"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_backend="gloo",
+        deepspeed=deepspeed_config(run),
+    )
+
+
+def main() -> None:
+    run, steps, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    recipe = YAML(typ="safe").load(run / "recipe.yaml")
+    options = arguments(run, recipe, steps)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**recipe["model"]["config"])
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    training = recipe["training"]
+    shape = training["global_batch_size"] * steps, training["sequence_length"]
+    rows = torch.randint(config.vocab_size, shape)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    clock = Clock(out.with_suffix(".first"))
+    trainer = Trainer(model=model, args=options, train_dataset=data, callbacks=[clock])
+    trainer.train()
+    if trainer.is_world_process_zero():
+        times = [after - before for before, after in pairwise(clock.stamps)]
+        out.write_text(json.dumps({"step_times_s": times}))
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a Python that shuts down
+
+
+if __name__ == "__main__":
+    main()
