@@ -1,6 +1,9 @@
 """Secrets are found and masked; ordinary settings are left alone."""
 
+import json
+import shlex
 import time
+from urllib.parse import quote
 
 import pytest
 
@@ -80,8 +83,39 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variable_names() -> None:
-    assert all(map(secret_variable, ["HF_TOKEN", "WANDB_API_KEY", "db_password", "MYSECRET"]))
-    assert not any(map(secret_variable, ["TOKENIZERS_PARALLELISM", "HOME", "XKB_KEYMAP"]))
+    secret = (
+        "HF_TOKEN WANDB_API_KEY db_password MYSECRET DB_PASS MY_PAT KEYRING_PASSWORD "
+        "SURVEYMONKEY_API_KEY SSHPASS MYSQL_PWD GOOGLE_CREDENTIALS AWS_ACCESS_KEY_ID MONKEY"
+    )
+    assert [name for name in secret.split() if not secret_variable(name)] == []
+    other = (
+        "TOKENIZERS_PARALLELISM HOME XKB_KEYMAP PWD OLDPWD SSH_AUTH_SOCK SSH_ASKPASS "
+        "TERM_SESSION_ID PATH GNOME_KEYRING_CONTROL"
+    )
+    assert [name for name in other.split() if secret_variable(name)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["DB_PASS", "MY_PAT", "KEYRING_PASSWORD", "SURVEYMONKEY_API_KEY"]
+)
+def test_a_value_however_it_is_spelt(name: str) -> None:
+    value = "it's a pässword/\n-----BEGIN PRIVATE LINES-----"
+    redactor = Redactor({name: value})
+    assert redactor.looks_secret("logging.wandb.tags[0]", value)
+    for spelt in (
+        value,
+        repr(value),
+        json.dumps(value),
+        shlex.join(["x", value]),
+        quote(value),
+    ):
+        masked = redactor.redact(f"before {spelt} after")
+        assert "ssword" not in masked, spelt
+        assert "PRIVATE" not in masked, spelt
+        assert masked.startswith("before ")
+        assert masked.endswith(" after")
+    for line in value.splitlines():
+        assert redactor.redact(line) == MASK
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,29 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from urllib.parse import quote
 
 MASK = "***"
 MIN_SECRET_LENGTH = 8
-"""Shorter environment values (`1`, `true`, `prod`) are no secrets."""
+"""Shorter environment values (`1`, `true`, `prod`) are no secrets: they occur in every text."""
 
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
-_INNOCENT_VARIABLE = re.compile(r"TOKENIZ|KEYBOARD|KEYMAP|KEYRING|KEYWORD|MONKEY")
+_MIN_SECRET_LINE = 16
+"""Of a secret of several lines (a private key), lines as long as this are secrets, too: logs
+are written line by line."""
+
+_SECRET_VARIABLE = re.compile(
+    r"(PASS|PAT|PASSW(OR)?D|PWD|KEY|TOKEN|SECRET|CREDENTIALS?)S?$|"
+    # Within a name, unless it is only a part of another word.
+    r"(?<!MON)KEY(?!BOARD|MAP|RING|WORD)|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL"
+)
+_INNOCENT_VARIABLES = frozenset(
+    ["GIT_ASKPASS", "GPG_KEY", "OLDPWD", "PWD", "SSH_ASKPASS", "SUDO_ASKPASS"]
+)
+"""Exact names: working directories, programs that ask for a password, and the public key that
+images of Python name."""
 
 _SECRET_WORDS = frozenset(
     [
@@ -92,10 +106,15 @@ _LONG_HEX = re.compile(r"[0-9a-fA-F]{32,128}")
 _LONG_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+]{40,}={0,2}")
 
 
+@lru_cache(maxsize=4096)
 def secret_variable(name: str) -> bool:
-    """Does an environment variable's name say that its value is a secret?"""
+    """Does an environment variable's name say that its value is a secret?
+
+    Every name does that ends in PASS, PASSWORD, PWD, PAT, KEY, TOKEN, SECRET or CREDENTIALS,
+    but for `_INNOCENT_VARIABLES`.
+    """
     name = name.upper()
-    return bool(_SECRET_VARIABLE.search(name)) and not _INNOCENT_VARIABLE.search(name)
+    return bool(_SECRET_VARIABLE.search(name)) and name not in _INNOCENT_VARIABLES
 
 
 def secret_key(key: str) -> bool:
@@ -125,8 +144,8 @@ class Redactor:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment`: names and values to take secrets from; default `os.environ`."""
         self._secrets = _environment_secrets(os.environ if environment is None else environment)
-        escaped = {json.dumps(secret)[1:-1] for secret in self._secrets}
-        longest_first = sorted(self._secrets | escaped, key=len, reverse=True)
+        spelt = {text for secret in self._secrets for text in _spellings(secret)}
+        longest_first = sorted(spelt, key=len, reverse=True)
         self._values = (
             re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         )
@@ -169,6 +188,19 @@ def _redactor(secrets: frozenset[str]) -> Redactor:
 def _environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
     values = (value.strip() for name, value in environment.items() if secret_variable(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
+
+
+def _spellings(secret: str) -> Iterator[str]:
+    """How a secret may stand in a text: as it is, by line, in JSON, Python, a shell, a URL."""
+    yield secret
+    for line in secret.splitlines():
+        if len(line.strip()) >= _MIN_SECRET_LINE:
+            yield line.strip()
+    yield from (json.dumps(secret, ensure_ascii=ascii_)[1:-1] for ascii_ in (True, False))
+    yield repr(secret)[1:-1]
+    yield shlex.quote(secret).removeprefix("'").removesuffix("'")
+    yield quote(secret, safe="")
+    yield quote(secret)
 
 
 def _words(key: str) -> list[str]:

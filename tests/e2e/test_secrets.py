@@ -16,7 +16,12 @@ SECRETS = {
     "HF_TOKEN": f"hf_{CANARY}abcdefghijkl",
     "AWS_SECRET_ACCESS_KEY": f"{CANARY}+aws/secret",
     "MY_PASSWORD": f"{CANARY} with a space",
+    "DB_PASS": f"{CANARY}db",
+    "MY_PAT": f"{CANARY}pat",
+    "KEYRING_PASSWORD": f"{CANARY}ring",
+    "SURVEYMONKEY_API_KEY": f"{CANARY}survey",
 }
+ENDINGS = [SECRETS[name] for name in list(SECRETS)[-4:]]
 FAILING_STEP = """
 import os
 if "RANK" in os.environ:
@@ -47,7 +52,7 @@ def test_a_run_with_secrets_around_it(project: Project):
         "cluster.gpus_per_node": 1,
         # Not the secret itself, which is refused, but a text around it.
         "name": f"a-{password}-b",
-        "logging.wandb.tags": f"[before-{password}]",
+        "logging.wandb.tags": f"[before-{password}, {', '.join(map('a {}'.format, ENDINGS))}]",
     }
     argv = tool("python", ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir)
     env = {**SECRETS, "OTHER_PASSWORD": password}
@@ -74,9 +79,10 @@ def test_an_exception_that_holds_a_secret(project: Project, tmp_path: Path):
     [
         {"logging.wandb.api_key": SECRETS["WANDB_API_KEY"]},
         {"logging.wandb.project": SECRETS["WANDB_API_KEY"]},
+        {"logging.wandb.tags": f"[{SECRETS['DB_PASS']}]"},
         {"model.hub": f"https://me:{CANARY}@example.com/model"},
     ],
-    ids=["by its name", "by its value", "by its shape"],
+    ids=["by its name", "by its value", "in a list", "by its shape"],
 )
 def test_a_secret_in_the_settings_is_refused(project: Project, change):
     ended = project.launch("refused", change, env=SECRETS)
