@@ -6,6 +6,7 @@ Two processes over gloo; all presets of one library in one start.
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,3 +127,18 @@ def test_is_filled_completely_by_both(name: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["3", str(name == "zeropp")] * 2
+
+
+@pytest.mark.slow
+def test_the_readmes_lines_switch_the_shared_memory_build_off(tmp_path: Path) -> None:
+    """Without them this takes minutes, or ends where there is no compiler."""
+    readme = (preset_path("zero2").parent / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (tmp_path / "script.py").write_text(
+        f"{lines}\ndeepspeed.init_distributed('gloo', verbose=False)\n"
+        "assert deepspeed.comm.comm.cdb.shm_comm_op is None\n"
+    )
+    built = tmp_path / "extensions"
+    env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(built)}
+    run_ranks([str(tmp_path / "script.py")], 1, timeout_s=120, env=env)
+    assert not list(built.rglob("*"))
