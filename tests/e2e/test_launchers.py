@@ -47,13 +47,19 @@ def test_dmt_launch(project: Project, ddp_run: Path, launcher: str):
     ids=lambda start: start[0],
 )
 def test_started_directly(project: Project, ddp_run: Path, start):
+    """Rank 0 shows what `dmt launch` shows."""
     run_dir = f"direct-{start[0]}"
+    plan = project.launch(run_dir, STEPS, "--dry-run").err
     ended = run(
         tool(*start, WORKER, project.recipe, "--run-dir", run_dir, *settings(STEPS)),
         project.folder,
     )
     assert ended.code == 0, ended.err
     assert_same_start(project.folder / run_dir, ddp_run)
+    assert ended.err.count(f"{plan}run directory {run_dir}\n") == 1, ended.err
+    assert ended.err.count("\nready after ") == 1
+    assert ended.err.count("\nstep time    ") == 1
+    assert ended.err.count(f"\nexport       {run_dir}/export\n") == 1
 
 
 def test_a_single_process(project: Project, ddp_run: Path):

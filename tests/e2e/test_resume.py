@@ -17,6 +17,9 @@ from tests.e2e.product import (
     started,
     steps_logged,
 )
+from toolkit.train.exporting import export_last
+from toolkit.train.phases import Phases
+from toolkit.train.run_dir import RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +64,36 @@ def test_wandb_keeps_its_run(extended_run):
 def test_a_finished_run_that_is_started_again_changes_nothing(project: Project, extended_run):
     before = curve(extended_run)
     manifest = extended_run / "checkpoints" / "step-00000020" / "manifest.json"
-    written = manifest.stat().st_mtime_ns
+
+    def written() -> dict[Path, tuple[int, bytes]]:
+        files = [manifest, *(extended_run / "export").iterdir()]
+        return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+    files = written()
     ended = project.launch("extended")
     assert ended.code == 0, ended.err
     assert curve(extended_run) == before
     assert checkpoints(extended_run) == [10, 20]
-    assert manifest.stat().st_mtime_ns == written, "not written again, where a kill could harm"
+    assert written() == files, "not written again, where a kill could harm"
+    assert "finished: extended/checkpoints/step-00000020 is step 20 of 20" in ended.err
+    assert len(events(extended_run, "evaluation")) == 2, "nothing is built to validate again"
+    assert ended.err.endswith("export       extended/export\n")
+
+
+@pytest.mark.parametrize("lost", ["all", "a file", "part of a file"])
+def test_a_finished_run_writes_an_export_that_is_not_whole(ddp_run, tmp_path, lost):
+    run_dir = shutil.copytree(ddp_run, tmp_path / "run")
+    weights = run_dir / "export" / "model.safetensors"
+    whole, config = weights.read_bytes(), run_dir / "export" / "config.json"
+    if lost == "all":
+        shutil.rmtree(run_dir / "export")
+    elif lost == "a file":
+        weights.unlink()
+    else:
+        weights.write_bytes(whole[:-1])
+    export_last(RunDirectory(run_dir), 20, Phases(1))
+    assert weights.read_bytes() == whole
+    assert config.exists()
 
 
 @pytest.mark.usefixtures("extended_run")
@@ -140,6 +167,9 @@ def test_a_killed_rank(project: Project, ddp_run):
     ended = project.launch("killed", {"training.steps": 20} | often)
     assert ended.code == 0, ended.err
     assert events(run_dir, "resume")[-1]["step"] == saved
+    assert (
+        f"continuing from step {saved} of 20, killed/checkpoints/step-{saved:08}" in ended.err
+    )
     assert curve(run_dir) == curve(ddp_run)
     assert not partial.exists()
 

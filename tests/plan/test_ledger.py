@@ -7,7 +7,6 @@ import pytest
 
 from tests.plan.test_planner import TINY, recipe
 from tests.plan.test_search import MIXTRAL
-from toolkit.cli.plan import ledger_of
 from toolkit.engines.presets import PRESETS
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.models.families import model_spec
@@ -15,6 +14,7 @@ from toolkit.plan import legality
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.train.announce import ledger_of
 
 ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"}
 

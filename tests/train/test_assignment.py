@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import RECIPE
+from toolkit.cli.main import main
 from toolkit.errors import PlanError, RunFailed
+from toolkit.launchers.job import job_of
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.train.assignment import decide, decide_for_fewer, read_assignment, write
+from toolkit.train.assignment import assign, decide, decide_for_fewer, read_assignment, write
 
 
 def recipe_on(folder: Path, gpus: int, *changes: str) -> Recipe:
@@ -42,7 +44,23 @@ def test_an_elastic_restart_with_other_ranks_plans_again(tmp_path, monkeypatch, 
     found = read_assignment(tmp_path / "run", 2)
     assert (found.recipe.cluster.nodes, found.recipe.cluster.gpus_per_node) == (2, 1)
     assert found.plan.layout.global_batch == 8
-    assert "2 ranks in place of 4: planned again" in capsys.readouterr().err
+    assert "2 ranks instead of 4: planned again" in capsys.readouterr().err
     # The run directory has the new plan: a next start of as many ranks reads it.
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert read_assignment(tmp_path / "run", 2).plan == found.plan
+
+
+def test_ranks_that_plan_show_what_dmt_launch_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe_on(tmp_path, 2)
+    assert main(["launch", "recipe.yaml", "--dry-run"]) == 0
+    plan = capsys.readouterr().err
+    assert plan.startswith("engine ddp") and "\napproximated: order of sums" in plan
+    made = assign(Path("recipe.yaml"), [], None, ["torchrun"], 2)
+    assert capsys.readouterr().err == f"{plan}run directory runs/e2e\n"
+    # Where `dmt launch` hands a job over, it has shown the plan.
+    job = job_of(made)
+    job.recipe_file.parent.mkdir()
+    job.recipe_file.write_text(job.recipe)
+    assign(job.recipe_file, [], Path("runs/e2e"), ["torchrun"], 2)
+    assert capsys.readouterr().err == "run directory runs/e2e\n"

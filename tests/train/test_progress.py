@@ -13,7 +13,7 @@ LINE = Metrics(10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.412, 80, 10_240, F
 
 def test_plain_lines_without_a_terminal():
     file = io.StringIO()
-    with ProgressReport(1000, console=Console(file=file)) as report:
+    with ProgressReport(1000, 0, Console(file=file)) as report:
         report.advance(9)
         report.logged(LINE)
         report.message("step 10  validation loss 2.5")
@@ -29,7 +29,7 @@ def test_plain_lines_without_a_terminal():
 def test_a_bar_on_a_terminal():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=140, color_system=None)
-    with ProgressReport(1000, done_steps=5, console=console) as report:
+    with ProgressReport(1000, 5, console) as report:
         report.logged(LINE)
         report.message("saved [step-00000010]")
         report.advance(11)
@@ -43,7 +43,7 @@ def test_a_bar_on_a_terminal():
 def test_80_columns_are_enough():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, color_system=None)
-    with ProgressReport(100_000, console=console) as report:
+    with ProgressReport(100_000, 0, console) as report:
         report.logged(replace(LINE, step=99_999, tokens_per_s=1_234_567.0))
     last = [line for line in file.getvalue().splitlines() if "loss" in line][-1]
     for part in ("99999/100000", "loss 2.3457", "1,234,567 tokens/s", "MFU 41.2%", "left -"):

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from toolkit.train import watchdog as module
+from toolkit.train.phases import WAITING
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.watchdog import Heartbeat, Watchdog
@@ -62,8 +63,11 @@ with (
 ):
     for step in range(10):
         if step == 4 and behaviour == "wait":
-            watchdog.wait("waiting", step)
-            time.sleep(1.3 * limit_s)
+            watchdog.hear(WAITING)
+            for _ in range(13):  # ranks wait for rank 0, which says that it gets on
+                if rank == 0:
+                    watchdog.hear("exporting")
+                time.sleep(0.1 * limit_s)
         if step == 4 and behaviour == "behind" and rank == int(chosen):
             misbehave()
         watchdog.mark(f"step {step + 1}", step)

@@ -26,8 +26,16 @@ class Found:
     """Newer ones that are damaged: which, and why."""
 
 
-def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
+def find_newest(
+    store: CheckpointStore,
+    *,
+    expected: bool,
+    verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None,
+) -> Found | None:
     """The newest checkpoint that verifies, the same on every rank; collective.
+
+    `verifying` gets the bytes that this rank verifies of a checkpoint; what it returns is
+    called with those that are done.
 
     None when there is none and none is `expected`. Raises CheckpointError when one is expected,
     or there are some and all are damaged: a run must not begin again without a word.
@@ -36,7 +44,7 @@ def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
     expected = _from_rank_0(lambda: expected or store.expects_one())
     skipped: list[str] = []
     for folder in folders:
-        manifest, problems = _look_at(folder)
+        manifest, problems = _look_at(folder, verifying)
         if manifest is not None and not problems:
             if dist.get_rank() == 0:
                 for damaged in folders[: len(skipped)]:
@@ -53,13 +61,17 @@ def find_newest(store: CheckpointStore, *, expected: bool) -> Found | None:
     )
 
 
-def _look_at(folder: Path) -> tuple[Manifest | None, list[str]]:
+def _look_at(
+    folder: Path, verifying: Callable[[int], Callable[[int], None]]
+) -> tuple[Manifest | None, list[str]]:
     """A checkpoint's manifest and what is wrong with it; every rank hashes its share."""
     manifest, problem = _from_rank_0(lambda: _read(folder))
     if manifest is None:
         return None, [problem]
     files = list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
-    mine = [told for name, record in files if (told := problem_with(folder, name, record))]
+    tick = verifying(sum(record.size for _, record in files))
+    found = (problem_with(folder, name, record, tick) for name, record in files)
+    mine = [told for told in found if told]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, mine)
     return manifest, [told for one in everyones for told in one]

@@ -87,6 +87,7 @@ class _Summary:
 def _prepare(recipe: Recipe) -> _Summary:
     from toolkit.data.build import build_data
     from toolkit.data.files import cache_folder
+    from toolkit.data.progress import with_bar
 
     training = recipe.training
     data = build_data(
@@ -96,7 +97,7 @@ def _prepare(recipe: Recipe) -> _Summary:
         seed=training.seed,
         vocab_size=(recipe.model.config or {}).get("vocab_size"),
         base=Path.cwd(),
-        progress=True,
+        track=with_bar,
     )
     validation = data.validation
     return _Summary(

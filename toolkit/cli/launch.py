@@ -1,30 +1,23 @@
 """`dmt launch`: plan a recipe, write its run directory, start the workers, wait."""
 
 import os
-import shlex
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir, load_on
-from toolkit.cli.plan import ledger_of
 from toolkit.conflicts import preflight
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Launcher, LaunchSpec
-from toolkit.launchers.outcome import events_offset
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
-from toolkit.plan.ledger import summary
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
-from toolkit.train import jsonl
-from toolkit.train.comparison import told
+from toolkit.train.announce import show_plan, show_run_directory
 from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.run_dir import RunDirectory, refuse_other_run
 
@@ -73,10 +66,7 @@ def launch(
     loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
     spec = _spec(assignment, where)
-    for reason in assignment.plan.reasons:
-        tell(reason)
-    for line in summary(ledger_of(assignment.recipe, assignment.plan)):
-        tell(line)
+    show_plan(assignment)
     chosen = LAUNCHERS[assignment.recipe.launch.launcher]()
     oversees = chosen.oversees(assignment.recipe.cluster)
     if oversees:  # Otherwise that is done where the ranks are.
@@ -104,20 +94,17 @@ def _oversee(
 
     prepare_ops(assignment.plan.engine, assignment.engine_config, tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
-    tell(f"run directory {_short(run.path)}")
+    show_run_directory(run)
     EventLog(run.events).write("launch", time=time.time() - process_age_s())
-    before = events_offset(run.path)
-    code = supervise(
+    section = assignment.recipe
+    ranks = f"{section.cluster.world_size} ranks ({section.launch.launcher})"
+    tell(f"starting {ranks}: loading the libraries")
+    return supervise(
         launcher,
         spec,
         lambda: _spec(_still_possible(assignment, loaded, where), where),
         assignment.recipe.launch.max_restarts,
     )
-    if code in (EXIT_DONE, EXIT_RESUMABLE):
-        _compare(run, before)
-    if code == EXIT_DONE:
-        _summary(run)
-    return code
 
 
 def _hand_over(launcher: Launcher, assignment: "Assignment", spec: LaunchSpec) -> int:
@@ -153,35 +140,6 @@ def _still_possible(
     if len(names) < planned:
         tell(f"{len(names)} of {planned} GPUs work: planning again, same global batch")
         assignment = assignments.decide_for_fewer(recipe, assignment.run_dir, where, len(names))
-        for reason in assignment.plan.reasons:
-            tell(reason)
+        show_plan(assignment)
         assignments.write(assignment, ["dmt", *sys.argv[1:]])
     return assignment
-
-
-def _compare(run: RunDirectory, offset: int) -> None:
-    """The plan's prediction beside what this start measured."""
-    for event in jsonl.read(run.events, offset):
-        if event.get("kind") == "prediction":
-            for quantity, text in told(event):
-                tell(f"{quantity:<12} {text}")
-
-
-def _summary(run: RunDirectory) -> None:
-    """Say where everything is."""
-    shown = {
-        "metrics": run.metrics,
-        "events": run.events,
-        "checkpoints": run.checkpoints,
-        "export": run.export,
-    }
-    for name, path in shown.items():
-        if path.exists():
-            tell(f"{name:<12} {_short(path)}")
-
-
-def _short(path: Path) -> str:
-    """The path relative to the working directory where that is shorter, for a shell."""
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return shlex.quote(str(path))

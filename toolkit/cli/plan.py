@@ -14,17 +14,16 @@ from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, load_on
-from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
-from toolkit.models.families import model_spec
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
 from toolkit.plan.layout import total_steps
-from toolkit.plan.ledger import KINDS, Entry, Kind, ledger
-from toolkit.plan.planner import Plan, explore, model_config, plan_of
+from toolkit.plan.ledger import KINDS, Entry, Kind
+from toolkit.plan.planner import Plan, explore, plan_of
 from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
@@ -33,6 +32,7 @@ from toolkit.plan.search import Candidate, Search, shortage
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.terminal import tell
+from toolkit.train.announce import ledger_of
 from toolkit.units import seconds
 
 _DEGREES = {
@@ -166,13 +166,6 @@ def _check_plot(file: Path, several: bool) -> None:
             f"--plot: cannot draw {str(file)!r}",
             fix="name a .svg or .png file in a folder that exists",
         )
-
-
-def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
-    """What this plan keeps exactly, approximates and refuses."""
-    config = model_config(recipe.model)
-    told = render_engine_config(recipe, plan)
-    return ledger(recipe, plan, model_spec(config), config, told)
 
 
 def _estimate(found: Search, one: Candidate) -> Estimate:

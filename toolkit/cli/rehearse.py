@@ -12,7 +12,6 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, RecipePath
-from toolkit.cli.plan import ledger_of
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
 from toolkit.plan.ledger import summary
@@ -22,6 +21,7 @@ from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Options, Outcome, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.terminal import tell
+from toolkit.train.announce import ledger_of
 
 
 def rehearse(

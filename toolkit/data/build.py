@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.progress import Track, untracked
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData, prepare
 from toolkit.data.tokenizers import load_tokenizer
@@ -41,19 +42,19 @@ def build_data(
     seed: int,
     vocab_size: int | None,
     base: Path,
-    progress: bool = False,
+    track: Track = untracked,
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
     `vocab_size` is the model's, None when unknown; `base` is where relative paths start.
-    `progress` shows a bar when standard error is a terminal; set it on one process only.
+    `track` shows how long work goes on.
 
     Raises DataError when the data or the tokenizer is missing, does not fit the model, or
     is too small for one global batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     _check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
-    streams = _prepare_streams(data, tokenizer, seed=seed, base=base, progress=progress)
+    streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
     train = PackedDataset(streams.train, sequence_length, vocab_size)
     _check_size("training", train, global_batch_size)
     validation = None
@@ -77,7 +78,7 @@ def _prepare_streams(
     *,
     seed: int,
     base: Path,
-    progress: bool,
+    track: Track,
 ) -> _Streams:
     """Tokens of both sides: two sources, or one that is divided by document."""
 
@@ -88,7 +89,7 @@ def _prepare_streams(
             base=base,
             cache=cache_folder(data.cache, base),
             parse_special=data.special_tokens == "parse",
-            progress=progress,
+            track=track,
         )
 
     train = tokens_of(data.train)

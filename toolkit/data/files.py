@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from toolkit.data.progress import with_progress
+from toolkit.data.progress import Track
 from toolkit.errors import DataError
 
 STDLIB = "{stdlib}"
@@ -145,7 +145,7 @@ def _hash_file(path: Path) -> str:
         raise _unreadable(path, error) from error
 
 
-def hash_in_pieces(path: Path, *, progress: bool) -> str:
+def hash_in_pieces(path: Path, *, track: Track) -> str:
     """Hash of a large file's pieces, which several threads read and hash; hex.
 
     `progress` shows a bar when standard error is a terminal.
@@ -154,7 +154,7 @@ def hash_in_pieces(path: Path, *, progress: bool) -> str:
         with path.open("rb") as stream, ThreadPoolExecutor(_HASH_THREADS) as pool:
             starts = range(0, os.fstat(stream.fileno()).st_size, _PIECE_BYTES)
             hashes = pool.map(partial(_hash_piece, stream.fileno()), starts)
-            shown = with_progress(hashes, f"Hashing {path.name}", len(starts), show=progress)
+            shown = track(hashes, f"hashing {path.name}", len(starts))
             return fingerprint_of(list(shown))
     except OSError as error:
         raise _unreadable(path, error) from error

@@ -1,18 +1,30 @@
-"""A progress bar, on a terminal only."""
+"""How long work on data is shown: not at all, or by a progress bar on a terminal."""
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 Item = TypeVar("Item")
 
 
-def with_progress(
-    items: Iterable[Item], title: str, total: int, *, show: bool
-) -> Iterator[Item]:
+class Track(Protocol):
+    """Shows, while its result is consumed, how much of `total` items is done."""
+
+    def __call__(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
+        """The same items."""
+        ...
+
+
+def untracked(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
+    """The `items`; shows nothing."""
+    del title, total
+    return iter(items)
+
+
+def with_bar(items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
     """The `items`, with a bar on standard error when it is a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
-    hidden = not (show and console.is_terminal)
+    hidden = not console.is_terminal
     yield from track(items, description=title, total=total, console=console, disable=hidden)

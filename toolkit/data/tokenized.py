@@ -32,7 +32,7 @@ from toolkit.data.indexed import (
     read_indexed,
     token_dtype,
 )
-from toolkit.data.progress import with_progress
+from toolkit.data.progress import Track, untracked
 from toolkit.data.sources import Documents, open_source
 from toolkit.data.tokenizers import encoder, tokenizer_fingerprint
 from toolkit.errors import DataError
@@ -75,12 +75,12 @@ def prepare(
     base: Path,
     cache: Path,
     parse_special: bool = False,
-    progress: bool = False,
+    track: Track = untracked,
 ) -> TokenizedData:
     """Tokens of `source`: from the cache, or tokenised now.
 
-    Relative paths start at `base`. `parse_special`: see `encoder`. `progress` shows a bar when
-    standard error is a terminal.
+    Relative paths start at `base`. `parse_special`: see `encoder`. `track` shows how long
+    work goes on.
     Safe to call from several processes at once. Each document is what the tokenizer puts
     before a text (such as a BOS token), its tokens, and the EOS token; documents without
     text are left out.
@@ -89,7 +89,7 @@ def prepare(
     """
     if isinstance(source, MegatronSource):
         prefix = base / Path(source.prefix).expanduser()
-        return _read_megatron(prefix, cache, progress=progress)
+        return _read_megatron(prefix, cache, track=track)
     documents = open_source(source, base=base, cache=cache)
     parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
@@ -97,12 +97,12 @@ def prepare(
     indexed = _read_entry(prefix)
     if indexed is None:
         indexed = _prepare_entry(
-            prefix, documents, tokenizer, parse_special=parse_special, progress=progress
+            prefix, documents, tokenizer, parse_special=parse_special, track=track
         )
     return TokenizedData(indexed, key, str(prefix))
 
 
-def _read_megatron(prefix: Path, cache: Path, *, progress: bool) -> TokenizedData:
+def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
     """Data that is tokenised already. All of it is hashed, once: see `content_fingerprint`."""
     indexed = read_indexed(prefix)
     if not len(indexed.tokens):
@@ -114,7 +114,7 @@ def _read_megatron(prefix: Path, cache: Path, *, progress: bool) -> TokenizedDat
             contents = content_fingerprint(
                 [idx_path(prefix), bin_path(prefix)],
                 cache,
-                partial(hash_in_pieces, progress=progress),
+                partial(hash_in_pieces, track=track),
             )
     except OSError as error:
         raise cache_not_writable(lock.parent, error) from error
@@ -138,7 +138,7 @@ def _prepare_entry(
     tokenizer: "PreTrainedTokenizerFast",
     *,
     parse_special: bool,
-    progress: bool,
+    track: Track,
 ) -> IndexedTokens:
     """Tokenise under the entry's lock, unless another process has done so meanwhile."""
     try:
@@ -147,7 +147,7 @@ def _prepare_entry(
             indexed = _read_entry(prefix)
             if indexed is None:
                 backend = encoder(tokenizer, parse_special=parse_special)
-                shown = with_progress(documents, "Tokenising", len(documents), show=progress)
+                shown = track(documents, "tokenising", len(documents))
                 _tokenise(prefix, shown, backend, tokenizer)
                 indexed = read_indexed(prefix)
             return indexed

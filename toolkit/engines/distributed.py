@@ -71,6 +71,11 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     return Ranks(rank, world, local_rank, local_world, device)
 
 
+def rank_here() -> int:
+    """This process's rank, before it has joined. Raises PlanError as `scheduler_ranks` does."""
+    return int({**os.environ, **scheduler_ranks(os.environ)}.get("RANK", 0))
+
+
 def _share_cores(processes: int) -> None:
     """Divide the cores between the machine's processes, unless the launcher did.
 

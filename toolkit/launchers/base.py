@@ -20,7 +20,7 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.redact import redact
 from toolkit.train import jsonl
-from toolkit.train.run_dir import not_writable
+from toolkit.train.run_dir import RunDirectory, not_writable
 
 RENDEZVOUS_VARIABLES = (
     "RANK",
@@ -71,7 +71,7 @@ class Job:
     @property
     def recipe_file(self) -> Path:
         """Where `recipe` is kept for workers that plan it themselves."""
-        return self.run_dir / "launch" / "recipe.yaml"
+        return RunDirectory(self.run_dir).handed_over
 
 
 @dataclass(frozen=True)

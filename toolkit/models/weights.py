@@ -38,6 +38,11 @@ DRAWN_AT_ONCE = 1 << 24
 class WeightSource(Protocol):
     """Where initial weights come from."""
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The parameters of the transformers model."""
+        ...
+
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter `name`: 1-D, on the CPU."""
         ...

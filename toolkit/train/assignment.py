@@ -19,6 +19,7 @@ from toolkit.plan.prediction import Prediction, predict
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
+from toolkit.train.announce import show_plan, show_run_directory
 from toolkit.train.claim import refuse_if_claimed
 from toolkit.train.run_dir import RunDirectory
 
@@ -119,8 +120,12 @@ def assign(
         return _assign_anew(recipe, run_dir, command, world)
     check_world(recipe, world)
     assignment = decide(recipe, run_dir)
+    run = RunDirectory(assignment.run_dir)
+    # What `dmt launch` left for the ranks, it has shown itself.
+    if recipe_path.absolute() != run.handed_over and not elastic_restarts():
+        show_plan(assignment)
     preflight(assignment.recipe, assignment.plan, "worker", tell)
-    write(assignment, command)
+    show_run_directory(write(assignment, command))
     return assignment
 
 
@@ -144,7 +149,8 @@ def _assign_anew(
     before = recipe.cluster.world_size
     assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
     write(assignment, command)
-    tell(f"dmt: {world} ranks in place of {before}: planned again")
+    tell(f"dmt: {world} ranks instead of {before}: planned again")
+    show_plan(assignment)
     return assignment
 
 

@@ -12,15 +12,17 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
-from toolkit.errors import EXIT_FAILED, CheckpointError, RunFailed
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.terminal import tell
 from toolkit.train import jsonl
+from toolkit.train.announce import short
 from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
 from toolkit.train.events import EventLog
 from toolkit.train.fits import shape_problems
-from toolkit.train.loop import Mark, Progress
+from toolkit.train.loop import Progress
+from toolkit.train.phases import Mark, Phases
 from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
 from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
@@ -62,7 +64,7 @@ class RunCheckpoints:
         self._saved: SavedState | None = None
         """The tensors of the checkpoint that the run continues from."""
 
-    def find(self, config: PretrainedConfig) -> Found | None:
+    def find(self, config: PretrainedConfig, phases: Phases) -> Found | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
         Raises CheckpointError when the recipe forbids to continue, when recipe, model or data
@@ -75,7 +77,11 @@ class RunCheckpoints:
                 fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
             )
         began_before = any(e.get("kind") == "save" for e in jsonl.read(self.directory.events))
-        found = find_newest(self.store, expected=began_before)
+        found = find_newest(
+            self.store,
+            expected=began_before,
+            verifying=lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
+        )
         if found is None:
             return None
         for told in found.skipped:
@@ -118,25 +124,54 @@ class RunCheckpoints:
             return None
         return SavedWeights(self._saved, hf.parameter_shapes(config))
 
-    def load(self, engine: Engine, found: Found) -> Progress:
+    def have_ended(self, found: Found, steps: int) -> bool:
+        """Did the run of `steps` steps come to its end with this checkpoint? Says so.
+
+        Then its last validation is done, too. The export may be gone, or was not asked for.
+        """
+        step, place = found.manifest.step, short(found.folder)
+        ended = step >= steps and any(
+            event.get("kind") == "end"
+            and event.get("exit_code") == EXIT_DONE
+            and event.get("step") == step
+            for event in jsonl.read(self.directory.events)
+        )
+        if ended:
+            tell(f"finished: {place} is step {step} of {steps}, nothing is left to train")
+        else:
+            tell(f"continuing from step {step} of {steps}, {place}")
+        return ended
+
+    def take(self, found: Found) -> Progress:
+        """Continue behind a checkpoint of which nothing is loaded: all steps are done."""
+        assert self._saved is not None, "found"
+        self._saved.close()
+        self.saved_at = found.manifest.step
+        self.load_s = 0.0
+        return _progress(found.manifest)
+
+    def load(self, engine: Engine, found: Found, phases: Phases) -> Progress:
         """Give the engine, which was built with the saved weights, the rest of its state."""
         assert self._saved is not None, "found"
         began = time.monotonic()
         manifest = found.manifest
+        # Pipeline stages and expert-parallel ranks hold some of the tensors only.
+        layout = self.assignment.plan.layout
+        total = len(self._saved.shapes) if layout.pp == layout.ep == 1 else None
+        tick = phases.begin("loading the optimizer states", total)
+        loaded: set[str] = set()
         for shard in engine.state():
             self._saved.load(shard)
+            new = {block.tensor for block in shard.blocks} - loaded
+            loaded |= new
+            tick(len(new))
         self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
         self.saved_at = manifest.step
         if self.leader:
             self._restore_wandb_id(manifest)
         self.load_s = time.monotonic() - began
-        return Progress(
-            manifest.step,
-            manifest.consumed_samples,
-            manifest.recent_losses,
-            manifest.consumed_tokens,
-        )
+        return _progress(manifest)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B go on with the same run, also where its own file was lost."""
@@ -229,3 +264,12 @@ class RunCheckpoints:
             return str(json.loads(text)["run_id"])
         except (OSError, ValueError, KeyError):
             return None
+
+
+def _progress(manifest: Manifest) -> Progress:
+    return Progress(
+        manifest.step,
+        manifest.consumed_samples,
+        manifest.recent_losses,
+        manifest.consumed_tokens,
+    )

@@ -15,6 +15,7 @@ EventKind = Literal[
     "start",
     "load",
     "save",
+    "export",
     "resume",
     "restart",
     "replay",
@@ -36,10 +37,12 @@ class EventLog:
     - `end` with `exit_code` (and `rank`, and `error` when it failed): written by rank 0
       however the run ends, and by any other rank that fails; `retry: false` where another
       start would meet the same failure, or do harm;
-    - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began)
-      when the first step is ready, `restart` when a run that failed is started again (with
-      `attempt`, `reason` and `from_step`), `replay` where steps are done again (`from_step`
-      to `to_step`, which took `seconds`), `hang` before ranks end because one hangs;
+    - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began,
+      and those of each of rank 0's `phases`) when the first step is ready, `restart` when a
+      run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
+      where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
+      before ranks end because one hangs;
+    - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """
 

@@ -1,7 +1,6 @@
 """The training loop: what happens in a run, in order, on one screen."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -17,9 +16,6 @@ from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSectio
 from toolkit.train.guard import HISTORY_STEPS, Guard
 from toolkit.train.schedule import learning_rate
 from toolkit.train.signals import StopRequest
-
-Mark = Callable[[str], None]
-"""Tells the watchdog what a rank begins: its time limit begins anew."""
 
 
 @dataclass

@@ -19,8 +19,9 @@ from toolkit.terminal import tell
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.comparison import Measured, event_fields
 from toolkit.train.events import EventLog
-from toolkit.train.loop import Mark, Progress, StepReport
+from toolkit.train.loop import Progress, StepReport
 from toolkit.train.metrics import Metrics, MetricsLog, mfu
+from toolkit.train.phases import Mark
 from toolkit.train.progress import ProgressReport
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.run_dir import RunDirectory
@@ -37,12 +38,17 @@ class Reporter:
     """Rank 0's outputs: metrics.jsonl, events, progress bar, W&B, TensorBoard."""
 
     def __init__(
-        self, run: RunDirectory, recipe: Recipe, events: EventLog, start: int, total: int
+        self,
+        run: RunDirectory,
+        recipe: Recipe,
+        events: EventLog,
+        start: int,
+        progress: ProgressReport,
     ) -> None:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
         drop_later_samples(run, start)
-        self.progress = ProgressReport(total, start)
+        self.progress = progress
         self.wandb = None
         if recipe.logging.wandb is not None:
             self.wandb = WandbFollower.start(run, recipe.logging.wandb, recipe.name, events)

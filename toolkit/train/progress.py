@@ -1,6 +1,5 @@
 """What a user sees of a running training: a bar on a terminal, else a line per logged step."""
 
-import sys
 from types import TracebackType
 
 from rich.console import Console
@@ -32,10 +31,8 @@ class ProgressReport:
     `advance` belongs into every step, `logged` behind every line of metrics.jsonl.
     """
 
-    def __init__(
-        self, total_steps: int, done_steps: int = 0, console: Console | None = None
-    ) -> None:
-        self._console = console or Console(file=sys.stderr)
+    def __init__(self, total_steps: int, done_steps: int, console: Console) -> None:
+        self._console = console
         self._total = total_steps
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -56,6 +53,7 @@ class ProgressReport:
     def __enter__(self) -> "ProgressReport":
         if self._bar is not None:
             self._bar.start()
+            self._console.show_cursor(True)  # a rank that is killed cannot give it back
         return self
 
     def __exit__(

@@ -124,6 +124,11 @@ class RunDirectory:
         """The exported Hugging Face model."""
         return self.path / "export"
 
+    @property
+    def handed_over(self) -> Path:
+        """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
+        return self.path / "launch" / "recipe.yaml"
+
     def rank_log(self, rank: int) -> Path:
         """Log file of one rank."""
         return self.logs / f"rank-{rank}.log"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import EXIT_DONE, DmtError
+from toolkit.train.phases import WAITING, Mark
 
 Result = TypeVar("Result")
 
@@ -32,8 +33,9 @@ def on_every_rank(error: DmtError) -> DmtError:
 class Together:
     """Agreement between all ranks about whether the last action worked."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, mark: Mark) -> None:
         self.ranks = ranks
+        self._mark = mark
         self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
 
     def run(self, action: Callable[[], Result]) -> Result:
@@ -47,6 +49,8 @@ class Together:
             result = action()
         except DmtError as raised:
             error = raised
+        if self.ranks.world > 1:
+            self._mark(WAITING)
         codes: list[int] = [EXIT_DONE] * self.ranks.world
         mine = EXIT_DONE if error is None else error.exit_code
         dist.all_gather_object(codes, mine, group=self._group)

@@ -31,6 +31,7 @@ from toolkit.launchers.process import STACKS_SIGNAL, grace_over
 from toolkit.terminal import tell
 from toolkit.train.events import EventLog
 from toolkit.train.loop import Hooks, Progress, StepReport
+from toolkit.train.phases import WAITING
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 
@@ -175,10 +176,11 @@ class Watchdog:
         self._idle_s = 0.0
         self._waiting = False
 
-    def wait(self, doing: str, step: int) -> None:
-        """The main thread waits for another rank, which is watched itself: no limit here."""
-        self.mark(doing, step)
-        self._waiting = True
+    def hear(self, doing: str) -> None:
+        """What `Phases.begin` says is a mark. Who waits for rank 0, which is watched itself,
+        has no limit."""
+        self.mark(doing, self._mine.step)
+        self._waiting = doing == WAITING and self._mine.rank != 0
 
     @property
     def _claim(self) -> Path:

@@ -7,13 +7,13 @@ the run directory and hands recipe and plan to the others, who need no shared di
 
 import logging
 import re
-import shutil
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,12 +23,11 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
-from toolkit.checkpoint.store import folder_name
+from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
-from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.distributed import Ranks, join, leave, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine, prepare_ops
 from toolkit.errors import (
     EXIT_DONE,
@@ -38,17 +37,21 @@ from toolkit.errors import (
     Stopped,
 )
 from toolkit.failpoints import failpoint
-from toolkit.launchers.outcome import PEER_LOST
+from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.plan.layout import total_steps
 from toolkit.terminal import tell
+from toolkit.train.announce import show_results
 from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.claim import claim
 from toolkit.train.events import EventLog, process_age_s
-from toolkit.train.loop import Job, Mark, Progress, train
+from toolkit.train.exporting import export_last
+from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
+from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
+from toolkit.train.progress import ProgressReport
 from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
@@ -85,15 +88,18 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     worker: _Worker | None = None
     try:
-        ranks = join()
-        together = Together(ranks)
-        assignment = together.rank_zero(lambda: make_assignment(ranks))
-        directory = RunDirectory(assignment.run_dir)
-        together.rank_zero(lambda: claim(directory))
-        setup_rank_logging(directory, ranks.rank)
-        worker = _Worker(assignment, ranks, together)
-        worker.run()
-        return worker.end(EXIT_DONE)
+        with Phases(rank_here()) as phases:
+            phases.begin(WAITING)
+            ranks = join()
+            together = Together(ranks, phases.begin)
+            phases.begin("planning")
+            assignment = together.rank_zero(lambda: make_assignment(ranks))
+            directory = RunDirectory(assignment.run_dir)
+            together.rank_zero(lambda: claim(directory))
+            setup_rank_logging(directory, ranks.rank)
+            worker = _Worker(assignment, ranks, together, phases)
+            worker.run()
+            return worker.end(EXIT_DONE)
     except PeerFailed as error:
         # Launchers end all ranks at the first exit: let the one with the message be first.
         time.sleep(PEER_FAILED_PAUSE_S)
@@ -143,13 +149,16 @@ def _advice(error: Exception) -> str:
 class _Worker:
     """One rank's work, from data to export."""
 
-    def __init__(self, assignment: Assignment, ranks: Ranks, together: Together) -> None:
+    def __init__(
+        self, assignment: Assignment, ranks: Ranks, together: Together, phases: Phases
+    ) -> None:
         self.assignment = assignment
         self.ranks = ranks
         self.together = together
+        self.phases = phases
         self.directory = RunDirectory(assignment.run_dir)
         self.progress = Progress()
-        self._mark: Mark = lambda _: None  # until the watchdog is there
+        self._events_before = events_offset(assignment.run_dir)
         self._stop: StopRequest | None = None
         self._watching = ExitStack()
         """Ends with the process: a rank that cannot leave hangs, too."""
@@ -158,7 +167,8 @@ class _Worker:
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the export."""
-        recipe, plan = self.assignment.recipe, self.assignment.plan
+        recipe = self.assignment.recipe
+        self.phases.begin("reading the data")
         config = self.together.run(lambda: hf.build_config(recipe.model))
         data = self._build_data(config)
         if recipe.model.init == "random":
@@ -167,33 +177,42 @@ class _Worker:
         steps = total_steps(recipe.training, len(data.train))
         assert steps is not None, "known once the data is"
         checkpoints = self._checkpoints(config, data)
-        found = self.together.run(lambda: checkpoints.find(config))
-        engine = self._build_engine(config, checkpoints)
-        if found is not None:
-            self.progress = self.together.run(lambda: checkpoints.load(engine, found))
-        progress = self.progress
+        found = self.together.run(lambda: checkpoints.find(config, self.phases))
+        engine: Engine | None = None
+        if found and self.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
+            self.progress = checkpoints.take(found)
+        else:
+            engine = self._build_engine(config, checkpoints)
+            if found is not None:
+                load = partial(checkpoints.load, engine, found, self.phases)
+                self.progress = self.together.run(load)
 
         self._stop = stop = self._at_end.enter_context(self._stop_request())
         watchdog = self._watchdog(stop)
-        self._mark = lambda doing: watchdog.mark(doing, progress.step)
-        reporter = self._start_reporter(progress, steps, checkpoints)
-        observed = Observed(
-            recipe,
-            plan,
-            engine,
-            self.ranks,
-            self._validation(data),
-            checkpoints,
-            self.assignment.prediction,
-            self._mark,
-        )
-        observer = Observer(observed, reporter)
-        shown = reporter.progress if reporter is not None else nullcontext()
+        reporter = self._start_reporter(self.progress, steps, checkpoints)
         self._watching.enter_context(watchdog)
-        with shown:
+        self.phases.heard = watchdog.hear
+        if engine is not None:
+            observer = Observer(self._observed(engine, data, checkpoints), reporter)
+            self._train(self._job(engine, data, steps), observer, watchdog, stop)
+        self.phases.show()
+        self.phases.begin("closing")
+        checkpoints.close()
+        if engine is not None:
+            engine.close()
+        if recipe.checkpoint.export:
+            self.together.rank_zero(
+                lambda: export_last(self.directory, self.progress.step, self.phases)
+            )
+
+    def _train(
+        self, job: Job, observer: Observer, watchdog: Watchdog, stop: StopRequest
+    ) -> None:
+        """Take the steps that are left, save, validate, and compare with the plan."""
+        progress, checkpoints = self.progress, observer.run.checkpoints
+        with observer.reporter.progress if observer.reporter is not None else nullcontext():
             try:
-                hooks = Watched(observer, watchdog)
-                train(self._job(engine, data, steps), progress, hooks, stop)
+                train(job, progress, Watched(observer, watchdog), stop)
             except (RunFailed, PeerFailed):
                 checkpoints.tell(wait=True)  # raised on every rank: what is in flight is good
                 raise
@@ -202,17 +221,10 @@ class _Worker:
             observer.save_now(progress)
             observer.evaluate_now(progress)
             observer.compare(progress)
-        self._mark("closing")
-        checkpoints.close()
-        engine.close()
-        if recipe.checkpoint.export:
-            if self.ranks.rank != 0:
-                watchdog.wait("waiting for the export", progress.step)
-            self.together.run(lambda: self._export(checkpoints))
 
     def end(self, code: int) -> int:
         """Record a good end; no rank leaves before rank 0's reports are out."""
-        self._mark("leaving")
+        self.phases.begin("finishing the logs")
         failpoint("leaving")
         if self.ranks.rank == 0:
             self.record_end(exit_code=code)
@@ -220,6 +232,9 @@ class _Worker:
         dist.barrier()
         leave()
         self._watching.close()
+        self.phases.hide()
+        if self.ranks.rank == 0:
+            show_results(self.directory, self._events_before, done=code == EXIT_DONE)
         return code
 
     def _stop_request(self) -> StopRequest:
@@ -262,12 +277,24 @@ class _Worker:
                 reason="the launcher's elastic agent started all ranks again",
                 from_step=progress.step,
             )
-        events.write("start", step=progress.step, world=world, engine=engine, seconds=seconds)
+        self.phases.hide()
+        if progress.step < steps:
+            tell(self.phases.summary())
+        phases = {doing: round(s, 3) for doing, s in self.phases.seconds.items()}
+        events.write(
+            "start",
+            step=progress.step,
+            world=world,
+            engine=engine,
+            seconds=seconds,
+            phases=phases,
+        )
         if checkpoints.load_s is not None:
             events.write("load", step=progress.step, seconds=round(checkpoints.load_s, 3))
         if lost := replayed(self.directory.heartbeats, progress.step):
             events.write("replay", **lost)
-        reporter = Reporter(self.directory, recipe, events, progress.step, steps)
+        bar = ProgressReport(steps, progress.step, self.phases.console)
+        reporter = Reporter(self.directory, recipe, events, progress.step, bar)
         self._at_end.callback(reporter.finish)
         return reporter
 
@@ -308,7 +335,7 @@ class _Worker:
                 seed=recipe.training.seed,
                 vocab_size=config.vocab_size,
                 base=Path.cwd(),
-                progress=self.ranks.rank == 0,
+                track=self.phases.track,
             )
         )
 
@@ -316,18 +343,23 @@ class _Worker:
         """The engine with its first weights: the saved ones where the run continues."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
+        self.phases.begin("building operators")
         self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, tell))
+        self.phases.begin(BUILDING)
         weights = self.together.run(lambda: self._weights(config, checkpoints))
+        self.phases.begin(BUILDING)
         setup = self.together.run(
             lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
         )
         return build_engine(plan.engine, setup)
 
     def _weights(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> WeightSource:
-        if (saved := checkpoints.weights(config)) is not None:
-            return saved
-        recipe = self.assignment.recipe
-        return hf.weight_source(recipe.model, config, recipe.training.seed)
+        recipe, layout = self.assignment.recipe, self.assignment.plan.layout
+        source: WeightSource | None = checkpoints.weights(config)
+        drawn = source is None and recipe.model.init == "random"
+        source = source or hf.weight_source(recipe.model, config, recipe.training.seed)
+        doing = "drawing the weights" if drawn else "loading the weights"
+        return CountedWeights(source, doing, layout, self.phases)
 
     def _checkpoints(self, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
         companions = {}
@@ -352,6 +384,20 @@ class _Worker:
         else:
             data.tokenizer.save_pretrained(folder)
 
+    def _observed(
+        self, engine: Engine, data: TrainingData, checkpoints: RunCheckpoints
+    ) -> Observed:
+        return Observed(
+            self.assignment.recipe,
+            self.assignment.plan,
+            engine,
+            self.ranks,
+            self._validation(data),
+            checkpoints,
+            self.assignment.prediction,
+            self.phases.begin,
+        )
+
     def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
         validation = data.validation
         if validation is None:
@@ -365,12 +411,3 @@ class _Worker:
             layout.dp,
             layout.micro_batch,
         )
-
-    def _export(self, checkpoints: RunCheckpoints) -> None:
-        """Write the Hugging Face folder from the last checkpoint, in place of an older one."""
-        if self.ranks.rank == 0:
-            self._mark("exporting")
-            failpoint("export")
-            shutil.rmtree(self.directory.export, ignore_errors=True)
-            last = checkpoints.store.folder / folder_name(self.progress.step)
-            export(last, self.directory.export, lambda _: self._mark("exporting"))

@@ -1,0 +1,40 @@
+"""The export of a run: written once from its last checkpoint, again only where it is lost."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.export import export, exported_bytes
+from toolkit.checkpoint.store import folder_name
+from toolkit.failpoints import failpoint
+from toolkit.train import jsonl
+from toolkit.train.events import EventLog
+from toolkit.train.phases import Phases
+from toolkit.train.run_dir import RunDirectory
+
+
+def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
+    """Write RUN/export from the checkpoint of `step`, unless that was done and is there.
+
+    Replaces the export of another step, and one of which a file is missing or cut short.
+    Raises as `export` does.
+    """
+    if _files_of(run.export) == _recorded(run, step):
+        return
+    checkpoint = run.checkpoints / folder_name(step)
+    tick = phases.begin("exporting", exported_bytes(checkpoint))
+    failpoint("export")
+    shutil.rmtree(run.export, ignore_errors=True)
+    export(checkpoint, run.export, tick)
+    EventLog(run.events).write("export", step=step, files=_files_of(run.export))
+
+
+def _files_of(folder: Path) -> dict[str, int]:
+    """Name and bytes of every file; empty without the folder."""
+    return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
+
+
+def _recorded(run: RunDirectory, step: int) -> Any:
+    """The files of the last export, if that was of `step`."""
+    exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
+    return exports[-1].get("files") if exports and exports[-1].get("step") == step else None
