@@ -1,46 +1,62 @@
 """Real ranks without the seconds that imports take: forked from a server that has them.
 
-For tests with hundreds of starts. Otherwise they are processes like any other.
+Each is a process of its own, with its rank in the environment, as a launcher would start it.
 """
 
 import multiprocessing
 import os
-import time
-from collections.abc import Callable, Sequence
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import psutil
+import torch
 
+from tests.processes import wait_until
 from toolkit.engines.distributed import end_process
+from toolkit.engines.setup import ENGINES
 from toolkit.launchers.base import free_port
 
-GRACE_S = 20.0
-"""How long a rank may outlive another one that has failed."""
+Result = TypeVar("Result")
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["toolkit.train.worker", *(place.partition(":")[0] for place in ENGINES.values())]
+)
 
 
 class ForkedRanks:
     """`world` processes that each call `target(*arguments)`, whose result is the exit code.
 
-    `target` is a function of a module that the server has imported: see `preload`.
+    `target` is a function of a module. Each rank works in `folder` and prints to a file there.
     """
 
     def __init__(
-        self, target: Callable[..., int], arguments: Sequence[Any], world: int, folder: Path
+        self,
+        target: Callable[..., int],
+        arguments: Sequence[Any],
+        world: int,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
         common = {
+            **os.environ,
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
+            **(env or {}),
         }
         self.outputs = [folder / f"rank-{rank}.out" for rank in range(world)]
         self._processes = []
         for rank, output in enumerate(self.outputs):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(
+            process = _SERVER.Process(
                 target=_rank, args=(environment, folder, output, target, arguments)
             )
             process.start()
@@ -58,21 +74,20 @@ class ForkedRanks:
             if process.is_alive()
         }
 
-    def end(self, limit_s: float) -> list[int | None]:
-        """Wait for the end; exit codes. When a rank fails, the others are told to stop.
+    def end(self) -> list[int | None]:
+        """Wait for the end; exit codes. When a rank fails, the others are asked to stop."""
+        asked = False
 
-        Fails when that takes longer than GRACE_S, or all of it longer than `limit_s`.
-        """
-        deadline, told = time.monotonic() + limit_s, False
+        def has_ended() -> bool:
+            nonlocal asked
+            if not asked and any(process.exitcode for process in self._processes):
+                asked = True
+                for process in self._processes:
+                    process.terminate()
+            return self.has_ended
+
         try:
-            while not self.has_ended:
-                failed = any(process.exitcode for process in self._processes)
-                if failed and not told:
-                    told, deadline = True, time.monotonic() + GRACE_S
-                    for process in self._processes:
-                        process.terminate()
-                assert time.monotonic() < deadline, f"a rank hangs\n{self.printed()}"
-                time.sleep(0.005)
+            wait_until(has_ended, "the end of all ranks", self.printed)
         finally:
             self.kill()
         return [process.exitcode for process in self._processes]
@@ -88,9 +103,31 @@ class ForkedRanks:
         return "\n".join(path.read_text() for path in self.outputs if path.exists())
 
 
-def preload(*modules: str) -> None:
-    """Let the server import `modules`, if it was not started before."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *modules])
+def run_ranks(
+    target: Callable[..., Result],
+    world: int,
+    *arguments: Any,
+    env: Mapping[str, str] | None = None,
+) -> list[Result]:
+    """Call `target(*arguments)` once per rank, each in a process; what each returned.
+
+    Fails with the output of the first rank that failed.
+    """
+    with TemporaryDirectory(prefix="dmt-ranks-") as name:
+        folder = Path(name)
+        ranks = ForkedRanks(_returned, (folder, target, arguments), world, folder, env)
+        codes = ranks.end()
+        # The rank that failed by itself comes before those that were ended because of it.
+        for rank in sorted(range(world), key=lambda rank: (codes[rank] or 0) < 0):
+            tail = ranks.outputs[rank].read_text()[-6000:]
+            assert codes[rank] == 0, f"rank {rank} ended with {codes[rank]}:\n{tail}"
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
+
+
+def _returned(folder: Path, target: Callable[..., Any], arguments: Sequence[Any]) -> int:
+    """Keep what one rank returns."""
+    (folder / os.environ["RANK"]).write_bytes(pickle.dumps(target(*arguments)))
+    return 0
 
 
 def _rank(
@@ -100,13 +137,18 @@ def _rank(
     target: Callable[..., int],
     arguments: Sequence[Any],
 ) -> None:
+    os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
+    warnings.simplefilter("ignore", FutureWarning)
+    # The server loaded OpenMP, which has read the variable.
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     code = 1
     try:
         code = target(*arguments)
-    finally:
-        end_process(code)
+    except BaseException:  # noqa: BLE001 - on its way to the test
+        traceback.print_exc()
+    end_process(code)

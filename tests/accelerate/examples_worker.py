@@ -1,36 +1,25 @@
-"""Run by every rank of the tests: the two examples, one engine after the other.
-
-    python tests/accelerate/examples_worker.py RECIPE OUTPUT_DIR
-
-Prints one JSON object on rank 0: for each example and engine the losses, and what became of
-the model.
-"""
+"""What every rank of the tests does: the two examples, one engine after the other."""
 
 import contextlib
 import io
-import json
 import os
 import re
 import runpy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Linear, Module, Sequential
+from transformers import Trainer
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-import torch  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torch.nn import Linear, Module, Sequential  # noqa: E402
-from transformers import Trainer  # noqa: E402
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
-
-import toolkit.accelerate  # noqa: E402
-from toolkit.engines.distributed import end_process  # noqa: E402
-from toolkit.errors import DmtError  # noqa: E402
-from toolkit.recipe.load import load_recipe  # noqa: E402
-from toolkit.recipe.schema import Recipe  # noqa: E402
+import toolkit.accelerate
+from toolkit.errors import DmtError
+from toolkit.recipe.load import load_recipe
+from toolkit.recipe.schema import Recipe
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"
 ENGINES = {
@@ -110,7 +99,9 @@ def forget() -> None:
         del os.environ[name]
 
 
-def main(recipe_file: Path, output: Path) -> None:
+def both_examples(recipe_file: Path, output: Path) -> dict[str, Any]:
+    """For each example and engine the losses, and what became of the model."""
+    warnings.simplefilter("ignore")
     result: dict[str, Any] = {}
     runs = {
         **{("own loop", name): (finetuned, changes) for name, changes in ENGINES.items()},
@@ -123,10 +114,4 @@ def main(recipe_file: Path, output: Path) -> None:
         result[f"{example}, {name}"] = {"losses": losses, "kind": kind}
         forget()
     result["refusals"] = refusals(recipe_file)
-    if os.environ["RANK"] == "0":
-        print(json.dumps(result))
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    return result

@@ -1,6 +1,5 @@
 """Scripts that are not ours train as `dmt launch` does, with a recipe's parallelism."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.accelerate.conftest import STEPS
+from tests.accelerate.examples_worker import both_examples
 from tests.e2e.conftest import Project
-from tests.processes import ROOT, run_ranks
+from tests.forked import run_ranks
+from tests.processes import ROOT
 from toolkit.accelerate.scripts import planned_for_launcher
 from toolkit.errors import PlanError, RecipeError
 
-WORKER = "tests/accelerate/examples_worker.py"
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 SAME = 1e-6
 """Largest relative difference between losses in fp32; 5e-8 measured."""
@@ -26,11 +26,7 @@ ENGINES = ("zero2", "zero3", "fsdp2")
 @pytest.fixture(scope="module")
 def results(finetune: Project, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Both examples under every engine, in one start of two ranks."""
-    output = str(tmp_path_factory.mktemp("output"))
-    argv = [WORKER, str(finetune.recipe), output]
-    printed = run_ranks(argv, 2, timeout_s=280, env={"PYTHONWARNINGS": "ignore"})
-    found: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
-    return found
+    return run_ranks(both_examples, 2, finetune.recipe, tmp_path_factory.mktemp("output"))[0]
 
 
 @pytest.mark.slow

@@ -1,10 +1,6 @@
-"""Run by every rank of test_reshape.py: write checkpoints in layouts, or read them in others.
+"""What every rank of test_reshape.py does: write checkpoints in layouts, read them."""
 
-python -m tests.checkpoint.reshape_worker save|load FOLDER CASES_JSON [SOURCES_JSON]
-"""
-
-import json
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import QUANTITIES, whole_block
 from toolkit.checkpoint.store import folder_name
 from toolkit.engines.base import Engine
-from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.plan.layout import Layout
 
 SAVED_AT = 3
@@ -84,22 +80,17 @@ def differences(one: Path, other: Path) -> list[str]:
     ]
 
 
-def main() -> None:
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    cases = {name: Case(**case) for name, case in json.loads(sys.argv[3]).items()}
+def save_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """A checkpoint of each case; how each went on unbroken."""
     ranks = join()
-    if mode == "save":
-        results = {name: save(folder, name, case, ranks) for name, case in cases.items()}
-    else:
-        results = {
-            f"{source} in {name}": load(folder, name, cases[name], ranks, source)
-            for source, name in json.loads(sys.argv[4])
-        }
+    found = {name: save(folder, name, case, ranks) for name, case in cases.items()}
     leave()
-    if ranks.rank == 0:
-        print("RESULTS " + json.dumps(results))
-    end_process(0)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def load_all(folder: Path, name: str, case: Case, sources: Sequence[str]) -> dict[str, Any]:
+    """Continue each of the checkpoints `sources` in the layout `case`."""
+    ranks = join()
+    found = {source: load(folder, name, case, ranks, source) for source in sources}
+    leave()
+    return found

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.conftest import MANIFEST
-from tests.forked import ForkedRanks, preload
+from tests.forked import ForkedRanks
+from tests.processes import HANG_S
 from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.saver import Saved, Saver
@@ -28,7 +29,6 @@ WORLD = 2
 STEPS = 8
 EVERY_STEPS = 2
 KEEP = 2
-LIMIT_S = 60.0
 COMPANIONS = {"hf/config.json": b"{}\n"}
 
 
@@ -64,8 +64,7 @@ def run(start: Start) -> tuple[list[int | None], list[Told]]:
 
     Fails when a rank hangs.
     """
-    preload(__name__)
-    codes = ForkedRanks(_rank, [start], WORLD, start.folder).end(LIMIT_S)
+    codes = ForkedRanks(_rank, [start], WORLD, start.folder).end()
     done = codes == [0] * WORLD
     return codes, [_read(start.folder, rank) for rank in range(WORLD)] if done else []
 
@@ -80,7 +79,7 @@ def _rank(start: Start) -> int:
     """One rank, from the newest checkpoint to the last step."""
     os.environ["DMT_FAILPOINTS"] = start.faults
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # does not end a rank of the product
-    rank = join(timedelta(seconds=LIMIT_S)).rank
+    rank = join(timedelta(seconds=HANG_S)).rank
     told = _train(rank, start)
     (start.folder / f"told-{rank}.json").write_text(json.dumps(asdict(told)))
     dist.barrier()

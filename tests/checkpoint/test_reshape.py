@@ -5,19 +5,18 @@ Regressions for PAINS 3 (resuming on other GPUs or in another layout): DeepSpeed
 was made from another seed, five layers divide by no pipeline, 101 tokens by no tensor group.
 """
 
-import json
 import random
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.reshape_worker import load_all, save_all
 from tests.engines.parity_worker import Case
 from tests.engines.test_megatron_parity import LAYERS, MIXTRAL, megatron
 from tests.engines.test_parity import OFFLOAD_TOLERANCE, TOLERANCE
-from tests.processes import run_ranks
+from tests.forked import run_ranks
 
 
 def zero(stage: int, **more: Any) -> Case:
@@ -55,47 +54,28 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
-def run(mode: str, folder: Path, world: int, layouts: dict[str, Any], pairs: Any = None) -> Any:
-    """The worker in `world` ranks; `layouts` of other worlds are left out."""
-    cases = {name: asdict(case) for name, (ranks, case) in layouts.items() if ranks == world}
-    if not cases:
-        return {}
-    argv = [
-        "-m",
-        "tests.checkpoint.reshape_worker",
-        mode,
-        str(folder),
-        json.dumps(cases),
-        json.dumps(pairs),
-    ]
-    output = run_ranks(argv, world, timeout_s=60 + 15 * len(pairs or cases))[0]
-    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
-    return json.loads(line.removeprefix("RESULTS "))
-
-
 def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint of every layout; how each went on unbroken."""
-    return {
-        name: unbroken
-        for world in (1, 2, 4)
-        for name, unbroken in run("save", folder, world, layouts).items()
-    }
+    unbroken = {}
+    for world in (1, 2, 4):
+        cases = {name: case for name, (ranks, case) in layouts.items() if ranks == world}
+        unbroken |= run_ranks(save_all, world, folder, cases)[0]
+    return unbroken
 
 
 def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]]) -> None:
     """Continue the first layout of each pair in the second."""
     # Other processes for each target: the groups of every engine have threads that stay.
-    for name_of_target, (world, _) in layouts.items():
-        mine = [pair for pair in pairs if pair[1] == name_of_target]
-        if not mine:
-            continue
-        results = run("load", folder, world, layouts, mine)
-        assert len(results) == len(mine)
-        for (source, target), (name, result) in zip(mine, results.items(), strict=True):
+    for target, (world, case) in layouts.items():
+        sources = [source for source, wanted in pairs if wanted == target]
+        results = (
+            run_ranks(load_all, world, folder, target, case, sources)[0] if sources else {}
+        )
+        for source, result in results.items():
+            name = f"{source} in {target}"
             assert result["different"] == [], name
-            offload = "offload" in name
+            tolerance = OFFLOAD_TOLERANCE if "offload" in name else TOLERANCE
             for quantity in ("loss", "grad_norm"):
-                tolerance = OFFLOAD_TOLERANCE if offload else TOLERANCE
                 wanted = unbroken[source][quantity]
                 assert result[quantity] == pytest.approx(wanted, rel=tolerance), name
                 if source == target:

@@ -1,18 +1,26 @@
-"""One rank of a short calibration; prints what it found. Run by test_calibrate.py."""
+"""What every rank of the doctor's measurements does: short ones, by the real code."""
 
-import json
-import sys
-from dataclasses import asdict
+import os
 
-from toolkit.doctor import speeds
-from toolkit.engines.distributed import end_process, join, leave
+from toolkit.cli.main import main
+from toolkit.doctor import bandwidth, speeds
+from toolkit.engines.distributed import join, leave
 
-speeds.BUDGET_S = 0.02
-ranks = join()
-lines: list[str] = []
-found = speeds.measure(ranks, speeds.Sizes(64, 2**20, 2**16), lines.append)
-assert len(lines) == 4, lines
-print(json.dumps(asdict(found)))
-sys.stdout.flush()
-leave()
-end_process(0)
+
+def calibrated() -> speeds.Speeds:
+    """The speeds of a short calibration."""
+    speeds.BUDGET_S = 0.02
+    ranks = join()
+    lines: list[str] = []
+    found = speeds.measure(ranks, speeds.Sizes(64, 2**20, 2**16), lines.append)
+    assert len(lines) == 4, lines
+    leave()
+    return found
+
+
+def bandwidth_alone() -> int:
+    """`dmt doctor --bandwidth --json`, with nothing but its standard output."""
+    bandwidth.BUDGET_S = 0.02
+    bandwidth.CPU_SIZES = (6, 4096)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    return main(["doctor", "--bandwidth", "--json"])

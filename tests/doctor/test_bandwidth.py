@@ -1,11 +1,13 @@
 """`dmt doctor --bandwidth`: real collectives, and what their times mean."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import run_ranks
+from tests.doctor.measuring import bandwidth_alone
+from tests.forked import ForkedRanks
 from toolkit.cli.main import main
 from toolkit.doctor import calibrate
 from toolkit.doctor.bandwidth import Bandwidth, _peaks
@@ -15,14 +17,11 @@ FACTORS = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "p2p": 1
 
 
 @pytest.mark.slow
-def test_two_ranks_as_under_any_launcher() -> None:
+def test_two_ranks_as_under_any_launcher(tmp_path: Path) -> None:
     """RANK is set, so the processes measure with each other; rank 0 alone prints."""
-    worker = (
-        "import sys; from toolkit.doctor import bandwidth; from toolkit.cli.main import main;"
-        "bandwidth.BUDGET_S = 0.02; bandwidth.CPU_SIZES = (6, 4096);"
-        "main(['doctor', '--bandwidth', '--json'])"
-    )
-    first, second = run_ranks(["-c", worker], world=2)
+    ranks = ForkedRanks(bandwidth_alone, (), 2, tmp_path)
+    assert ranks.end() == [0, 0], ranks.printed()
+    first, second = (path.read_text() for path in ranks.outputs)
     assert second == ""
     found = Bandwidth.from_dict(json.loads(first))
     assert (found.gpu, found.nodes, found.world) == ("cpu", 1, 2)

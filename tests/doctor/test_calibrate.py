@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_ranks
+from tests.doctor.measuring import calibrated
+from tests.forked import run_ranks
 from toolkit.cli.main import main
 from toolkit.doctor import calibrate as calibration
 from toolkit.doctor.calibrate import (
@@ -122,10 +123,8 @@ def test_command_prints_json_alone(
 @pytest.mark.slow
 def test_two_processes_measure_together() -> None:
     """Small sizes: every number is there, plausible, and the same on both ranks."""
-    script = str(Path(__file__).with_name("measuring.py"))
-    first, second = run_ranks([script], world=2)
-    assert first == second
-    found = Speeds(**json.loads(first))
+    found, other = run_ranks(calibrated, 2)
+    assert found == other
     assert found.processes == 2
     assert set(found.matmul_flops) == {"fp32", "bf16"}
     assert all(1e7 < flops < 1e14 for flops in found.matmul_flops.values())

@@ -3,7 +3,6 @@
 Two processes over gloo; all presets of one library in one start.
 """
 
-import json
 import math
 import os
 import re
@@ -16,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests import needs
-from tests.processes import run_ranks
+from tests.ds_configs import train_worker
+from tests.forked import run_ranks
 from toolkit.engines.presets import PRESETS, preset_path
 
-WORKER = "tests/ds_configs/train_worker.py"
 WITHOUT_CUDA = [name for name in PRESETS if name != "zeropp"]
 """ZeRO++ quantizes with kernels that DeepSpeed has for CUDA only."""
 TOLERANCE = {"trainer": 1e-5, "accelerate": 5e-3}
@@ -52,9 +51,8 @@ def losses(
 
     @cache
     def run(library: str) -> Losses:
-        files = [str(preset_path(name)) for name in runnable]
-        output = run_ranks([WORKER, library, *files], 2, timeout_s=280, env=environment)
-        result: Losses = json.loads(output[0].splitlines()[-1])
+        files = [preset_path(name) for name in runnable]
+        result = run_ranks(train_worker.losses, 2, library, files, env=environment)[0]
         if "zero3_nvme" in runnable:
             assert list(Path(nvme).rglob("*.swp")), "nothing was moved to nvme_path"
         return result
@@ -63,7 +61,6 @@ def losses(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # the first run on a machine compiles
 @pytest.mark.parametrize(
     "name",
     [
@@ -140,5 +137,5 @@ def test_the_readmes_lines_switch_the_shared_memory_build_off(tmp_path: Path) ->
     )
     built = tmp_path / "extensions"
     env = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(built)}
-    run_ranks([str(tmp_path / "script.py")], 1, timeout_s=120, env=env)
+    run_ranks(train_worker.run_script, 1, tmp_path / "script.py", env=env)
     assert not list(built.rglob("*"))

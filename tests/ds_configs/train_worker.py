@@ -1,37 +1,22 @@
-"""Run by every rank of the tests: trains presets as a user of the named library would.
+"""What every rank of the tests does: train presets as a user of the named library would."""
 
-    python tests/ds_configs/train_worker.py trainer|accelerate JSON_FILE…
-
-Prints one JSON object on rank 0: for each file the loss of each step.
-"""
-
-import json
 import os
-import sys
+import runpy
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-warnings.filterwarnings("ignore")
-
-import deepspeed.ops  # noqa: E402
-import torch  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed  # noqa: E402
-
-from toolkit.engines.distributed import end_process  # noqa: E402
-
-# DeepSpeed would compile its shared-memory all-reduce first (ds_configs/README.md).
-deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+import deepspeed.ops
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 STEPS = 3
 MICRO_BATCH = 2
 ACCUMULATION = 2
 LEARNING_RATE = 1e-2
-RANK = int(os.environ["RANK"])
-WORLD = int(os.environ["WORLD_SIZE"])
 
 
 def model() -> LlamaForCausalLM:
@@ -52,7 +37,12 @@ def model() -> LlamaForCausalLM:
 def samples() -> list[dict[str, torch.Tensor]]:
     """The same sequences at every step, so that the loss must fall."""
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, 4096, (MICRO_BATCH * ACCUMULATION * WORLD, 16), generator=generator)
+    ids = torch.randint(
+        0,
+        4096,
+        (MICRO_BATCH * ACCUMULATION * int(os.environ["WORLD_SIZE"]), 16),
+        generator=generator,
+    )
     return [{"input_ids": row, "labels": row} for row in ids.repeat(STEPS, 1)]
 
 
@@ -119,18 +109,21 @@ def with_accelerate(file: Path) -> list[float]:
     ]
 
 
-def main(library: str, files: list[str]) -> None:
+def losses(library: str, files: Sequence[Path]) -> dict[str, list[float]]:
+    """The loss of each step under each preset, by its name."""
+    warnings.simplefilter("ignore")
+    # DeepSpeed would compile its shared-memory all-reduce first (ds_configs/README.md).
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     train = {"trainer": with_trainer, "accelerate": with_accelerate}[library]
     result = {}
     for file in files:
-        result[Path(file).stem] = train(Path(file))
+        result[file.stem] = train(file)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         PartialState._reset_state()
-    if RANK == 0:
-        print(json.dumps(result))
-    end_process(0)
+    return result
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+def run_script(script: Path) -> None:
+    """A user's script."""
+    runpy.run_path(str(script), run_name="__main__")

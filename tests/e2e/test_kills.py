@@ -15,12 +15,11 @@ import pytest
 from tests.e2e.conftest import Project
 from tests.e2e.layouts import LAYOUTS, outcome
 from tests.e2e.product import checkpoints, events, steps_logged
-from tests.forked import ForkedRanks, preload
-from toolkit.engines.setup import ENGINES
+from tests.forked import ForkedRanks
+from tests.processes import wait_until
 from toolkit.train.worker import train_recipe
 
 EVERY_STEPS = 4
-LIMIT_S = 240.0
 TRIALS = 10
 """Per layout, half of them with asynchronous saving."""
 Undisturbed = Callable[[str], "Run"]
@@ -37,7 +36,6 @@ class Run:
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> Undisturbed:
     """The undisturbed run of a layout, made once."""
-    preload("toolkit.train.worker", *(place.partition(":")[0] for place in ENGINES.values()))
     made: dict[str, Run] = {}
 
     def of(layout: str) -> Run:
@@ -70,7 +68,7 @@ def start(project: Project, name: str, recipe: dict[str, object]) -> ForkedRanks
 def finish(project: Project, name: str, recipe: dict[str, object]) -> None:
     """Start a run and let it come to its end."""
     ranks = start(project, name, recipe)
-    assert ranks.end(LIMIT_S) == [0, 0], ranks.printed()
+    assert ranks.end() == [0, 0], ranks.printed()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +95,7 @@ def test_a_kill(project: Project, undisturbed: Undisturbed, layout: str, trial: 
         ranks = start(project, name, recipe)
         wait_for_a_moment(ranks, run_dir, chance, expected.seconds / attempt)
         rank = kill_a_rank(ranks, chance)
-        codes = ranks.end(LIMIT_S)
+        codes = ranks.end()
         if -signal.SIGKILL in codes:
             break  # else it had ended before the moment came
     done, saved = steps_logged(run_dir), (checkpoints(run_dir) or [0])[-1]
@@ -123,10 +121,10 @@ def wait_for_a_moment(
     if chance.random() < 0.4:
         time.sleep(chance.uniform(0, seconds))
         return
-    step, end = chance.randint(1, 20), time.monotonic() + LIMIT_S
-    while steps_logged(run_dir) < step and not ranks.has_ended:
-        assert time.monotonic() < end, ranks.printed()
-        time.sleep(0.002)
+    step = chance.randint(1, 20)
+    wait_until(
+        lambda: steps_logged(run_dir) >= step or ranks.has_ended, f"step {step}", ranks.printed
+    )
     time.sleep(chance.random() * 0.05)
 
 

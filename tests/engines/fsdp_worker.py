@@ -1,7 +1,4 @@
-"""Run by every rank of test_fsdp.py: looks into the engine while it trains, JSON on rank 0.
-
-python -m tests.engines.fsdp_worker CASES_JSON
-"""
+"""What every rank of test_fsdp.py does: look into the engine while it trains."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    for_each_case,
     global_batches,
     micro_batches,
     new_engine,
@@ -76,7 +72,3 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     dist.all_gather_object(result["held"], sum(held))
     engine.close()
     return result
-
-
-if __name__ == "__main__":
-    for_each_case(look)

@@ -1,13 +1,9 @@
-"""Run by every rank of test_parity.py: trains each case in turn, prints JSON on rank 0.
-
-    python -m tests.engines.parity_worker CASES_JSON
+"""What every rank of test_parity.py does: train each case in turn.
 
 `reference` is what all of them are compared with: transformers and torch alone.
 """
 
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +19,7 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import IGNORE_INDEX, Counters, Engine, MicroBatch
-from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
@@ -280,16 +276,9 @@ def loss_of(folder: Path, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     ).item()
 
 
-def for_each_case(do: Callable[[Case, Ranks], Any]) -> None:
-    """The main program of a rank: do it for the cases of the command line, rank 0 tells."""
-    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+def each_case(do: Callable[[Case, Ranks], Any], cases: Sequence[Case]) -> dict[str, Any]:
+    """The main program of a rank: join the others, and do it for one case after the other."""
     ranks = join()
     results = {case.name: do(case, ranks) for case in cases}
     leave()
-    if ranks.rank == 0:
-        print("RESULTS " + json.dumps(results))
-    end_process(0)
-
-
-if __name__ == "__main__":
-    for_each_case(train)
+    return results

@@ -1,6 +1,4 @@
-"""Run by every rank of test_skipped_steps.py: spoils steps of each case, prints JSON on rank 0.
-
-    python -m tests.engines.skip_worker CASES_JSON
+"""What every rank of test_skipped_steps.py does: spoil steps of each case.
 
 Every case is trained twice from the same weights: once with faults, once with the batches
 of these steps left out. What follows must be equal to the bit.
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    for_each_case,
     global_batches,
     micro_batches,
     new_engine,
@@ -104,7 +101,3 @@ def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
         "spoiled": [[r.loss, r.grad_norm] for r in spoiled if r is not None and not r.skipped],
         "dropped": [[r.loss, r.grad_norm] for r in dropped if r is not None],
     }
-
-
-if __name__ == "__main__":
-    for_each_case(compare)

@@ -3,16 +3,15 @@
 That it computes what the other engines compute is in test_parity.py.
 """
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
-from tests.engines.parity_worker import CONFIG, Case
-from tests.processes import run_ranks
+from tests.engines.fsdp_worker import look
+from tests.engines.parity_worker import CONFIG, Case, each_case
+from tests.forked import run_ranks
 from toolkit.engines.fsdp_config import render
 from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES
@@ -56,11 +55,7 @@ def test_every_familys_layers_are_found(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    text = json.dumps([asdict(case) for case in CASES])
-    output = run_ranks(["-m", "tests.engines.fsdp_worker", text], 2, timeout_s=180)[0]
-    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
-    results: dict[str, Any] = json.loads(line.removeprefix("RESULTS "))
-    return results
+    return run_ranks(each_case, 2, look, CASES)[0]
 
 
 @pytest.mark.slow

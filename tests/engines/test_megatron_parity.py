@@ -87,7 +87,7 @@ def assert_equals_reference(case: Case, result: dict[str, Any], tolerance: float
 
 
 def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    results = run(cases, world=world, timeout_s=280)
+    results = run(cases, world=world)
     for case in cases:
         assert_equals_reference(case, results[case.name], tolerance)
     return results
@@ -145,7 +145,7 @@ def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
     ]
     unbroken = [replace(case, steps=6, precision="bf16") for case in unbroken]
     resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=2, timeout_s=280)
+    results = run([*unbroken, *resumed], world=2)
     for one, other in zip(unbroken, resumed, strict=True):
         assert results[one.name]["loss"] == results[other.name]["loss"], one.name
         assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
@@ -166,7 +166,7 @@ def test_resumed_on_four_ranks_to_the_bit(tmp_path: Path) -> None:
         )
     ]
     resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=4, timeout_s=280)
+    results = run([*unbroken, *resumed], world=4)
     for one, other in zip(unbroken, resumed, strict=True):
         assert results[one.name]["loss"] == results[other.name]["loss"], one.name
         assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name

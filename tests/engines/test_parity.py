@@ -4,16 +4,14 @@ Regression for PAINS 1 (changing the strategy changes the loss): the masks are u
 across ranks and micro batches, so any mean of means would differ in the first digits.
 """
 
-import json
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.parity_worker import GLOBAL_BATCH, Case, reference
-from tests.processes import run_ranks
+from tests.engines.parity_worker import GLOBAL_BATCH, Case, each_case, reference, train
+from tests.forked import run_ranks
 
 TOLERANCE = 1e-5
 OFFLOAD_TOLERANCE = 1e-4
@@ -47,13 +45,9 @@ def _reference(wide: bool = False) -> dict[str, list[float]]:
     return reference(wide=wide)
 
 
-def run(cases: list[Case], world: int, **options: Any) -> dict[str, Any]:
+def run(cases: list[Case], world: int) -> dict[str, Any]:
     """Train `cases` one after the other in one group of `world` real processes."""
-    text = json.dumps([asdict(case) for case in cases])
-    output = run_ranks(["-m", "tests.engines.parity_worker", text], world, **options)[0]
-    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
-    results: dict[str, Any] = json.loads(line.removeprefix("RESULTS "))
-    return results
+    return run_ranks(each_case, world, train, cases)[0]
 
 
 def assert_equals_reference(
@@ -83,7 +77,7 @@ def test_one_process() -> None:
     ids=["some", "others"],
 )
 def test_two_processes(cases: list[Case]) -> None:
-    for name, result in run(cases, world=2, timeout_s=240).items():
+    for name, result in run(cases, world=2).items():
         print(name)
         assert_equals_reference(result, TOLERANCE)
 
@@ -92,7 +86,7 @@ def test_two_processes(cases: list[Case]) -> None:
 @pytest.mark.usefixtures("cpu_adam")
 def test_two_processes_with_cpu_offload(tmp_path: Path) -> None:
     resumed = Case("deepspeed", 4, stage=3, offload="cpu", resume_in=str(tmp_path))
-    for name, result in run([*OFFLOADED, resumed], world=2, timeout_s=240).items():
+    for name, result in run([*OFFLOADED, resumed], world=2).items():
         print(name)
         assert_equals_reference(result, OFFLOAD_TOLERANCE)
 
@@ -119,7 +113,7 @@ def test_two_processes_with_nvme_offload(tmp_path: Path) -> None:
         "deepspeed", 2, stage=3, offload="nvme", nvme_path=str(swap), wide=True,
         resume_in=str(tmp_path / "checkpoint"),
     )  # fmt: skip
-    (result,) = run([case], world=2, timeout_s=240).values()
+    (result,) = run([case], world=2).values()
     assert_equals_reference(result, OFFLOAD_TOLERANCE, wide=True)
     swapped = sum(path.stat().st_size for path in swap.rglob("*") if path.is_file())
     assert swapped > 10 * 2**20, "nothing was swapped to disk"

@@ -3,29 +3,28 @@
 Regression for PAINS 17 (DeepSpeed#8415, #8035; Megatron-LM#3981).
 """
 
-import json
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from tests.engines.parity_worker import Case
+from tests.engines.parity_worker import Case, each_case
 from tests.engines.skip_worker import (
     HIGH_LOSS,
     NAN_GRADIENT,
     NAN_LOSS,
     NO_TOKENS,
     STEPS,
+    compare,
     spoiled_steps,
 )
 from tests.engines.test_megatron_parity import megatron, zero
-from tests.processes import run_ranks
+from tests.forked import run_ranks
 
 WHY = {
-    str(NAN_LOSS): "the loss is not finite",
-    str(NAN_GRADIENT): "the gradients are not finite",
-    str(NO_TOKENS): "no token of the batch is trained",
-    str(HIGH_LOSS): "the loss is above 0.5",
+    NAN_LOSS: "the loss is not finite",
+    NAN_GRADIENT: "the gradients are not finite",
+    NO_TOKENS: "no token of the batch is trained",
+    HIGH_LOSS: "the loss is above 0.5",
 }
 TWO = [
     Case("ddp", 2),
@@ -42,14 +41,11 @@ TWO = [
 
 
 def check(cases: list[Case], world: int) -> None:
-    text = json.dumps([asdict(case) for case in cases])
-    output = run_ranks(["-m", "tests.engines.skip_worker", text], world, timeout_s=280)[0]
-    line = next(line for line in output.splitlines() if line.startswith("RESULTS "))
-    results: dict[str, Any] = json.loads(line.removeprefix("RESULTS "))
+    results = run_ranks(each_case, world, compare, cases)[0]
     for case in cases:
         print(case.name)
         result = results[case.name]
-        steps = {str(step) for step in spoiled_steps(case)}
+        steps = spoiled_steps(case)
         assert result["skipped"] == [{s: why for s, why in WHY.items() if s in steps}] * world
         assert len(result["dropped"]) == STEPS - len(steps)
         assert result["spoiled"] == result["dropped"]

@@ -1,18 +1,12 @@
-"""Run by every rank of test_megatron_loading.py: loads a Hugging Face folder into TP2·PP2.
+"""What every rank of test_megatron_loading.py does: load a Hugging Face folder into TP2·PP2."""
 
-    python -m tests.models.loading_worker FOLDER
-
-Every rank prints `READ` and a JSON list of the rectangles that it read.
-"""
-
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
-from toolkit.engines.distributed import end_process, join
+from toolkit.engines.distributed import join
 from toolkit.engines.megatron_config import render_model
 from toolkit.models import huggingface as hf
 from toolkit.models.families import megatron_model
@@ -34,13 +28,13 @@ class Counted(SafetensorsWeights):
         return super().read_block(block)
 
 
-def main() -> None:
+def rectangles_read(folder: Path) -> list[Any]:
+    """Tensor, rows and columns of whatever this rank reads."""
     join()
     cpu.before_import()
     from toolkit.models.megatron import model as megatron
     from toolkit.models.megatron import weights
 
-    folder = Path(sys.argv[1])
     config = AutoConfig.from_pretrained(folder)
     meta = hf.meta_model(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in meta.named_parameters()}
@@ -51,15 +45,9 @@ def main() -> None:
     chunks = megatron.build_chunks(model, **render_model(model, layout, "fp32"))
     weights.fill(chunks, model, source)
     # A transposed block's rows are the file's columns.
-    read = [
+    return [
         (block.tensor, block.columns, block.rows)
         if block.transposed
         else (block.tensor, block.rows, block.columns)
         for block in source.blocks
     ]
-    print("READ " + json.dumps(read))
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,11 @@
-"""Run by every rank of test_megatron_parity.py and of the conversion tests.
-
-    python -m tests.models.megatron_worker CASES_JSON
+"""What every rank of test_megatron_parity.py and of the conversion tests does.
 
 For each case: builds the real GPTModel in its layout, fills it, compares logits and per-token
 losses with transformers, and where asked saves it with megatron-core's own checkpointing.
 """
 
-import json
 import multiprocessing
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.engines.distributed import end_process, join, leave
+from toolkit.engines.distributed import join, leave
 from toolkit.models.families import megatron_model
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron import model as megatron
@@ -156,18 +153,13 @@ def run(case: Case) -> dict[str, float]:
     return result
 
 
-def main() -> None:
-    cases = [Case(**case) for case in json.loads(sys.argv[1])]
+def run_all(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """What `run` finds on this rank for each case, by name."""
     join()
-    for case in cases:
-        print("RESULT " + json.dumps({"name": case.name, **run(case)}), flush=True)
+    found = {case["name"]: run(Case(**case)) for case in cases}
     leave()
     # megatron-core's writer leaves a helper process behind.
     for child in multiprocessing.active_children():
         child.kill()
     filesystem_async._results_queue = None
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()
+    return found

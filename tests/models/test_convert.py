@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from tests.models.in_megatron import check, run_cases, save_random_model
 from tests.models.test_families import CONFIGS, config_of
-from tests.models.test_megatron_parity import check, run_cases, save_random_model
 from toolkit.errors import CheckpointError, DataError, DmtError
 from toolkit.models.convert import (
     appearing,

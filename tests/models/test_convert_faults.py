@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.models.in_megatron import save_random_model
 from tests.models.test_convert import (
     assert_same_model,
     change_config,
@@ -23,7 +24,6 @@ from tests.models.test_convert import (
     to_megatron_folder,
 )
 from tests.models.test_families import LLAMA3, config_of
-from tests.models.test_megatron_parity import save_random_model
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.source import Source, open_source

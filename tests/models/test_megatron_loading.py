@@ -1,6 +1,6 @@
 """Weights go from a Hugging Face folder straight into any layout, each byte read once."""
 
-import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from tests.processes import run_ranks
+from tests.forked import run_ranks
+from tests.models.loading_worker import rectangles_read
 
 SHAPE = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -32,14 +33,7 @@ def test_a_replica_reads_every_element_once(name: str, tmp_path: Path) -> None:
 
     config: dict[str, Any] = MODELS[name]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
-    outputs = run_ranks(["-m", "tests.models.loading_worker", str(tmp_path)], 4)
-    reads = [
-        read
-        for output in outputs
-        for line in output.splitlines()
-        if line.startswith("READ ")
-        for read in json.loads(line.removeprefix("READ "))
-    ]
+    reads = chain.from_iterable(run_ranks(rectangles_read, 4, tmp_path))
     with safe_open(tmp_path / "model.safetensors", framework="np") as file:
         times = {key: np.zeros(file.get_slice(key).get_shape(), int) for key in file.keys()}  # noqa: SIM118
     for tensor, rows, columns in reads:

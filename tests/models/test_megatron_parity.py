@@ -1,15 +1,12 @@
 """The Megatron model computes what transformers computes, in every layout."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.models.in_megatron import check, run_cases, save_random_model
 from tests.models.test_families import CONFIGS, LLAMA3, SMALL, config_of
-from tests.processes import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -44,17 +41,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 """Configs whose keys change the function, beside the plain ones."""
 
 
-def save_random_model(config: dict[str, Any], folder: Path) -> None:
-    """A model whose every tensor matters: larger weights than a fresh one, odd norms."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = parameter.ndim == 1 and name.endswith("weight")
-            parameter.normal_(mean=float(is_norm), std=0.2 if parameter.ndim == 1 else 0.1)
-    model.save_pretrained(folder)
-
-
 def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
     """Every family and variant that the layout concerns."""
     configs = {case: config_of(case) for case in CONFIGS}
@@ -67,31 +53,6 @@ def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
         save_random_model(config, folder)
         cases.append({"name": name, "folder": str(folder), "layout": LAYOUTS[layout]})
     return cases
-
-
-def run_cases(cases: list[dict[str, Any]], world: int) -> dict[str, dict[str, float]]:
-    """The largest differences of each case, from the rank that saw them."""
-    argv = ["-m", "tests.models.megatron_worker", json.dumps(cases)]
-    found = {}
-    for output in run_ranks(argv, world, timeout_s=240):
-        for line in output.splitlines():
-            if line.startswith("RESULT "):
-                result = json.loads(line.removeprefix("RESULT "))
-                name = result.pop("name")
-                if result:
-                    found[name] = result
-    return found
-
-
-def check(found: dict[str, dict[str, float]], cases: list[dict[str, Any]]) -> None:
-    assert set(found) == {case["name"] for case in cases}
-    wrong = {
-        name: result
-        for name, result in found.items()
-        if not (result["logits"] <= 1e-4 and result["losses"] <= 1e-5)
-    }
-    assert not wrong
-    assert all(result["spread"] > 0.05 for result in found.values()), "nothing to tell apart"
 
 
 @pytest.mark.slow

@@ -9,16 +9,17 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.processes import ROOT
+from tests.forked import ForkedRanks
+from tests.processes import HANG_S, ROOT, wait_until
 from tests.rehearse.conftest import LLAMA, Rehearse
 from tests.rehearse.test_layouts import INTERLEAVED
 from toolkit.cli import rehearse as command
 from toolkit.cli.main import main
+from toolkit.rehearse.ranks import Ranks
 from toolkit.rehearse.rehearsal import Options
 from toolkit.rehearse.table import verdict, why
 
@@ -125,6 +126,33 @@ def test_hanging_layout_is_ended(rehearse: Rehearse) -> None:
     assert not _ranks(os.getpid())
 
 
+def interrupted(number: signal.Signals, where: str) -> int:
+    """The command, which a signal meets at one place."""
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), number)
+
+    if where == "in a fork":
+        # logging's hooks, for one, are Python code that runs there; what it raises is ignored.
+        os.register_at_fork(after_in_parent=interrupt)
+    if where == "behind the last rank":
+        wait = Ranks.wait
+        Ranks.wait = lambda *arguments: (wait(*arguments), interrupt())[0]
+    return main(["rehearse", str(LLAMA), "--layouts", "ddp", "--steps", "1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["in a fork", "behind the last rank"])
+def test_a_signal_is_heard_wherever_it_comes(
+    number: signal.Signals, where: str, tmp_path: Path
+) -> None:
+    ended = ForkedRanks(interrupted, (number, where), 1, tmp_path, {"TMPDIR": str(tmp_path)})
+    assert ended.end() == [130], ended.printed()
+    assert "ignored" not in ended.printed()
+    assert not list(tmp_path.glob("dmt-rehearse-*")), "its folder is left behind"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) -> None:
@@ -139,15 +167,16 @@ def test_no_rank_outlives_the_command(number: signal.Signals, tmp_path: Path) ->
         process_group=0,
     )
     try:
-        ranks = _wait_for_ranks(running.pid, 1)
+        wait_until(lambda: _ranks(running.pid), "a rank")
+        ranks = _ranks(running.pid)
         running.send_signal(number)
-        _, err = running.communicate(timeout=90)
+        _, err = running.communicate(timeout=HANG_S)
         assert "Traceback" not in err
-        _, alive = psutil.wait_procs(ranks, timeout=10)
+        _, alive = psutil.wait_procs(ranks, timeout=HANG_S)
         assert not alive
         if number != signal.SIGKILL:
             assert running.returncode == 130
-            assert not list(tmp_path.iterdir()), "the rehearsal's folder is left behind"
+            assert not list(tmp_path.iterdir()), "its folder is left behind"
     finally:
         running.kill()
 
@@ -165,17 +194,7 @@ def _ranks(pid: int) -> list[psutil.Process]:
     """Ranks among the processes that `pid` started."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
-        arguments: list[Any] = process.cmdline()
-        if any("rehearse" in str(argument) for argument in arguments[1:4]):
-            found.append(process)
-    return found
-
-
-def _wait_for_ranks(pid: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
         with suppress(psutil.NoSuchProcess, FileNotFoundError):  # one that ends while listed
-            if len(ranks := _ranks(pid)) >= count:
-                return ranks
-        time.sleep(0.1)
-    raise AssertionError("no rank was started")
+            if any("toolkit.rehearse" in argument for argument in process.cmdline()):
+                found.append(process)
+    return found

@@ -1,10 +1,6 @@
-"""Run by every rank of test_replica_check.py: compares replicas before and after a bit flips.
+"""What every rank of test_replica_check.py does: compare replicas before and after a flip."""
 
-python -m tests.train.replica_worker CASES_JSON FLIPPED_RANK
-"""
-
-import json
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +13,7 @@ from tests.engines.parity_worker import (
     new_engine,
     unmasked,
 )
-from toolkit.engines.distributed import Ranks, end_process, join, leave
+from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.errors import DmtError
 from toolkit.train.replica_check import ReplicaCheck
 
@@ -43,13 +39,9 @@ def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     return {"said": said, "error": error, "weight": name}
 
 
-def main() -> None:
+def compare_all(cases: Sequence[Case], flipped: int) -> list[dict[str, Any]]:
+    """What `compare` finds on this rank for each case; a bit flips on rank `flipped`."""
     ranks = join()
-    cases = [Case(**case) for case in json.loads(sys.argv[1])]
-    print("RESULTS " + json.dumps([compare(case, ranks, int(sys.argv[2])) for case in cases]))
+    found = [compare(case, ranks, flipped) for case in cases]
     leave()
-    end_process(0)
-
-
-if __name__ == "__main__":
-    main()
+    return found

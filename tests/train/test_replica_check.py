@@ -1,8 +1,6 @@
 """Replicas that differ in one bit are found and named; parts of a model are not replicas."""
 
-import json
 import socket
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.engines.parity_worker import Case
 from tests.engines.test_megatron_parity import MIXTRAL, megatron
-from tests.processes import run_ranks
+from tests.forked import run_ranks
+from tests.train.replica_worker import compare_all
 from toolkit.train import replica_check
 from toolkit.train.replica_check import (
     Holding,
@@ -100,14 +99,7 @@ def test_four_ranks() -> None:
         megatron(tensor=2, pipeline=2),
         Case("deepspeed", 2, stage=3),
     ]
-    argv = ["-m", "tests.train.replica_worker", json.dumps([asdict(case) for case in cases])]
-    lines = [
-        line.removeprefix("RESULTS ")
-        for output in run_ranks([*argv, "3"], 4, timeout_s=200)
-        for line in output.splitlines()
-        if line.startswith("RESULTS ")
-    ]
-    by_rank = [json.loads(line) for line in lines]
+    by_rank = run_ranks(compare_all, 4, cases, 3)
     for results in by_rank:
         assert [r["said"] for r in results[:4]] == [[None, None]] * 4
         assert "own part of the model" in results[4]["said"][0]

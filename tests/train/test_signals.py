@@ -3,11 +3,11 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.processes import run_ranks
+from tests.forked import run_ranks
+from tests.train.stop_rank import last_step
 from toolkit.train.signals import STOP_SIGNALS, StopRequest
 
 
@@ -49,6 +49,4 @@ def test_the_third_interrupt_gets_through():
     ids=["rank 0", "rank 1, first step", "nobody", "too late"],
 )
 def test_all_ranks_stop_at_the_same_step(signalled, in_step, expected):
-    script = Path(__file__).with_name("stop_rank.py")
-    outputs = run_ranks([str(script), str(signalled), str(in_step)], 2, timeout_s=60)
-    assert [int(output) for output in outputs] == [expected, expected]
+    assert run_ranks(last_step, 2, signalled, in_step) == [expected, expected]

@@ -14,7 +14,7 @@ from types import TracebackType
 from toolkit.launchers.base import Job, LaunchSpec
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.outcome import RankExit
-from toolkit.launchers.process import POLL_S, die_with_parent
+from toolkit.launchers.process import POLL_S, StopSignals, die_with_parent
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
 from toolkit.train.run_dir import RunDirectory
@@ -47,7 +47,8 @@ def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchS
 class Ranks:
     """Running processes; a context manager that leaves none behind.
 
-    Enter it in the main thread: when that thread ends, the kernel kills the processes.
+    Enter it in the main thread: when that thread ends, the kernel kills the processes. A
+    signal that asks to stop ends them, too, and then raises KeyboardInterrupt.
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
@@ -55,9 +56,13 @@ class Ranks:
         self._run = RunDirectory(spec.run_dir)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._at_exit = ExitStack()
+        self._signals = StopSignals()
 
     def __enter__(self) -> "Ranks":
         self._run.logs.mkdir(parents=True, exist_ok=True)
+        # Flags, because an exception would be lost where a process forks: Python prints what
+        # is raised in hooks such as logging's, and goes on.
+        self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._kill)
         try:
             for rank in range(len(self._spec.rank_env)):
@@ -74,6 +79,12 @@ class Ranks:
         traceback: TracebackType | None,
     ) -> None:
         self._at_exit.close()
+        if error_type is None:
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self._signals.stop_requested:
+            raise KeyboardInterrupt
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         with self._run.rank_log(rank).open("wb") as log:
@@ -109,6 +120,7 @@ class Ranks:
                 if code := self._processes[rank].wait():
                     self._kill()
                     return self._failure(RankExit(rank, code))
+            self._stop_if_asked()
             if ranks and time.monotonic() >= deadline:
                 self._kill()
                 return Failure(f"no end after {limit_s:g} s", self._log(min(ranks.values())))
