@@ -32,10 +32,15 @@ class DdpEngine(DataParallelEngine):
         if setup.layout.recompute == "full":
             hf.enable_recompute(self.model)
         self.model.train()
+        self.parameters = list(self.model.parameters())
         self.replica = self.model
         if self.world > 1:
             device_ids = [self.device] if self.device.type == "cuda" else None
-            self.replica = DistributedDataParallel(self.model, device_ids=device_ids)
+            self.replica = DistributedDataParallel(
+                self.model,
+                device_ids=device_ids,
+                broadcast_buffers=False,  # Rotary frequencies: the same on every rank.
+            )
             self._settle_buckets()
         self.optimizer = self.new_optimizer(self.model, fused=True)
 
@@ -59,7 +64,7 @@ class DdpEngine(DataParallelEngine):
 
     def gradients(self) -> Iterator[Tensor]:
         """See `DataParallelEngine.gradients`: all of them, on every rank."""
-        return (p.grad for p in self.model.parameters() if p.grad is not None)
+        return (p.grad for p in self.parameters if p.grad is not None)
 
     def gradient_norm(self) -> Tensor:
         """See `DataParallelEngine.gradient_norm`."""
