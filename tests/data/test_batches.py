@@ -88,6 +88,14 @@ def test_epochs_follow_without_a_seam(
         assert len(epoch) == n_samples
 
 
+def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) -> None:
+    data = dataset(30)
+    kept = GlobalBatches(data, 5, 24)
+    for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
+        fresh = GlobalBatches(data, 5, 24).micro_batches(step * 24, 0, 1, 24)
+        assert rows(kept.micro_batches(step * 24, 0, 1, 24)) == rows(fresh)
+
+
 def test_tensors(dataset: Make) -> None:
     (batch,) = GlobalBatches(dataset(10), 1, 4).micro_batches(0, 0, 1, 4)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64

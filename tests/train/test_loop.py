@@ -5,6 +5,7 @@ import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,25 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
         train(job(dataset, resumed), progress, second, stop)
     assert progress.consumed_tokens == sum(whole.tokens) > 0
     assert first.losses + second.losses == whole.losses
+
+
+class TwoTensorRanks(StopRequest):
+    """Both ranks of a tensor-parallel group count the same batch."""
+
+    def agreed(self) -> tuple[bool, int]:
+        stopping, number = super().agreed()
+        return stopping, 2 * number
+
+
+def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -> None:
+    alone, two = Recorder(), Recorder()
+    with StopRequest() as stop:
+        train(job(dataset, FakeEngine(VOCABULARY)), Progress(), alone, stop)
+    with TwoTensorRanks() as stop:
+        split = replace(job(dataset, FakeEngine(VOCABULARY)), layout=replace(LAYOUT, tp=2))
+        train(split, Progress(), two, stop)
+    assert two.tokens == alone.tokens
+    assert two.losses == alone.losses
 
 
 class SpoiledEngine(FakeEngine):
