@@ -34,8 +34,8 @@ def test_memory_and_time_by_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", LLAMA_8B, *changes]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("llama-3.1-8b-pretrain  deepspeed, hf\n  dp 256 · tp 1 · pp 1")
-    assert "\n  memory per GPU  " in shown and " of 80 GiB: fits\n" in shown
-    assert "\n    weights                14.96 GiB  ████\n" in shown
+    assert "\n  memory per GPU  " in shown and " of 79.1 GiB: fits\n" in shown
+    assert "\n    weights                14.96 GiB  █████\n" in shown
     assert "\n    allocator reserve" in shown
     assert "\n  step  " in shown and " tokens/s per GPU, MFU " in shown
     assert "\n    matmul " in shown
@@ -157,5 +157,5 @@ def test_what_cannot_be_built_does_not_fit(capsys: pytest.CaptureFixture[str]) -
     for command in ("estimate", "plan"):
         assert main([command, llama, *words, "--set", "cluster.nodes=16"]) == 0
         shown = capsys.readouterr().out
-        assert "131.4 of 80 GiB: does not fit" in shown
+        assert "131.4 of 79.1 GiB: does not fit" in shown
         assert "131.4 GiB while the model is built" in shown

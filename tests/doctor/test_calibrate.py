@@ -70,6 +70,18 @@ def test_one_process_has_no_link(tmp_path: Path) -> None:
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
     ],
 )
 def test_drivers_names(device: str, expected: str) -> None:
@@ -78,7 +90,7 @@ def test_drivers_names(device: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"]
+    "device", ["Tesla V100-SXM2-16GB", "NVIDIA GeForce RTX 4090 D", "NVIDIA GH200 144G HBM3e"]
 )
 def test_unknown_devices_are_calibrated_by_nobody(device: str) -> None:
     with pytest.raises(BackendUnavailable, match=device):

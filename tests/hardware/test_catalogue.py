@@ -10,7 +10,8 @@ def test_the_accelerators_of_the_recipes_and_papers_are_known() -> None:
     assert set(GPUS) == {
         "v100-32gb", "a100-40gb", "a100-40gb-pcie", "a100-80gb", "a100-80gb-pcie", "h100-80gb",
         "h100-96gb", "h100-80gb-pcie",
-        "h200", "b200", "gb200", "mi300x", "cpu",
+        "h200", "b200", "gb200", "mi300x", "cpu", "b300", "gh200", "h20", "l40s", "l4", "a10",
+        "a10g", "a6000", "rtx3090", "rtx4090", "rtx5090", "t4",
     }  # fmt: skip
     assert all(name == entry.name for name, entry in GPUS.items())
 
@@ -25,7 +26,7 @@ def test_peaks_are_dense() -> None:
         if entry.tf32 and entry.bf16:
             assert entry.bf16 / entry.tf32 == pytest.approx(2, rel=0.03)
         if entry.fp8 and entry.bf16:
-            assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.001)
+            assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,22 @@ def test_every_accelerator_but_cpu_states_memory_and_fp16() -> None:
         assert (entry.fp16 is None) == (entry.name == "cpu")
 
 
+LABELS = {
+    "v100-32gb": 32, "a100-40gb": 40, "a100-80gb": 80, "h100-80gb": 80, "h100-96gb": 96,
+    "h200": 141, "b200": 180, "gb200": 186, "b300": 288, "gh200": 96, "h20": 96, "l40s": 48,
+    "l4": 24, "a10": 24, "a10g": 24, "a6000": 48, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32,
+    "t4": 16, "mi300x": 192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "label"), LABELS.items())
+def test_memory_is_what_the_driver_leaves(name: str, label: float) -> None:
+    """ECC in GDDR takes a sixteenth of it, what else is kept is below 3%."""
+    usable = gpu(name).memory_gib
+    assert usable is not None
+    assert 0.9 * label < usable < label
+
+
 def test_names_are_found_in_any_case() -> None:
     assert gpu("H100-80GB") is gpu("h100-80gb")
 
@@ -58,7 +75,7 @@ def test_names_are_found_in_any_case() -> None:
 def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
     with pytest.raises(PlanError, match="h100-80gb") as raised:
         gpu("h100_80gb")
-    assert raised.value.fix == "did you mean `h100-80gb`?"
+    assert raised.value.fix.startswith("did you mean `h100-80gb`? or describe yours")
     with pytest.raises(PlanError) as raised:
         gpu("x" * 10_000)
-    assert len(str(raised.value)) < 400
+    assert len(str(raised.value)) < 500

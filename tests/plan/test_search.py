@@ -185,7 +185,7 @@ def test_every_legal_layout_is_counted_once() -> None:
     assert chosen.considered == count
     assert chosen.rejected == {
         UNNEEDED: unneeded,
-        "more than 80 GiB per GPU": count - unneeded - len(chosen.fitting),
+        "more than 79.1 GiB per GPU": count - unneeded - len(chosen.fitting),
     }
 
 

@@ -168,6 +168,18 @@ MISTAKES = {
     ),
     "own tag": M("seed: 1", "seed: !env SEED", "training.seed", "remove the tag"),
     "unknown alias": M("seed: 1", "seed: *other", "(file)", "mend"),
+    "GPU": M("gpu: cpu", "gpu: h100", "cluster.gpu", "describe yours by the closest"),
+    "GPU like none": M("gpu: cpu", "gpu: {memory_gib: 3}", "cluster.gpu.like", "add `like:`"),
+    "GPU like an unknown one": M(
+        "gpu: cpu", "gpu: {like: a10gg}", "cluster.gpu.like", "did you mean `a10g`?"
+    ),
+    "GPU like a processor": M("gpu: cpu", "gpu: {like: cpu}", "cluster.gpu.like", "gpu: cpu"),
+    "GPU of unknown precision": M(
+        "gpu: cpu", "gpu: {like: a10g, tflops: {bf61: 1}}", "cluster.gpu.tflops", "null"
+    ),
+    "GPU without memory": M(
+        "gpu: cpu", "gpu: {like: a10g, memory_gib: 0}", "cluster.gpu.memory_gib", "more than 0"
+    ),
     "W&B project with a control character": M(
         "every_steps: 1\n",
         'every_steps: 1\n  wandb: {project: "a\\eb"}\n',

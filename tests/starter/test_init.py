@@ -112,7 +112,7 @@ def test_comments_are_the_plans_numbers(
     assert "# 8,030,261,248 parameters" in text
     assert "tokens: 15e12 " in text and "# 1,788,140 steps" in text
     assert "# sequences; 8.39M tokens a step" in text
-    memory = f"{found.memory.total / GIB:.1f} of 80 GiB per GPU"
+    memory = f"{found.memory.total / GIB:.1f} of 79.1 GiB per GPU"
     assert f"# Planned: {memory}; {seconds(step_s)} a step, " in text
     assert f"MFU {found.time.mfu_causal:.0%}" in text
     assert f"# 1,788,140 steps take {days:,.1f} days: {days * 24 * 32:,.1f} GPU hours." in text

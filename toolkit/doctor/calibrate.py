@@ -39,6 +39,18 @@ _DEVICES = (
     (r"\bh200", "h200"),
     (r"\bgb200", "gb200"),
     (r"\bb200", "b200"),
+    (r"\bb300", "b300"),
+    (r"\bgh200 480gb", "gh200"),
+    (r"\bh20\b", "h20"),
+    (r"\bl40s", "l40s"),
+    (r"\bl4\b", "l4"),
+    (r"rtx 3090$", "rtx3090"),
+    (r"rtx 4090$", "rtx4090"),
+    (r"rtx 5090$", "rtx5090"),
+    (r"rtx a6000", "a6000"),
+    (r"\ba10g", "a10g"),
+    (r"\ba10\b", "a10"),
+    (r"\bt4\b", "t4"),
     (r"mi300x", "mi300x"),
 )
 """What drivers call the accelerators of the catalogue."""

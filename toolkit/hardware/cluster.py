@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GIGA, Gpu, gpu
+from toolkit.hardware.catalogue import GIGA, Gpu, accelerator, gpu
+from toolkit.recipe.schema import GpuSection
 
 LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared"]
 LINK_KINDS: tuple[LinkKind, ...] = (
@@ -106,6 +107,9 @@ class _Machine:
 _SXM_A100 = _Machine(8, "nvlink", 300, "infiniband", 25, 2048, 32, 52, 410, 28_000)
 _SXM_H100 = _Machine(8, "nvlink", 450, "infiniband", 50, 2048, 64, 52, 614, 28_000)
 _PCIE_A100 = _Machine(8, "pcie", 32, "infiniband", 12.5, 1024, 32, 13, 410, 7_000)
+# Parts without an HGX board, as they are commonly built in: assumed, without NVLink bridges.
+_PCIE_INFERENCE = _Machine(4, "pcie", 32, "ethernet", 3.125, 512, 32, 13, 410, 4_000)
+_WORKSTATION = _Machine(2, "pcie", 32, "ethernet", 1.25, 128, 32, 6.5, 51, 1_000)
 _MACHINES: Mapping[str, _Machine] = {
     "v100-32gb": _Machine(8, "nvlink", 150, "infiniband", 6.25, 512, 16, 13, 154, 7_000),
     "a100-40gb": _SXM_A100,
@@ -119,6 +123,18 @@ _MACHINES: Mapping[str, _Machine] = {
     "b200": _Machine(8, "nvlink", 900, "infiniband", 50, 2048, 64, 52, 614, 28_000),
     "gb200": _Machine(4, "nvlink", 900, "infiniband", 50, 960, 450, 26, 1024, 14_000, 72),
     "mi300x": _Machine(8, "xgmi", 448, "roce", 50, 2048, 64, 52, 614, 28_000),
+    "b300": _Machine(8, "nvlink", 900, "infiniband", 100, 2048, 64, 52, 614, 28_000),
+    "gh200": _Machine(1, "nvlink", 450, "infiniband", 50, 480, 450, 13, 512, 7_000),
+    "h20": _SXM_H100,
+    "l40s": _PCIE_INFERENCE,
+    "l4": _PCIE_INFERENCE,
+    "a10": _PCIE_INFERENCE,
+    "a10g": _PCIE_INFERENCE,
+    "t4": _Machine(4, "pcie", 16, "ethernet", 3.125, 256, 16, 6.4, 154, 1_000),
+    "a6000": _WORKSTATION,
+    "rtx3090": _WORKSTATION,
+    "rtx4090": _WORKSTATION,
+    "rtx5090": _Machine(2, "pcie", 64, "ethernet", 1.25, 128, 64, 6.5, 77, 1_000),
     # A host with two channels of DDR4, 10 Gb/s Ethernet and one disk.
     "cpu": _Machine(1, "shared", 5, "ethernet", 1.25, 64, 20, 3.2, 40, 500),
 }
@@ -147,13 +163,13 @@ def usual_gpus_per_node(name: str) -> int:
     return _MACHINES[gpu(name).name].gpus_per_node
 
 
-def default_cluster(nodes: int, gpus_per_node: int, name: str) -> Cluster:
-    """A cluster of the accelerator `name` with the links that usually come with it.
+def default_cluster(nodes: int, gpus_per_node: int, name: str | GpuSection) -> Cluster:
+    """A cluster of an accelerator with the links that usually come with it.
 
     Raises PlanError for an accelerator that the catalogue lacks.
     """
-    device = gpu(name)
-    machine = _MACHINES[device.name]
+    device = accelerator(name)
+    machine = _MACHINES[device.like or device.name]
     return Cluster(
         name=f"{nodes}x{gpus_per_node}x{device.name}",
         nodes=nodes,

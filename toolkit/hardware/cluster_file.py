@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.hardware.catalogue import GIGA, GPUS, TERA, Gpu, gpu
+from toolkit.hardware.catalogue import GIGA, GPUS, Gpu, described, figures, gpu
 from toolkit.hardware.cluster import (
     LINK_KINDS,
     Cluster,
@@ -201,23 +201,9 @@ def _cluster(data: Mapping[str, Any]) -> Cluster:
 
 def _gpu(stated: Mapping[str, Any], base: Gpu, measured: Mapping[str, Any]) -> Gpu:
     """An accelerator of the catalogue with a user's figures in place of its own."""
-    changes = _figures(stated)
-    if "name" in stated:
-        changes |= {"name": stated["name"], "like": base.name}
-    if "memory_gib" in stated:
-        changes["memory_gib"] = stated["memory_gib"]
-    if speeds := _figures(measured):
-        changes["measured"] = Gpu(f"{base.name} as measured", None, **speeds)
-    return replace(base, **changes)
-
-
-def _figures(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Speeds of an accelerator, in the units of `Gpu`."""
-    found: dict[str, Any] = {
-        name: value * TERA for name, value in stated.get("tflops", {}).items()
-    }
-    if "memory_gigabytes_per_s" in stated:
-        found["memory_bytes_per_s"] = stated["memory_gigabytes_per_s"] * GIGA
+    found = described(base, stated)
+    if speeds := figures(measured):
+        found = replace(found, measured=Gpu(f"{base.name} as measured", None, **speeds))
     return found
 
 

@@ -20,5 +20,5 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
         launch=recipe.launch,
         name=recipe.name,
         recipe=dump_recipe(settled(recipe, plan) if settle else recipe),
-        env=environment(plan, recipe.cluster.gpu),
+        env=environment(plan, str(recipe.cluster.gpu)),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from toolkit.errors import PlanError, Problem
-from toolkit.hardware.catalogue import Gpu, gpu
+from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
 from toolkit.plan import legality, model_rules
@@ -192,16 +192,22 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.cluster.gpu
     try:
-        gpu(recipe.cluster.gpu)
+        accelerator(stated)
     except PlanError as error:
         known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
-        yield Problem("cluster.gpu", recipe.cluster.gpu, known, error.fix)
+        key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
+        yield Problem(f"cluster.gpu{key}", name, known, error.fix)
+    else:
+        if not isinstance(stated, str) and stated.like.lower() == "cpu":
+            fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
+            yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
 
 
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     try:
-        device = gpu(recipe.cluster.gpu)
+        device = accelerator(recipe.cluster.gpu)
     except PlanError:
         return  # reported by `_accelerator`
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
@@ -215,7 +221,7 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
 
 def _computes(device: Gpu, precision: str) -> bool:
     """Does the device compute in a precision?"""
-    if device.name == "cpu":
+    if device.generation == "cpu":
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None
 
@@ -223,7 +229,7 @@ def _computes(device: Gpu, precision: str) -> bool:
 def _why_not(device: Gpu, precision: str) -> str:
     if _computes(device, precision):
         return f" (no engine of this release that fits the recipe trains in {precision})"
-    if device.name == "cpu" and precision == "fp16":
+    if device.generation == "cpu" and precision == "fp16":
         return " (torch on CPU has no fp16 training path that DeepSpeed supports)"
     return f" (it has no {precision} units)"
 

@@ -62,7 +62,7 @@ def _table(section: type[Section]) -> list[str]:
     for name, info in section.model_fields.items():
         setting = Setting(name, info)
         accepts, default = setting.allowed, default_text(info)
-        if len(setting.sections) == 1:
+        if len(setting.sections) == 1 and accepts.startswith("a map"):
             accepts = f"the section `{name}`" + ", or null" * (info.default is None)
         if default not in ("required", "see below"):
             default = f"`{default}`"

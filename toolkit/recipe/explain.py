@@ -30,7 +30,7 @@ from toolkit.recipe.describe import (
 )
 from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.layers import describe_node
-from toolkit.recipe.schema import Recipe, Section
+from toolkit.recipe.schema import GPU_MAP, GPU_NAME, Recipe, Section
 from toolkit.recipe.yaml_nodes import Node, Place, Scalar
 
 MAX_PROBLEMS = 100
@@ -156,6 +156,8 @@ def _path(loc: Sequence[str | int]) -> list[str | int]:
     for part in loc:
         if isinstance(part, int):
             path.append(part)
+        elif part in (GPU_NAME, GPU_MAP):
+            continue
         elif len(sections) > 1:
             sections = [section for section in sections if kind_of(section) == part]
         elif sections:

@@ -8,7 +8,7 @@ two settings in `checks.py`, file reading and error texts in `load.py`.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,10 @@ WandbTag: TypeAlias = Annotated[
     str,
     Field(pattern=r"^\P{Cc}{1,64}$"),
     Wording("1 to 64 characters, none of them a control character"),
+]
+Tflops: TypeAlias = Annotated[
+    dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
+    Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
 ]
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
@@ -299,6 +303,28 @@ class ParallelSection(Section):
     """Activation recompute: nothing, attention only, or whole layers."""
 
 
+class GpuSection(Section):
+    """An accelerator that the hardware catalogue lacks, by the one that comes closest."""
+
+    like: NonEmpty
+    """Name of the catalogue; what is not stated is taken from it."""
+    name: NonEmpty | None = None
+    """What to call it."""
+    memory_gib: PositiveFloat | None = None
+    """What the driver leaves: `torch.cuda.get_device_properties(0).total_memory`."""
+    memory_gigabytes_per_s: PositiveFloat | None = None
+    """Bandwidth of its memory."""
+    tflops: Tflops | None = None
+    """Peaks without sparsity."""
+
+    def __str__(self) -> str:
+        return self.name or self.like
+
+
+GPU_NAME, GPU_MAP = "(name)", "(map)"
+"""pydantic's names of the two forms of `cluster.gpu`, which no error text shows."""
+
+
 class ClusterSection(Section):
     """Where the run is planned for."""
 
@@ -306,8 +332,12 @@ class ClusterSection(Section):
     """Machines."""
     gpus_per_node: Degree = 1
     """Processes per machine, one per GPU (or per CPU process with `gpu: cpu`)."""
-    gpu: NonEmpty = "cpu"
-    """Accelerator name of the hardware catalogue, e.g. `h100-80gb`, or `cpu`."""
+    gpu: Annotated[
+        Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
+        Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
+    ] = "cpu"
+    """Accelerator name of the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
+    `{like: h100-80gb, memory_gib: 94}`."""
 
     @property
     def world_size(self) -> int:
