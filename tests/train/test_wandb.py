@@ -133,7 +133,7 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
     assert second.finish() is None
 
     sync = second.follower.to_sync()
-    assert sync is not None and "of all 2 starts" in sync
+    assert sync is not None and "all 2 starts of the run" in sync
     command = shlex.split(sync.partition(": ")[2])
     assert command == ["wandb", "sync", str(tmp_path / "wandb")]
     argv = [sys.executable, "-m", *command, "--dry-run"]

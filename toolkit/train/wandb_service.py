@@ -107,9 +107,9 @@ class WandbFollower:
         """How to upload what was written offline: each start of a run has its own folder."""
         if self._offline is None or not (parts := list(self._offline.glob("offline-run-*"))):
             return None
-        count = "" if len(parts) == 1 else f" of all {len(parts)} starts"
+        what = "the run" if len(parts) == 1 else f"all {len(parts)} starts of the run"
         folder = quote(str(self._offline))
-        return f"W&B is offline; to upload the run{count}: wandb sync {folder}"
+        return f"to upload {what} to W&B: wandb sync {folder}"
 
     def _say(self, line: str) -> None:
         assert self._process is not None
