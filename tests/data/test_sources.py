@@ -210,6 +210,11 @@ def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
     [
         ('{"a": "x", "b": "y"}', {}, r"no column `text`; its columns are a, b"),
         ('{"text": 5, "a": "x"}', {}, r"column `text` of `d.jsonl` holds int64, not text"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            {},
+            r"trains on text, and `messages` holds chats",
+        ),
         ('{"text": "x"}', {"split": "test"}, r'cannot load `d.jsonl`, split `test`.*"test"'),
         ('{"text": "x"}', {"revision": "main"}, r"`revision: main` is given"),
         ('{"text": ', {}, r"cannot load `d.jsonl`"),

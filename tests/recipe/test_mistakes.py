@@ -112,6 +112,9 @@ MISTAKES = {
     "number for a name": M("name: good", "name: 7", "name", 'in quotes: "7"'),
     # keys
     "misspelt key": M("seed: 1", "sede: 1", "training.sede", "did you mean `seed`"),
+    "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
+    "an objective": M("seed: 1", "objective: sft", "training.objective", "not on chats"),
+    "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "misspelt required key": M(
         "global_batch_size: 8",

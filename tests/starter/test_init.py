@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli.main import main
+from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.memory import GIB
@@ -142,7 +143,8 @@ def test_a_folder_gets_usual_numbers(
 def test_fine_tuning_a_folder(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "tokenizer.json").write_text("{}")
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").touch()
     _, recipe = written(
         tmp_path, capsys, str(folder), "--cluster", "8xa100-80gb", "--task", "finetune"
     )

@@ -1,14 +1,15 @@
 """`dmt check`: read recipes and report every mistake at once.
 
 A recipe that reads well is also planned and rendered, because some mistakes show only
-there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. `--against`
+there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. The files that
+it names on this machine are looked at. `--against`
 compares it with what other tools read. Nothing is downloaded and nothing written.
 """
 
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +19,13 @@ from rich.text import Text
 from toolkit.cli.conflict_tables import record, show
 from toolkit.cli.console import Console
 from toolkit.conflicts import Report, against, places_in
+from toolkit.data.local import local_problems
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
-from toolkit.recipe.explain import place_of
-from toolkit.recipe.layers import read_layers
-from toolkit.recipe.load import load_recipe
+from toolkit.recipe.load import load_recipe, placed
 from toolkit.recipe.schema import Recipe
-from toolkit.redact import redact
 from toolkit.terminal import printable
 from toolkit.train.assignment import decide
 
@@ -109,6 +108,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
     except PlanError as error:
         key, _, reason = error.message.partition(": ")
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
+    found += local_problems(recipe)
     reports: list[Report] = []
     if others:
         places = places_in(path, overrides)
@@ -118,7 +118,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
                 reports += against(other, recipe, plan, places)
             except RecipeError as error:
                 found += error.problems
-    problems = tuple(_placed(problem, path, overrides) for problem in found)
+    problems = tuple(placed(problem, path, overrides) for problem in found)
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
@@ -143,14 +143,6 @@ def _plan_alone(recipe: Recipe) -> Plan | None:
     with suppress(RecipeError, PlanError):
         return plan_recipe(adopt_engine_config(recipe))
     return None
-
-
-def _placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
-    """With the place in the recipe, unless it is in another file; secrets masked."""
-    file, line = problem.file, problem.line
-    if not file:
-        file, line = place_of(problem.key.split("."), read_layers(path, overrides).root)
-    return replace(problem, found=redact(problem.found), file=file, line=line)
 
 
 def summary(recipe: Recipe, parameters: int | None) -> str:

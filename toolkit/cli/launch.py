@@ -74,6 +74,7 @@ def launch(
     if dry_run:
         tell(spec.printable(), sys.stdout)
         return
+    assignments.check_local_files(assignment.recipe, recipe, overrides)
     if oversees:
         code = _oversee(chosen, assignment, spec, loaded, where)
     else:

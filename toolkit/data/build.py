@@ -9,7 +9,7 @@ from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.progress import Track, untracked
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData, prepare
-from toolkit.data.tokenizers import load_tokenizer
+from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection, Source
 
@@ -53,7 +53,7 @@ def build_data(
     is too small for one global batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
-    _check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
+    check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
     streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
     train = PackedDataset(streams.train, sequence_length, vocab_size)
     _check_size("training", train, global_batch_size)
@@ -105,16 +105,6 @@ def _prepare_streams(
         TokenStream.only(train, documents),
         fingerprint_of([train.fingerprint, data.validation_fraction, seed]),
     )
-
-
-def _check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
-    if vocab_size is not None and n_tokens > vocab_size:
-        raise DataError(
-            f"the tokenizer `{name}` has {n_tokens:,} tokens; the model's vocabulary has "
-            f"{vocab_size:,}",
-            fix=f"set `model.config.vocab_size` to {n_tokens} or more, or use the tokenizer "
-            "that belongs to the model",
-        )
 
 
 def _check_size(side: str, dataset: PackedDataset, needed_samples: int) -> None:

@@ -148,7 +148,7 @@ def _hash_file(path: Path) -> str:
 def hash_in_pieces(path: Path, *, track: Track) -> str:
     """Hash of a large file's pieces, which several threads read and hash; hex.
 
-    `progress` shows a bar when standard error is a terminal.
+    `track` shows how long it takes.
     """
     try:
         with path.open("rb") as stream, ThreadPoolExecutor(_HASH_THREADS) as pool:

@@ -1,8 +1,9 @@
 """Where documents come from: text files, and everything that the `datasets` library reads."""
 
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
+TEXT = "text"
+MESSAGES = "lists of messages"
+_MESSAGE = re.compile(r"struct<.*\b(content|value): ")
+"""A message in the name of an Arrow type: chats are lists of role and content, or from and
+value."""
 
 
 class Documents(Protocol):
@@ -51,7 +57,7 @@ def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Do
     if isinstance(source, TextSource):
         texts = find_files(source.files, base, source.exclude)
         return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
-    if (files := _local_files(source, base)) is not None:
+    if (files := local_files(source, base)) is not None:
         _refuse_hub_settings(source)
         contents = content_fingerprint(files, cache)
         parts = ["hf", contents, source.name, source.split, source.text_field]
@@ -127,7 +133,7 @@ def _builder(path: Path) -> str | None:
     return _BUILDERS.get(stem.suffix)
 
 
-def _local_files(source: HfSource, base: Path) -> list[Path] | None:
+def local_files(source: HfSource, base: Path) -> list[Path] | None:
     """Data files that `path` names, sorted; None when it is a hub id.
 
     A local folder wins over a hub id of the same name, as in `datasets`.
@@ -178,7 +184,7 @@ def _load_dataset(source: HfSource, base: Path, files: tuple[Path, ...]) -> Any:
         dataset = datasets.load_dataset(**arguments, split=source.split)
     except Exception as error:  # what its readers raise depends on the file's kind
         raise _cannot_load(source, files, error) from error
-    _check_column(source, dataset)
+    check_column(source, arrow_kinds(dataset.features.arrow_schema))
     return dataset
 
 
@@ -211,18 +217,40 @@ def _cannot_load(source: HfSource, files: tuple[Path, ...], error: Exception) ->
     return DataError(f"cannot load `{source.path}`, split `{source.split}`: {reason}", fix=fix)
 
 
-def _check_column(source: HfSource, dataset: Any) -> None:
-    """The column exists and holds text."""
-    columns = dataset.column_names
-    if source.text_field not in columns:
-        raise DataError(
-            f"`{source.path}` has no column `{source.text_field}`; its columns are "
-            f"{', '.join(columns) or 'none'}",
-            fix="set `text_field` to the column that holds the text",
-        )
-    kind = getattr(dataset.features[source.text_field], "dtype", None)
-    if kind not in ("string", "large_string"):
-        raise DataError(
-            f"column `{source.text_field}` of `{source.path}` holds {kind}, not text",
-            fix=f"set `text_field` to a column of text, of {', '.join(columns)}",
-        )
+def arrow_kinds(schema: Any) -> dict[str, str]:
+    """What each column of a `pyarrow.Schema` holds, as `check_column` names it."""
+    kinds = {}
+    for field in schema:
+        kind = str(field.type)
+        if kind in ("string", "large_string"):
+            kind = TEXT
+        elif kind.startswith(("list<", "large_list<")) and _MESSAGE.search(kind):
+            kind = MESSAGES
+        kinds[field.name] = kind
+    return kinds
+
+
+def check_column(source: HfSource, columns: Mapping[str, str]) -> None:
+    """Raise DataError unless the column `text_field` is there and holds text.
+
+    `columns` says what each column holds: TEXT, MESSAGES, `null` where nothing is known.
+    """
+    kind = columns.get(source.text_field)
+    if kind in (TEXT, "null"):
+        return
+    texts = [name for name, held in columns.items() if held == TEXT]
+    fix = "set `text_field` to the column that holds the text"
+    if texts:
+        fix = f"set `text_field` to a column of text, of {', '.join(texts)}"
+    if kind is None:
+        found = f"`{source.path}` has no column `{source.text_field}`; its columns are "
+        found += ", ".join(columns) or "none"
+        chats = [name for name, held in columns.items() if held == MESSAGES]
+    else:
+        found = f"column `{source.text_field}` of `{source.path}` holds {kind}, not text"
+        chats = [source.text_field] if kind == MESSAGES else []
+    if chats:
+        found += f". This release trains on text, and `{chats[0]}` holds chats"
+        fix = "write the chats to a column of text with the model's chat template "
+        fix += "(`tokenizer.apply_chat_template`), and name that in `text_field`"
+    raise DataError(found, fix=fix)

@@ -19,6 +19,9 @@ END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of the shipped tokenizer and of those that `train_bpe` makes."""
 BYTES_VOCAB_SIZE = 257
 """256 bytes and `END_OF_TEXT`; also the smallest vocabulary of a byte-level BPE."""
+_NAME_ONE = f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`"
+_OLDER_FILES = ("*.model", "vocab*", "*.tiktoken")
+"""What transformers makes a fast tokenizer from where there is no tokenizer.json."""
 
 
 def load_tokenizer(
@@ -31,16 +34,7 @@ def load_tokenizer(
     """
     if name == BYTES:
         return byte_tokenizer()
-    folder = (base or Path()) / Path(name).expanduser()
-    if folder.is_dir():
-        tokenizer = _from_pretrained(str(folder), revision)
-    elif name.startswith((".", "/", "~")):
-        raise DataError(
-            f"tokenizer: there is no folder {folder}",
-            fix=f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`",
-        )
-    else:
-        tokenizer = _from_pretrained(name, revision)
+    tokenizer = _from_pretrained(str(_folder(name, base or Path()) or name), revision)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer `{name}` has no end-of-sequence token, so documents cannot be "
@@ -48,6 +42,48 @@ def load_tokenizer(
             fix="set `eos_token` in its tokenizer_config.json, or use another tokenizer",
         )
     return tokenizer
+
+
+def _folder(name: str, base: Path) -> Path | None:
+    """The local folder that `name` means; None for a hub id."""
+    folder = base / Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.startswith((".", "/", "~")):
+        raise DataError(f"tokenizer: there is no folder {folder}", fix=_NAME_ONE)
+    return None
+
+
+def count_tokens(name: str, base: Path) -> int | None:
+    """Tokens in the tokenizer.json of a local folder; None where only transformers knows.
+
+    Raises DataError when there is no such folder, or no tokenizer in it.
+    """
+    folder = _folder(name, base)
+    if folder is None:
+        return None
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        if not any(any(folder.glob(pattern)) for pattern in _OLDER_FILES):
+            raise DataError(f"tokenizer: {folder} holds no tokenizer.json", fix=_NAME_ONE)
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return int(Tokenizer.from_file(str(file)).get_vocab_size())
+    except Exception as error:  # its only kind
+        raise DataError(f"tokenizer: {file} cannot be read: {error}", fix=_NAME_ONE) from error
+
+
+def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
+    """Raise DataError when a tokenizer has more tokens than the model (None: unknown)."""
+    if vocab_size is not None and n_tokens > vocab_size:
+        raise DataError(
+            f"the tokenizer `{name}` has {n_tokens:,} tokens; the model's vocabulary has "
+            f"{vocab_size:,}",
+            fix=f"set `model.config.vocab_size` to {n_tokens} or more, or use the tokenizer "
+            "that belongs to the model",
+        )
 
 
 def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFast":
@@ -63,8 +99,7 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
         reason = str(error).strip() or type(error).__name__
         raise DataError(
             f"cannot load the tokenizer `{name}`: {reason}",
-            fix=f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`; without "
-            "network, download the tokenizer once while online",
+            fix=f"{_NAME_ONE}; without network, download the tokenizer once while online",
         ) from error
     if not tokenizer.is_fast:
         raise DataError(

@@ -47,6 +47,8 @@ _YES_NO = {
     "n": "false",
 }
 _REMOVE = "remove it; docs/recipe.md lists every setting"
+_ELSEWHERE = 0.8
+"""How similar a key must be to one of another section to be taken for its misspelling."""
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
 _BOUNDS = (
@@ -255,7 +257,8 @@ def _what_was_meant(
     prefix = f"{section}." if section else ""
     if close := _closest(name, here):
         return f"did you mean `{close}`?", [prefix + close]
-    if close := _closest(name, [path.rpartition(".")[2] for path in settings()]):
+    names = [path.rpartition(".")[2] for path in settings()]
+    if close := _closest(name, names, cutoff=_ELSEWHERE):
         paths = [path for path in settings() if path.rpartition(".")[2] == close]
         return f"did you mean `{paths[0]}`?", paths
     return _REMOVE, []
@@ -359,10 +362,10 @@ def _similar(value: object, words: Iterable[str]) -> str:
     return f"did you mean {close}?" if close else ""
 
 
-def _closest(value: object, words: Iterable[str]) -> str:
+def _closest(value: object, words: Iterable[str], cutoff: float = 0.6) -> str:
     if not isinstance(value, str):
         return ""
-    close = get_close_matches(value.lower()[:80], list(words), 1, cutoff=0.6)
+    close = get_close_matches(value.lower()[:80], list(words), 1, cutoff)
     return close[0] if close else ""
 
 

@@ -53,6 +53,8 @@ _EVERY_EVAL = Foreign("evaluation.every_steps")
 _EVERY_SAVE = Foreign("checkpoint.every_steps")
 _WANDB = Foreign("logging.wandb.project")
 _RUN_DIRECTORY = Foreign("name", "it names the run directory, `runs/<name>`")
+_ALL_WEIGHTS = Foreign(None, "this release trains all weights, without adapters; remove it")
+_TEXT_ONLY = Foreign(None, "this release trains on text, not on chats; remove it")
 _DERIVED_RANKS = Foreign(None, "derived: world / (tensor · pipeline · context); remove it")
 
 FOREIGN: dict[str, Foreign] = {
@@ -166,6 +168,26 @@ FOREIGN: dict[str, Foreign] = {
     "validation_file": _VALIDATION_DATA,
     "val_set_size": Foreign("data.validation_fraction"),
     "val_size": Foreign("data.validation_fraction"),
+    # what this release does not do
+    "adapter": _ALL_WEIGHTS,
+    "peft": _ALL_WEIGHTS,
+    "use_peft": _ALL_WEIGHTS,
+    "lora": _ALL_WEIGHTS,
+    "lora_r": _ALL_WEIGHTS,
+    "lora_rank": _ALL_WEIGHTS,
+    "lora_alpha": _ALL_WEIGHTS,
+    "lora_dropout": _ALL_WEIGHTS,
+    "target_modules": _ALL_WEIGHTS,
+    "load_in_4bit": _ALL_WEIGHTS,
+    "load_in_8bit": _ALL_WEIGHTS,
+    "quantization": _ALL_WEIGHTS,
+    "chat_template": _TEXT_ONLY,
+    "messages": _TEXT_ONLY,
+    "conversations": _TEXT_ONLY,
+    "objective": _TEXT_ONLY,
+    "sft": _TEXT_ONLY,
+    "dpo": _TEXT_ONLY,
+    "rl": _TEXT_ONLY,
     # what is written
     "eval_steps": _EVERY_EVAL,
     "eval_interval": _EVERY_EVAL,

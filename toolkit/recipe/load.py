@@ -118,6 +118,15 @@ def _secrets(node: yaml_nodes.Node, key: str, redactor: Redactor) -> Iterator[Pr
             yield Problem(key, MASK, "no credentials in a recipe", fix, *node.place)
 
 
+def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
+    """A problem that was found after loading, with its place in the recipe at `path` unless
+    it is in another file; secrets masked."""
+    redacted = replace(problem, found=Redactor().redact(problem.found))
+    if problem.file:
+        return redacted
+    return _placed(redacted, read_layers(path, overrides).root)
+
+
 def _placed(problem: Problem, root: yaml_nodes.Mapping) -> Problem:
     file, line = place_of(problem.key.split("."), root)
     return replace(problem, file=file, line=line)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.conflicts import preflight
+from toolkit.data.local import local_problems
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.plan.prediction import Prediction, predict
-from toolkit.recipe.load import load_recipe
+from toolkit.recipe.load import load_recipe, placed
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 from toolkit.train.announce import show_plan, show_run_directory
@@ -120,6 +121,7 @@ def assign(
         return _assign_anew(recipe, run_dir, command, world)
     check_world(recipe, world)
     assignment = decide(recipe, run_dir)
+    check_local_files(recipe, recipe_path, overrides)
     run = RunDirectory(assignment.run_dir)
     # What `dmt launch` left for the ranks, it has shown itself.
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
@@ -127,6 +129,13 @@ def assign(
     preflight(assignment.recipe, assignment.plan, "worker", tell)
     show_run_directory(write(assignment, command))
     return assignment
+
+
+def check_local_files(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
+    """Raises RecipeError for files that the recipe at `path` names and that are missing here
+    or cannot be used."""
+    if problems := [placed(one, path, overrides) for one in local_problems(recipe)]:
+        raise RecipeError(problems)
 
 
 def elastic_restarts() -> int:

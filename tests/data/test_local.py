@@ -1,0 +1,121 @@
+"""What `dmt check` finds of local files: the rows of test_every_mistake are what ranks met."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from tests.recipe.good import GOOD
+from toolkit.cli.check import judge
+from toolkit.cli.main import main
+from toolkit.data.build import build_data
+from toolkit.data.tokenizers import byte_tokenizer, train_bpe
+from toolkit.errors import DataError
+from toolkit.recipe.load import load_recipe
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A good recipe in a folder with files of every kind."""
+    monkeypatch.chdir(tmp_path)
+    rows: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": None}, {"text": "one", "id": 1}],
+        "body": [{"body": "one", "id": 1}],
+        "chat": [{"messages": CHAT}],
+    }
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        (tmp_path / f"{name}.json").write_text(json.dumps(lines, indent=1))
+        pa.parquet.write_table(pa.Table.from_pylist(lines), tmp_path / f"{name}.parquet")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(rows["text"][1]))
+    (tmp_path / "half.bin").touch()
+    (tmp_path / "empty").mkdir()
+    byte_tokenizer().save_pretrained(tmp_path / "bytes-folder")
+    train_bpe(["a" * 50], 258, tmp_path / "bpe")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    return tmp_path / "recipe.yaml"
+
+
+def hf(path: str, field: str = "text") -> str:
+    return f"data.train={{kind: hf, path: ./{path}, text_field: {field}}}"
+
+
+SMALL = "model.config.vocab_size=257"
+TEXT_FIELD, TRAIN_PATH = "data.train.text_field", "data.train.path"
+MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
+    (("data.tokenizer=./missing",), "data.tokenizer", "there is no folder"),
+    (("data.tokenizer=./empty",), "data.tokenizer", "holds no tokenizer.json"),
+    (("data.tokenizer=./broken",), "data.tokenizer", "cannot"),
+    (("data.tokenizer=./bpe", SMALL), "data.tokenizer", "258 tokens"),
+    (("model.config.vocab_size=256",), "data.tokenizer", "257 tokens"),
+    (("data.train={kind: text, files: [./no*.txt]}",), "data.train.files", "no file matches"),
+    (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),
+    ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
+    ((hf("empty"),), TRAIN_PATH, "holds no .json"),
+    *(
+        ((hf(f"body.{kind}", field),), TEXT_FIELD, says)
+        for kind in ("jsonl", "json", "parquet")
+        for field, says in (("text", "its columns are body, id"), ("id", "not text"))
+    ),
+    *(
+        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "This release trains on text")
+        for kind in ("jsonl", "json", "parquet")
+        for field in ("text", "messages")
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "says"), MISTAKES)
+def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says: str) -> None:
+    """Check finds what the ranks would, with the place and a fix."""
+    (problem,) = judge(recipe, overrides).problems
+    assert problem.key == key and says in problem.found
+    assert problem.file and problem.allowed and problem.fix
+    if says == "This release trains on text":
+        assert "lists of messages" in problem.found or "`messages` holds chats" in problem.found
+        assert "chat template" in problem.fix and "remove" not in problem.fix
+    loaded = load_recipe(recipe, overrides)
+    with pytest.raises(DataError):
+        build_data(
+            loaded.data,
+            sequence_length=4,
+            global_batch_size=1,
+            seed=1,
+            vocab_size=(loaded.model.config or {})["vocab_size"],
+            base=recipe.parent,
+        )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(hf(f"text.{kind}") for kind in ("jsonl", "json", "parquet")),
+        *(hf(f"body.{kind}", "body") for kind in ("jsonl", "json", "parquet")),
+        hf("folder"),
+        "data.tokenizer=./bytes-folder",
+        "data.tokenizer=some/hub-id",
+        "data.train={kind: hf, path: some/dataset}",
+    ],
+)
+def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:
+    assert not judge(recipe, (override,)).problems
+    on_a_volume = "launch.launcher=kubernetes", "data.train={kind: text, files: [./no.txt]}"
+    assert not judge(recipe, (override, *on_a_volume)).problems
+
+
+def test_launch_refuses_before_there_is_a_run_directory(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(GOOD.replace("tokenizer: bytes", "tokenizer: ./missing"))
+    assert main(["launch", str(recipe), "--run-dir", "run"]) == 2
+    line = 1 + recipe.read_text().splitlines().index("  tokenizer: ./missing")
+    assert f"{recipe}:{line}: data.tokenizer" in capsys.readouterr().err
+    assert not Path("run").exists()

@@ -1,0 +1,154 @@
+"""What of a run lies on this machine, looked at before anything is started.
+
+Imports no torch, transformers or datasets: `dmt check` asks it. What only a hub has, and what
+comes to light deep in a file, is found when the data is built.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.files import find_files
+from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
+from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
+from toolkit.errors import DataError, PlanError, Problem
+from toolkit.models.safetensors_folder import INDEX, SINGLE
+from toolkit.plan.planner import model_config
+from toolkit.recipe.schema import (
+    DataSection,
+    HfSource,
+    MegatronSource,
+    ModelSection,
+    Recipe,
+    Source,
+)
+
+_BEGINNING = 10 * 2**20
+"""Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_FILES_OF_A_FOLDER = 8
+
+
+def local_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What is missing or wrong of the local files that a recipe names; keys are dotted.
+
+    A Kubernetes job finds its files on a volume that this machine need not have.
+    """
+    if recipe.launch.launcher == "kubernetes":
+        return
+    data = recipe.data
+    yield from _weights_problems(recipe.model)
+    yield from _tokenizer_problems(data, _vocabulary(recipe.model))
+    for key, source in (("data.train", data.train), ("data.validation", data.validation)):
+        if source is not None:
+            yield from _source_problems(key, source)
+
+
+def _vocabulary(model: ModelSection) -> int | None:
+    config: Mapping[str, Any] = {}
+    with suppress(PlanError):  # reported by whoever plans
+        config = model_config(model, download=False)
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _weights_problems(model: ModelSection) -> Iterator[Problem]:
+    folder = Path(model.hub or "")
+    if model.init != "pretrained" or not folder.is_dir():
+        return
+    if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        allowed = f"a folder with {SINGLE} or {INDEX}, for `init: pretrained`"
+        fix = "use a model with safetensors weights, or set model.init to random"
+        yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
+
+
+def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:
+    name = data.tokenizer
+    try:
+        known = BYTES_VOCAB_SIZE if name == BYTES else count_tokens(name, Path.cwd())
+        if known is not None:
+            check_vocabulary(name, known, vocab_size)
+    except DataError as error:
+        allowed = "a tokenizer that can be loaded, with no more tokens than the model"
+        yield Problem("data.tokenizer", error.message, allowed, error.fix)
+
+
+def _source_problems(key: str, source: Source) -> Iterator[Problem]:
+    try:
+        if isinstance(source, MegatronSource):
+            from toolkit.data.indexed import read_indexed
+
+            setting, allowed = "prefix", "a whole pair of files in Megatron's indexed format"
+            read_indexed(Path.cwd() / Path(source.prefix).expanduser())
+        elif isinstance(source, HfSource):
+            setting, allowed = "path", "a hub id, or data files that can be read"
+            files = local_files(source, Path.cwd()) or []
+            columns = _columns(files)
+            setting, allowed = "text_field", "the name of a column of text"
+            if columns:
+                check_column(source, columns)
+        else:
+            setting, allowed = "files", "files and globs of which each matches a file"
+            find_files(source.files, Path.cwd(), source.exclude)
+    except DataError as error:
+        yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
+
+
+def _columns(files: list[Path]) -> dict[str, str]:
+    """Columns of the first files, with what they hold; empty where that is not known."""
+    columns: dict[str, str] = {}
+    if any(file.name == "README.md" for file in files):
+        return columns  # The card decides which files are read.
+    for file in files[:_FILES_OF_A_FOLDER]:
+        found = _columns_of(file)
+        if not found:
+            return {}
+        columns = {**found, **columns}
+    return columns
+
+
+def _columns_of(file: Path) -> dict[str, str]:
+    name = file.with_suffix("") if file.suffix in _OPENERS else file
+    if name.suffix == ".txt":
+        return {"text": TEXT}
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import read_schema
+
+            return arrow_kinds(read_schema(file))
+        if name.suffix in (".json", ".jsonl"):
+            with _OPENERS.get(file.suffix, open)(file, "rb") as stream:
+                return _json_columns(stream.read(_BEGINNING).decode(errors="replace"))
+    except (OSError, ValueError, EOFError, ImportError):
+        pass  # `datasets` says what is wrong with a file.
+    return {}
+
+
+def _json_columns(text: str) -> dict[str, str]:
+    """Columns of the objects, one a line or in a list, that a text begins with."""
+    columns: dict[str, str] = {}
+    decoder, at = json.JSONDecoder(), 0
+    with suppress(ValueError, RecursionError):  # the last object is cut short
+        while at < len(text):
+            if text[at] in "[],\n\r\t ":
+                at += 1
+                continue
+            row, at = decoder.raw_decode(text, at)
+            if not isinstance(row, dict):
+                return {}
+            for column, value in row.items():
+                if columns.get(column, "null") == "null":
+                    columns[column] = _json_kind(value)
+    return columns
+
+
+def _json_kind(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return MESSAGES if {"content", "value"} & value[0].keys() else "lists"
+    kinds = {str: TEXT, type(None): "null", bool: "booleans", list: "lists", dict: "maps"}
+    return kinds.get(type(value), "numbers")
