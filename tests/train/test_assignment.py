@@ -52,6 +52,8 @@ def test_an_elastic_restart_with_other_ranks_plans_again(tmp_path, monkeypatch, 
 
 def test_ranks_that_plan_show_what_dmt_launch_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "one.txt").write_text("a document")
     recipe_on(tmp_path, 2)
     assert main(["launch", "recipe.yaml", "--dry-run"]) == 0
     plan = capsys.readouterr().err
