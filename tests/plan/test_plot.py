@@ -189,7 +189,8 @@ def test_picture_shows_the_numbers(some: list[Candidate], tmp_path: Path) -> Non
         assert f"{one.memory.total / GIB:.1f}" in svg
         assert f"{seconds(one.time.total_s)}, MFU" in svg
     assert svg.count("does not fit") == 2
-    for word in ("8B on 8 H100", "limit 79.1", "stage 3", "bubble", "left out", "full recompute"):
+    words = ("8B on 8 H100", "limit 79.1", "stage 3", "bubble", "left out", "full recompute")
+    for word in words:
         assert word in svg
 
 
