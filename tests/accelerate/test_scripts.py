@@ -12,14 +12,14 @@ from tests.accelerate.examples_worker import both_examples
 from tests.e2e.conftest import Project
 from tests.forked import run_ranks
 from tests.processes import ROOT
-from toolkit.accelerate.scripts import planned_for_launcher
+from toolkit.accelerate.scripts import planned_for_launcher, training_arguments
 from toolkit.errors import PlanError, RecipeError
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 SAME = 1e-6
 """Largest relative difference between losses in fp32; 5e-8 measured."""
 SAME_BF16 = 1e-3
-ONE_RANK = ["cluster.gpus_per_node=1", "parallel.engine=fsdp"]
+ONE_RANK = ["cluster.gpus_per_node=1", "parallel.engine=fsdp", "training.precision=bf16"]
 ENGINES = ("zero2", "zero3", "fsdp2")
 
 
@@ -92,9 +92,10 @@ def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) 
     """Accelerate takes from the environment whatever a script leaves open."""
     code = (
         "import toolkit.accelerate as a\n"
-        f"made = a.accelerator({str(TINY)!r}, {ONE_RANK})\n"
-        "print(made.state.dynamo_plugin.backend.value, made.state.fsdp_plugin"
-        ".activation_checkpointing_offload)"
+        f"state = a.accelerator({str(TINY)!r}, {ONE_RANK}).state\n"
+        "plugin = state.fsdp_plugin\n"
+        "print(state.dynamo_plugin.backend.value, plugin.activation_checkpointing_offload, "
+        "plugin.mixed_precision_policy.reduce_dtype)"
     )
     environ = {
         "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
@@ -107,7 +108,7 @@ def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) 
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
-    assert ended.stdout.split() == ["NO", "False"], ended.stderr
+    assert ended.stdout.split() == ["NO", "False", "torch.float32"], ended.stderr
     assert "ACCELERATE_DYNAMO_BACKEND=INDUCTOR (compiled is false)" in ended.stderr
     assert "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=true" in ended.stderr
 
@@ -122,6 +123,16 @@ def test_a_mesh_of_accelerates_own_is_refused(
     with pytest.raises(PlanError, match=f"ACCELERATE_USE_{switch}=true") as caught:
         planned_for_launcher(TINY, ["parallel.engine=fsdp"])
     assert f"unset ACCELERATE_USE_{switch}" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp_config", "use_cpu"])
+def test_an_engine_of_the_arguments_own_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=f"^{name} is given, .*: engine deepspeed") as caught:
+        training_arguments(TINY, output_dir="out", **{name: {}})
+    assert f"leave {name} out" in caught.value.fix
 
 
 def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

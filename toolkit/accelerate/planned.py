@@ -12,23 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from toolkit.accelerate.config import MIXED_PRECISION, script_config
+from toolkit.accelerate.patches import complete_deepspeed, complete_fsdp
+from toolkit.conflicts.environment import accelerate_settings
 from toolkit.engines.deepspeed_models import import_deepspeed
 from toolkit.engines.distributed import join
 from toolkit.engines.setup import prepare_ops, render_engine_config
@@ -44,11 +36,9 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     def __init__(self, recipe: Recipe, plan: Plan, **more: Any) -> None:
         self.recipe, self.plan = recipe, plan
-        _join_process_group()
+        prepare_process(plan)
         settings = _SETTINGS[plan.engine](recipe, plan)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
-        if not {"dynamo_plugin", "dynamo_backend"} & more.keys():
-            settings["dynamo_backend"] = "no"  # unsaid, a variable decides
         super().__init__(
             mixed_precision=MIXED_PRECISION[recipe.training.precision],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -62,8 +52,6 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             **settings,
             **more,
         )
-        if plan.engine == "fsdp":
-            _let_cpus_shard(self, settings["fsdp_plugin"])
         if plan.engine == "deepspeed":
             with self.local_main_process_first():
                 prepare_ops("deepspeed", render_engine_config(recipe, plan), tell)
@@ -96,8 +84,14 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             hf.enable_recompute(inner)
 
 
-def _join_process_group() -> None:
-    """Join as DMT's worker does, so that Accelerate finds a group of the right backend."""
+def prepare_process(plan: Plan) -> None:
+    """Make this process one in which Accelerate can carry out `plan`.
+
+    The process group is joined as DMT's worker does, so that Accelerate finds one of the right
+    backend. Variables that state what the recipe states are removed: Accelerate, DeepSpeed's
+    plugin and the Trainer take from them whatever a script leaves open, and Accelerate forgets
+    DeepSpeed where ACCELERATE_USE_CPU is set.
+    """
     # What DeepSpeed calls by its old name, at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     if not dist.is_initialized():
@@ -105,6 +99,31 @@ def _join_process_group() -> None:
     if not torch.cuda.is_available():
         # Unset, Accelerate would count physical cores, of which containers know none.
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    for name in accelerate_settings(os.environ):
+        del os.environ[name]
+    if plan.engine == "deepspeed":
+        # Adopts the group: a model that ZeRO-3 shards while it is loaded is made before the
+        # engine, and would take the run for one of a single process.
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        import_deepspeed().init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        complete_deepspeed()
+    elif plan.engine == "fsdp":
+        complete_fsdp()
+
+
+def fsdp_settings(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """What engine fsdp does, in the words of Accelerate's plugin and TrainingArguments alike.
+
+    Prefetching is left to torch.
+    """
+    config = render_engine_config(recipe, plan)
+    return {
+        "reshard_after_forward": config["reshard_after_forward"],
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_offload": config["offload_policy"] is not None,
+        "activation_checkpointing": plan.layout.recompute == "full",
+        "cpu_ram_efficient_loading": False,
+    }
 
 
 def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
@@ -113,8 +132,6 @@ def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
 
 def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Accelerate forgets DeepSpeed when it is told of a CPU; the backend alone may say so."""
-    import_deepspeed()
-    os.environ["ACCELERATE_USE_CPU"] = "false"
     plugin = DeepSpeedPlugin(
         hf_ds_config=script_config(render_engine_config(recipe, plan)),
         zero3_init_flag=plan.layout.zero_stage == 3,
@@ -124,41 +141,13 @@ def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 
 def _fsdp(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """What engine fsdp does, but for prefetching: Accelerate leaves that to torch."""
-    config = render_engine_config(recipe, plan)
-    dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
-    on_gpu = torch.cuda.is_available()
-    offload = OffloadPolicy()
-    if config["offload_policy"] is not None:
-        offload = CPUOffloadPolicy(config["offload_policy"]["pin_memory"] and on_gpu)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=config["reshard_after_forward"],
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_offload=offload,
-        mixed_precision_policy=MixedPrecisionPolicy(**dtypes),
-        activation_checkpointing=plan.layout.recompute == "full",
-        activation_checkpointing_offload=False,
-        cpu_ram_efficient_loading=False,
-        state_dict_type="SHARDED_STATE_DICT",
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **fsdp_settings(recipe, plan)
     )
-    return {"fsdp_plugin": plugin, "cpu": not on_gpu}
+    return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
 
 
 _SETTINGS = {"ddp": _ddp, "deepspeed": _deepspeed, "fsdp": _fsdp}
-
-
-def _let_cpus_shard(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make FSDP the kind of run on CPUs, too.
-
-    Accelerate does that for GPUs only (`AcceleratorState`: MULTI_CPU is not in its list) and
-    would wrap the model in DDP. All that it does for FSDP then works on CPUs.
-    """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return
-    accelerator.state.fsdp_plugin = plugin
-    for state in (accelerator.state, PartialState()):
-        state.distributed_type = DistributedType.FSDP
 
 
 def _modules(objects: Any) -> list[nn.Module]:

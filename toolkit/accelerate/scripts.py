@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.accelerate.config import refuse_megatron
 from toolkit.conflicts import preflight
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from toolkit.accelerate.planned import PlannedAccelerator
+
+Arguments = TypeVar("Arguments", bound="TrainingArguments")
 
 
 def accelerator(
@@ -43,21 +45,30 @@ def accelerator(
 
 
 def training_arguments(
-    recipe: Recipe | Path | str, overrides: Sequence[str] = (), **more: Any
-) -> "TrainingArguments":
+    recipe: Recipe | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    config_class: "type[Arguments] | None" = None,
+    **more: Any,
+) -> "Arguments":
     """TrainingArguments of a recipe: batch, optimizer, precision, length and parallelism.
 
-    The Trainer that gets them finds the recipe's Accelerator set up. `more` goes to
-    TrainingArguments (`output_dir`, saving, reporting, …). The learning rate's schedule is
-    the recipe's but up to one step late, as Trainer's warm-ups begin at 0;
+    `config_class` is TrainingArguments or a subclass of it (TRL's SFTConfig, DPOConfig, …).
+    `more` are arguments of that class (`output_dir`, saving, reporting, …); one that the recipe
+    gives as well takes precedence over it, except those that state the engine. All is in the
+    fields: arguments created from `to_dict()` train the same way. The learning rate's schedule
+    is the recipe's but up to one step late, as Trainer's warm-ups begin at 0;
     `toolkit.accelerate.trainer.RecipeTrainer` has the recipe's own.
 
-    Raises as `accelerator` does.
+    Raises as `accelerator` does, and PlanError where `more` states another engine.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
+    from transformers import TrainingArguments
+
     from toolkit.accelerate.trainer import arguments_of
 
-    return arguments_of(loaded, plan, more)
+    made: Arguments = arguments_of(loaded, plan, config_class or TrainingArguments, more)
+    return made
 
 
 def planned_for_launcher(

@@ -1,6 +1,6 @@
 """transformers' TrainingArguments from a recipe and its plan."""
 
-import os
+import copy
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,56 +11,98 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from toolkit.accelerate.config import MIXED_PRECISION
-from toolkit.accelerate.planned import PlannedAccelerator
+from toolkit.accelerate.config import script_config
+from toolkit.accelerate.planned import fsdp_settings, prepare_process
 from toolkit.accelerate.samples import TrainingSamples
+from toolkit.engines.setup import prepare_ops, render_engine_config
+from toolkit.errors import PlanError
 from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
+from toolkit.terminal import tell
 from toolkit.train.schedule import learning_rate
 
+_ENGINE = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "use_cpu")
+"""The fields that state the engine, each of them a part of what the plan decides."""
 
-def arguments_of(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> TrainingArguments:
-    """See `toolkit.accelerate.training_arguments`.
+_FILLED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+"""DeepSpeed's settings that are other fields, too: "auto" in its JSON, so that they agree."""
 
-    The process group, the engine and its settings are set up here, by an Accelerator whose
-    state the Trainer's own then shares.
-    """
-    on_cpu = not torch.cuda.is_available()
-    PlannedAccelerator(recipe, plan)
-    # Otherwise TrainingArguments makes a second, empty DeepSpeed configuration, and takes the
-    # precision of the launcher's file for that of an fp32 recipe.
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
-    os.environ["ACCELERATE_MIXED_PRECISION"] = MIXED_PRECISION[recipe.training.precision]
+
+def arguments_of(
+    recipe: Recipe, plan: Plan, config_class: type[TrainingArguments], more: Mapping[str, Any]
+) -> TrainingArguments:
+    """See `toolkit.accelerate.training_arguments`."""
+    for name in _ENGINE:
+        if name in more:
+            raise PlanError(
+                f"{name} is given, but the recipe's plan decides it: engine {plan.engine}",
+                fix=f"leave {name} out; state another engine in the recipe or the overrides, "
+                'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
+            )
+    prepare_process(plan)
+    said = _engine(recipe, plan) | _of_recipe(recipe, plan, more)
+    if "max_length" in (field.name for field in fields(config_class)):  # TRL's classes
+        said["max_length"] = recipe.training.sequence_length
+    arguments = config_class(**{**said, **more})
+    if plan.engine == "deepspeed":
+        with arguments.main_process_first(local=True):
+            prepare_ops("deepspeed", render_engine_config(recipe, plan), tell)
+    return arguments
+
+
+def _of_recipe(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> dict[str, Any]:
+    """What the recipe says, apart from the engine."""
     optimizer, training = recipe.optimizer, recipe.training
-    shared = {
-        "use_configured_state": True,
-        "gradient_accumulation_kwargs": {"sync_each_batch": plan.engine == "fsdp"},
-    }
-    return TrainingArguments(
-        per_device_train_batch_size=plan.layout.micro_batch,
-        gradient_accumulation_steps=plan.layout.gradient_accumulation,
+    return {
+        "per_device_train_batch_size": plan.layout.micro_batch,
+        "gradient_accumulation_steps": plan.layout.gradient_accumulation,
         **({} if {"max_steps", "num_train_epochs"} & more.keys() else _length(recipe)),
         **_schedule(recipe, more),
-        optim="adamw_torch",
-        learning_rate=optimizer.learning_rate,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_epsilon=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.clip_grad_norm or 0.0,
-        bf16=training.precision == "bf16",
-        fp16=training.precision == "fp16",
-        seed=training.seed,
-        **_recompute(plan),
+        "optim": "adamw_torch",
+        "learning_rate": optimizer.learning_rate,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.clip_grad_norm or 0.0,
+        "bf16": training.precision == "bf16",
+        "fp16": training.precision == "fp16",
+        "seed": training.seed,
+        **_recompute(plan, more),
         # Loss and gradients are means over the tokens of the global batch.
-        average_tokens_across_devices=True,
+        "average_tokens_across_devices": True,
         # `shift_labels` is no argument of a model's forward, but its loss takes it.
-        remove_unused_columns=False,
-        accelerator_config=shared,
-        use_cpu=on_cpu,
-        **more,
-    )
+        "remove_unused_columns": False,
+        "accelerator_config": {
+            # FSDP otherwise keeps whole gradients until the last micro batch.
+            "gradient_accumulation_kwargs": {"sync_each_batch": plan.engine == "fsdp"}
+        },
+    }
+
+
+def _engine(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """The plan's engine in the fields that TrainingArguments has for it."""
+    stated: dict[str, Any] = {"use_cpu": not torch.cuda.is_available()}
+    if plan.engine == "deepspeed":
+        config = copy.deepcopy(script_config(render_engine_config(recipe, plan)))
+        for name in _FILLED:
+            *section, key = name.split(".")
+            within = config.setdefault(section[0], {}) if section else config
+            within[key] = "auto"
+        stated["deepspeed"] = config
+    elif plan.engine == "fsdp":
+        # Whole, so that save_model writes a model that transformers loads.
+        saved = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        stated |= {"fsdp": True, "fsdp_config": fsdp_settings(recipe, plan) | saved}
+    return stated
 
 
 class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have no types
@@ -99,7 +141,7 @@ def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
     names: dict[str, tuple[str, dict[str, Any]]] = {
         "constant": ("constant_with_warmup", {}),
         "linear": ("polynomial", {"lr_end": smallest, "power": 1.0}),
-        "cosine": ("cosine_with_min_lr", {"min_lr": smallest}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": smallest / peak}),
         "wsd": (
             "warmup_stable_decay",
             {
@@ -109,7 +151,8 @@ def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
             },
         ),
     }
-    name, options = names[schedule.name]
+    # transformers refuses a decay that ends where it starts.
+    name, options = names["constant" if smallest == peak else schedule.name]
     return {
         "lr_scheduler_type": name,
         "lr_scheduler_kwargs": options,
@@ -133,8 +176,11 @@ def lr_scheduler(recipe: Recipe, optimizer: Optimizer, steps: int) -> LambdaLR:
 
 
 def _schedule(recipe: Recipe, more: Mapping[str, Any]) -> dict[str, Any]:
-    nearest = nearest_schedule(recipe.schedule, recipe.optimizer.learning_rate)
-    return {} if nearest.keys() & more.keys() else nearest
+    peak = more.get("learning_rate", recipe.optimizer.learning_rate)
+    nearest = nearest_schedule(recipe.schedule, peak)
+    if "lr_scheduler_type" in more:  # the options are those of the recipe's
+        del nearest["lr_scheduler_kwargs"]
+    return nearest
 
 
 def _length(recipe: Recipe) -> dict[str, Any]:
@@ -144,14 +190,15 @@ def _length(recipe: Recipe) -> dict[str, Any]:
     return {"num_train_epochs": recipe.training.epochs}
 
 
-def _recompute(plan: Plan) -> dict[str, Any]:
-    """Recompute by the model; FSDP's is in its plugin."""
-    if plan.layout.recompute != "full" or plan.engine == "fsdp":
+def _recompute(plan: Plan, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Recompute by the model; FSDP's is in its plugin. TRL's own default is to do it."""
+    if {"activation_checkpointing", "gradient_checkpointing"} & more.keys():
         return {}
     names = {field.name for field in fields(TrainingArguments)}
     # Renamed in transformers 5.
     prefix = "activation" if "activation_checkpointing" in names else "gradient"
-    return {
-        f"{prefix}_checkpointing": True,
-        f"{prefix}_checkpointing_kwargs": {"use_reentrant": False},
-    }
+    recompute = plan.layout.recompute == "full" and plan.engine != "fsdp"
+    said: dict[str, Any] = {f"{prefix}_checkpointing": recompute}
+    if recompute:
+        said[f"{prefix}_checkpointing_kwargs"] = {"use_reentrant": False}
+    return said

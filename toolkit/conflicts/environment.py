@@ -49,6 +49,9 @@ SWITCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """The switch, the distributed_type that it means (a parallelism config has none), and the
 variables that count only then."""
 
+_UNASKED = ("ACCELERATE_DYNAMO_", "ACCELERATE_CONFIG_DS_FIELDS")
+"""What else Accelerate reads where a script leaves something open."""
+
 _RANKS: Mapping[str, str] = {
     "WORLD_SIZE": WORLD,
     "LOCAL_WORLD_SIZE": "cluster.gpus_per_node",
@@ -98,6 +101,16 @@ def read(
     if starting != "worker" and (path := default_config(environ)) is not None:
         sources.append(_default_config(path, recipe))
     return sources
+
+
+def accelerate_settings(environ: Mapping[str, str]) -> list[str]:
+    """The variables by which a launcher overrules an Accelerator that was not told all."""
+    prefixes = [prefix for _, prefixes in SWITCHES.values() for prefix in prefixes]
+    return [
+        name
+        for name in environ
+        if name in _ACCELERATE or name in SWITCHES or name.startswith((*prefixes, *_UNASKED))
+    ]
 
 
 def default_config(environ: Mapping[str, str]) -> Path | None:
