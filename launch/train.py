@@ -5,7 +5,7 @@
     accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
         launch/train.py recipes/tiny/llama-bytes.yaml
 
-Rank 0 plans the recipe, writes the run directory and tells the others.
+Rank 0 plans the recipe, hands the plan to the others, and prints what `dmt launch` prints.
 """
 
 import argparse
