@@ -32,7 +32,7 @@ def extended_run(project: Project) -> Path:
     for steps in (10, 20):
         ended = project.launch("extended", {**WANDB, "training.steps": steps})
         assert ended.code == 0, ended.err
-        assert "W&B is off" not in ended.err
+        assert "W&B is off:" not in ended.err
     assert ended.err.count("wandb sync") == 1, "one command for both starts"
     return project.folder / "extended"
 
