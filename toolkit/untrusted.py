@@ -14,11 +14,11 @@ from typing import Any
 MAX_DEPTH = 64
 """Nesting that is accepted; configs, indices and manifests have less than ten levels."""
 MAX_BYTES = 1 << 28
-"""Larger text files are refused unread."""
+"""Larger files of settings and names are refused unread."""
 
 
-def read_text(path: Path, limit: int = MAX_BYTES) -> str:
-    """A UTF-8 file of at most `limit` bytes. Raises OSError or ValueError."""
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """A file of at most `limit` bytes. Raises OSError or ValueError."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -26,15 +26,15 @@ def read_text(path: Path, limit: int = MAX_BYTES) -> str:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"it has more than {limit} bytes")
-    return data.decode("utf-8")
+    return data
 
 
 def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
     """The value in a JSON file. Raises OSError or ValueError."""
-    return parse_json(read_text(path, limit))
+    return parse_json(read_bytes(path, limit).decode("utf-8"))
 
 
-def parse_json(text: str, **options: Any) -> Any:
+def parse_json(text: str | bytes, **options: Any) -> Any:
     """The value in JSON text; `options` are those of `json.loads`. Raises ValueError."""
     try:
         value = json.loads(text, **options)

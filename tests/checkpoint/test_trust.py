@@ -27,9 +27,10 @@ from toolkit.cli.main import main
 from toolkit.data.indexed import IndexedWriter
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
-from toolkit.errors import DataError, DmtError
+from toolkit.errors import DataError, DmtError, PlanError
 from toolkit.models import huggingface as hf
 from toolkit.models.convert.torch_dist import Reader, Writer
+from toolkit.plan.planner import model_config as plan_model_config
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
 from toolkit.train import jsonl
@@ -63,6 +64,11 @@ def zipped(canary: Canary) -> bytes:
 def payload(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
     """A malicious file."""
     return bytes(request.param(Canary(tmp_path / "canary")))
+
+
+def nested(depth: int) -> str:
+    """JSON that is valid, and nested."""
+    return '{"a":' * depth + "1" + "}" * depth
 
 
 def test_the_canary_is_one(payload: bytes, tmp_path: Path) -> None:
@@ -225,6 +231,31 @@ def test_refused(
         load()
     assert raised.value.exit_code == 2
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_deeply_nested_json_is_refused(
+    case: Callable[[Path], tuple[Path, Callable[[], Any]]], tmp_path: Path
+) -> None:
+    """The JSON reader of Python raises RecursionError, which is no ValueError."""
+    file, load = case(tmp_path)
+    file.write_text(nested(100_000))
+    with pytest.raises(DmtError) as raised:
+        load()
+    assert raised.value.exit_code == 2
+
+
+def test_nesting_that_a_reader_can_bear_is_refused_too(tmp_path: Path) -> None:
+    """Copying it would exhaust the stack later."""
+    file, load = pretrained_config(tmp_path)
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"id2label": json.loads(nested(300))}))
+    with pytest.raises(DataError, match="nested more than 64 levels deep"):
+        load()
+    with pytest.raises(PlanError, match="nested more than 64 levels deep"):
+        plan_model_config(ModelSection(hub=str(file.parent)))
+    (tmp_path / "a.jsonl").write_text(f'{nested(100_000)}\n{{"kind": "save"}}\n')
+    assert jsonl.read(tmp_path / "a.jsonl") == [{"kind": "save"}]
 
 
 @pytest.mark.parametrize("name", ["state-00000.safetensors", "hf/config.json"])

@@ -1,9 +1,12 @@
 """`dmt checkpoint` as a user and as a program reads it."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +186,29 @@ def test_fits_on_the_same_layout(run: Path, capsys: Captured) -> None:
     assert code == 0 and "fits" in out and f"--run-dir {run}" in err
 
 
+def test_a_renamed_folder_is_the_step_of_its_manifest_for_every_verb(
+    run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    folder = run / "checkpoints"
+    (folder / "step-00000005").rename(folder / "step-00000020")
+    renamed = folder / "step-00000020"
+    assert "step-00000010 is the newest" in dmt(capsys, "inspect", run)[2]
+    lines = dmt(capsys, "list", run)[1].splitlines()
+    assert lines[1].split()[:2] == ["5", "(step-00000020)"]
+    assert lines[2].startswith("10  ")
+    code, out, err = dmt(capsys, "verify", renamed)
+    assert code == 0 and "is whole" in out and "it is the checkpoint of step 5" in err
+    recipe = run.parent / "recipe.yaml"
+    assert "after step 5 of 20" in dmt(capsys, "fits", recipe, renamed)[1]
+    assert "wrote" in dmt(capsys, "convert", renamed, tmp_path / "step-00000005")[1]
+    assert "step 5 of" in dmt(capsys, "export", renamed, tmp_path / "model")[1]
+    found = find_newest(CheckpointStore(folder, keep=1), expected=True)
+    assert found is not None and (found.manifest.step, found.skipped) == (10, ())
+    shutil.rmtree(folder / "step-00000010")
+    found = find_newest(CheckpointStore(folder, keep=1), expected=True)
+    assert found is not None and (found.manifest.step, found.folder) == (5, renamed)
+
+
 @pytest.mark.parametrize(
     ("change", "part", "verdict", "told"),
     [
@@ -230,6 +256,86 @@ def test_a_mistake_is_one_message(run: Path, tmp_path: Path, capsys: Captured) -
         code, out, err = dmt(capsys, *arguments)
         assert (code, out) == (2, "")
         assert err.startswith("dmt: ") and words in err and "Traceback" not in err
+
+
+def link_out(path: Path) -> None:
+    """The file itself, outside of the checkpoint."""
+    path.symlink_to(path.rename(path.parent.parent.parent / "outside"))
+
+
+@pytest.mark.parametrize("name", ["state-00000.safetensors", "manifest.json", "hf/config.json"])
+@pytest.mark.parametrize(
+    "put",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), link_out],
+    ids=["FIFO", "device", "link"],
+)
+def test_only_regular_files_inside_the_checkpoint_are_opened(
+    run: Path,
+    tmp_path: Path,
+    capsys: Captured,
+    name: str,
+    put: Callable[[Path], None],
+) -> None:
+    """Before, a FIFO and a device were read for ever, and a link out was followed."""
+    folder = run / "checkpoints" / "step-00000010"
+    if put is not link_out:
+        (folder / name).unlink()
+    put(folder / name)
+    words = [["verify"], ["inspect"], ["convert", tmp_path / "a"]]
+    words += [["export", tmp_path / "b", *more] for more in ([], ["--no-verify"])]
+    for verb, *more in words:
+        if verb == "inspect" and name == "hf/config.json":
+            continue  # reads manifest and tensors
+        code, _, err = dmt(capsys, verb, folder, *more)
+        assert code == 2 and name in err and ("regular file" in err or "link" in err), err
+    found = find_newest(CheckpointStore(folder.parent, keep=1), expected=True)
+    assert found is not None and found.manifest.step == 5
+
+
+def test_a_linked_folder_inside_a_checkpoint_is_refused(
+    run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    folder = run / "checkpoints" / "step-00000010"
+    (folder / "hf").rename(tmp_path / "elsewhere")
+    (folder / "hf").symlink_to(tmp_path / "elsewhere")
+    code, _, err = dmt(capsys, "export", folder, tmp_path / "out", "--no-verify")
+    assert code == 2 and "a link leads to it" in err
+    # The checkpoint itself may lie elsewhere.
+    (folder.with_name("step-00000005")).rename(tmp_path / "five")
+    (run / "five").symlink_to(tmp_path / "five")
+    assert dmt(capsys, "verify", run / "five")[0] == 0
+
+
+def test_control_characters_do_not_reach_the_terminal(
+    run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Of a manifest, which is signed by nobody, and of a hub folder's config."""
+    folder = run / "checkpoints" / "step-00000010"
+    manifest, evil = Manifest.read(folder), "\x1b[2J\x1b]0;owned\x07\u202e"
+    files = manifest.files | {f"state-{evil}.safetensors": manifest.files["hf/config.json"]}
+    replace(
+        manifest,
+        engine=evil,
+        files=files,
+        recipe=manifest.recipe | {"name": evil},
+        versions={"dmt": evil, "packages": {"torch": evil}},
+    ).write(folder)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_text(json.dumps({"model_type": evil, evil: evil}))
+    recipe = run.parent / "recipe.yaml"
+    printed = [
+        dmt(capsys, verb, folder, *more)
+        for verb, *more in (["verify"], ["inspect"], ["export", tmp_path / "out"])
+    ]
+    printed += [dmt(capsys, "list", run), dmt(capsys, "fits", recipe, folder)]
+    on_hub = ["--set", "model.config=null", "--set", f"model.hub={hub}"]
+    for words in (["convert", hub, tmp_path / "out"], ["plan", recipe, *on_hub]):
+        code = main([*map(str, words)])
+        printed.append((code, *capsys.readouterr()))
+    for code, out, err in printed:
+        assert "owned" in out + err or code == 0
+        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), (out, err)
 
 
 @pytest.mark.parametrize("verb", ["list", "verify", "inspect", "convert", "export", "fits"])

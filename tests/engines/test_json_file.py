@@ -48,7 +48,7 @@ def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
         ("[1]", "list"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ('{"a": 1' + "0" * 5000 + "}", "digits"),
-        ('{"a": ' + "[" * 200_000, "recursion"),
+        ('{"a": ' + "[" * 200_000, "nested more than 64 levels"),
         (b'{"a": "\xff"}', "utf-8"),
         (b" " * (MAX_BYTES + 1), "more than 1000000 bytes"),
     ],

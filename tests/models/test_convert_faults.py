@@ -330,6 +330,33 @@ def test_damaged_checkpoint_index_is_always_one_error(megatron: Path) -> None:
     assert refused > 100
 
 
+SHARED = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (n, n) for n in range(60))
+"""A tuple of 60 levels whose elements are shared: hashing or printing it never ends."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02Nr\xff\xff\xff\x0f.",  # memo place 2**28: 4 GiB in pickle's own unpickler
+        b"\x80\x05\x96" + (1 << 32).to_bytes(8, "little") + b".",  # BYTEARRAY8 of 4 GiB
+        b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + b".",  # a frame of 1 TiB
+        SHARED + b"}h\x3cNs.",
+        SHARED + b"ccollections\nOrderedDict\nh\x3c\x85R.",
+        SHARED + b"ctorch\nSize\nh\x3c\x85R.",
+        SHARED + b"ctorch.distributed.checkpoint.metadata\nMetadata\n}\x8c\x01xh\x3csb.",
+    ],
+)
+def test_an_index_takes_no_more_memory_or_time_than_its_size(
+    content: bytes, megatron: Path
+) -> None:
+    (megatron / "release" / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused"):
+        Reader(megatron / "release")
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 100_000, "KiB"
+
+
 def test_index_whose_values_are_not_those_of_a_checkpoint(megatron: Path) -> None:
     file = megatron / "release" / ".metadata"
     whole = file.read_bytes()

@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
         "bos_token_id": 1, "eos_token_id": 2,
     },
-    "gpt_neox": SMALL,
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "gemma2": SMALL | {"head_dim": 16},
     "mixtral": SMALL | {"num_local_experts": 4},
     "qwen3_moe": SMALL | {

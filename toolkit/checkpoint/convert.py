@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
 from toolkit.checkpoint.shards import QUANTITIES, key_of, whole_block
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
@@ -32,7 +32,7 @@ def check_target(src: Path, dst: Path, nbytes: int) -> None:
     step = folder_name(Manifest.read(src).step)
     if dst.suffix == ".tmp" or (STEP.fullmatch(dst.name) and dst.name != step):
         raise CheckpointError(
-            f"{dst.name} would not be taken for the checkpoint of {step}",
+            f"{dst.name} is no name for the checkpoint of {step}",
             fix=f"name it {dst.parent / step}",
         )
     check_destination(src, dst, nbytes)
@@ -61,7 +61,7 @@ def convert(
             files[name] = FileRecord((hidden / name).stat().st_size, digest.hexdigest())
         for name in manifest.files:
             if not is_state_file(name):
-                files[name] = write_synced(hidden / name, (src / name).read_bytes())
+                files[name] = write_synced(hidden / name, file_in(src, name).read_bytes())
         for inner in {(hidden / name).parent for name in files} - {hidden}:
             sync_folder(inner)
         manifest = manifest.with_files(files)

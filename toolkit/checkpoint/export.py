@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
@@ -45,16 +45,19 @@ def export(folder: Path, dst: Path, tick: Callable[[int], None] = lambda _: None
     dtype = exported_dtype(manifest)
     config = check_complete(state)
     entries = [entry.telling(tick) for entry in _entries(state, dtype, config.model_type)]
+    companions = [name for name in manifest.files if Path(name).parent == Path(COMPANIONS)]
+    files = [file_in(folder, name) for name in companions]
     with appearing(dst) as hidden:
-        for name in manifest.files:
-            if Path(name).parent == Path(COMPANIONS):
-                shutil.copyfile(folder / name, hidden / Path(name).name)
+        for file in files:
+            shutil.copyfile(file, hidden / file.name)
         write_model(hidden, entries)
 
 
 def check_complete(state: SavedState) -> PretrainedConfig:
     """The model's config. Raises CheckpointError when the checkpoint lacks a part of it."""
     companions = state.folder / COMPANIONS
+    for path in (companions / hf.CONFIG, *companions.glob("config*.json")):
+        file_in(state.folder, f"{COMPANIONS}/{path.name}")
     try:
         config = hf.read_config(companions)
     except DataError as error:

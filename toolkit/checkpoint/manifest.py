@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from toolkit.errors import CheckpointError
 from toolkit.plan.layout import Layout
 from toolkit.recipe.schema import Count
+from toolkit.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -92,8 +93,8 @@ class Manifest:
         """Read a checkpoint's manifest. Raises CheckpointError when it is damaged."""
         path = folder / MANIFEST
         try:
-            text = path.read_bytes().decode()
-            content = json.loads(text)
+            text = read_bytes(regular_inside(folder, MANIFEST)).decode()
+            content = parse_json(text)
             if (found := content.get("format")) != FORMAT:
                 told = "states no format" if found is None else f"has format {found}"
                 raise CheckpointError(
@@ -118,7 +119,6 @@ class Manifest:
             TypeError,
             KeyError,
             AttributeError,
-            RecursionError,
         ) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
 
@@ -149,10 +149,18 @@ def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileR
     return FileRecord(size, digest.hexdigest())
 
 
+def file_in(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint. Raises CheckpointError unless it is a regular one."""
+    try:
+        return regular_inside(folder, name)
+    except OSError as error:
+        raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
+
+
 def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
     """What is wrong with a file as far as its size tells; None when nothing is."""
     try:
-        size = (folder / name).stat().st_size
+        size = regular_inside(folder, name).stat().st_size
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

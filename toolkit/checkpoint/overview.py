@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, size_problem
-from toolkit.checkpoint.store import LATEST, STEP, CheckpointStore
+from toolkit.checkpoint.store import LATEST, STEP, CheckpointStore, folder_name
 from toolkit.errors import CheckpointError
 
 State = Literal["finished", "damaged", "unfinished"]
@@ -29,13 +29,19 @@ class Listed:
     problem: str = ""
     """Why it is not finished."""
 
+    @property
+    def name(self) -> str:
+        """The folder's, or where its manifest states another step, the name of that."""
+        return self.folder.name if self.manifest is None else folder_name(self.manifest.step)
+
 
 def overview(store: CheckpointStore) -> list[Listed]:
     """Every checkpoint and what interrupted saves left, oldest step first."""
-    folders = sorted(path for path in store.folder.glob("step-????????*") if path.is_dir())
+    folders = [path for path in store.folder.glob("step-????????*") if path.is_dir()]
     hint = store.folder / LATEST
     latest = hint.read_text(encoding="utf-8", errors="replace") if hint.is_file() else ""
-    return [_look_at(folder, folder.name == latest.strip()) for folder in folders]
+    found = [_look_at(folder, folder.name == latest.strip()) for folder in folders]
+    return sorted(found, key=lambda one: (one.name, one.folder))
 
 
 def _look_at(folder: Path, latest: bool) -> Listed:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
-from toolkit.checkpoint.store import CheckpointStore, folder_name, set_aside
+from toolkit.checkpoint.manifest import Manifest, problem_with
+from toolkit.checkpoint.store import CheckpointStore, set_aside
 from toolkit.errors import CheckpointError
 
 
@@ -79,10 +79,7 @@ def _look_at(
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:
     try:
-        manifest = Manifest.read(folder)
-        if folder_name(manifest.step) != folder.name:
-            return None, f"{MANIFEST} says step {manifest.step}"
-        return manifest, ""
+        return Manifest.read(folder), ""
     except CheckpointError as error:
         return None, error.message
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.shards import (
     QUANTITIES,
     StateShard,
@@ -69,7 +69,7 @@ class SavedState:
         """Quantity and tensor → its stored rectangles, each with its file and name there."""
         index: dict[tuple[str, str], list[tuple[Block, Path, str]]] = {}
         named = Manifest.read(self.folder).files
-        for path in (self.folder / name for name in named if is_state_file(name)):
+        for path in (file_in(self.folder, name) for name in named if is_state_file(name)):
             for key in self._open(path).keys():  # noqa: SIM118 - no mapping
                 if (parsed := parse_key(key)) is None:
                     raise CheckpointError(f"{path} holds {key}, which is no part of a state")

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
+from toolkit.errors import CheckpointError
 from toolkit.failpoints import failpoint
 
 LATEST = "latest"
@@ -28,8 +29,14 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder of `CheckpointStore.finished`."""
-    return int(folder.name.removeprefix("step-"))
+    """The step of a folder of `CheckpointStore.finished`: its manifest's, however it is named.
+
+    Of a manifest that cannot be read, the name's.
+    """
+    try:
+        return Manifest.read(folder).step
+    except CheckpointError:
+        return int(folder.name.removeprefix("step-"))
 
 
 def set_aside(folder: Path, reason: str) -> None:
@@ -50,9 +57,20 @@ class CheckpointStore:
         self.keep = keep
 
     def finished(self) -> list[Path]:
-        """Folders that were finished, oldest first; whether they are whole, hashes tell."""
+        """Folders that were finished, oldest step first; whether they are whole, hashes tell.
+
+        Of several of one step, the one that is named for it is last.
+        """
         found = self.folder.glob("step-*")
-        return sorted(path for path in found if STEP.fullmatch(path.name) and path.is_dir())
+        folders = [path for path in found if STEP.fullmatch(path.name) and path.is_dir()]
+        steps = {path: step_of(path) for path in folders}
+        return sorted(
+            folders, key=lambda path: (steps[path], path.name == folder_name(steps[path]), path)
+        )
+
+    def of_step(self, step: int) -> Path:
+        """The finished checkpoint of a step that has one."""
+        return next(path for path in reversed(self.finished()) if step_of(path) == step)
 
     def expects_one(self) -> bool:
         """Was a checkpoint ever finished here?"""
@@ -86,15 +104,18 @@ class CheckpointStore:
         sync_folder(partial)
         failpoint("checkpoint.manifest")
         if final.exists():
-            # One that could not be read: the run came here a second time.
-            final.rename(self.folder / f"{final.name}.replaced.tmp")
+            # One of another step gets its own name. Or one that could not be read: the run
+            # came here a second time.
+            own = self.folder / folder_name(step_of(final))
+            taken = self.folder / f"{final.name}.replaced.tmp"
+            final.rename(taken if own.exists() else own)
         partial.rename(final)
         try:
             failpoint("checkpoint.renamed")
             sync_folder(self.folder)
             self._point_to(final)
             failpoint("checkpoint.latest")
-            self._prune(final)
+            self._prune(manifest.step)
         except OSError as error:
             return str(error)
         return None
@@ -104,9 +125,9 @@ class CheckpointStore:
         hint.write_text(final.name + "\n", encoding="utf-8")
         hint.replace(self.folder / LATEST)
 
-    def _prune(self, newest: Path) -> None:
-        """Remove all but the newest `keep`; what is newer than `newest` is left alone."""
-        until_now = [path for path in self.finished() if path.name <= newest.name]
+    def _prune(self, newest: int) -> None:
+        """Remove all but the newest `keep`; what is after step `newest` is left alone."""
+        until_now = [path for path in self.finished() if step_of(path) <= newest]
         for old in until_now[: -self.keep]:
             # Gone at once for every reader, however long the removal takes.
             leaving = old.with_name(f"{old.name}.old.tmp")

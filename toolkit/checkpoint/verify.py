@@ -8,6 +8,7 @@ from toolkit.checkpoint.export import COMPANIONS, check_complete
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
 from toolkit.checkpoint.shards import QUANTITIES, block_numel, block_shape, whole_block
+from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 
@@ -35,10 +36,12 @@ def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verifi
     found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
     problems = [problem for problem in found if problem is not None]
     extra = sorted(_present(folder) - manifest.files.keys() - {MANIFEST})
-    notes = tuple(f"{name} is no file of this checkpoint: nobody reads it" for name in extra)
+    notes = [f"{name} is no file of this checkpoint: nobody reads it" for name in extra]
+    if STEP.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
+        notes.append(f"it is the checkpoint of step {manifest.step}, whatever its name")
     if not problems:
         problems = list(_content_problems(SavedState(folder), manifest))
-    return Verified(tuple(problems), notes)
+    return Verified(tuple(problems), tuple(notes))
 
 
 def require_whole(folder: Path, tick: Callable[[int], None] = lambda _: None) -> None:

@@ -106,7 +106,9 @@ def _listed(one: Listed) -> dict[str, Any]:
 
 
 def _cells(one: Listed) -> list[str]:
-    name = one.folder.name.removeprefix("step-").lstrip("0") or "0"
+    name = one.name.removeprefix("step-").lstrip("0") or "0"
+    if one.name != one.folder.name:
+        name += f" ({one.folder.name})"
     manifest = one.manifest
     layout = (
         ""

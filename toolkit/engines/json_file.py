@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit import untrusted
 from toolkit.errors import Problem, RecipeError
 
 MAX_BYTES = 1_000_000
@@ -49,11 +50,11 @@ def read_json(path: Path, what: str = "DeepSpeed config") -> JsonFile:
 def parse_json(text: str, path: Path, what: str = "DeepSpeed config") -> JsonFile:
     """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = untrusted.parse_json(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         allowed = "JSON, without comments"
         raise _unreadable(path, what, error.msg, allowed, error.lineno) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _unreadable(path, what, str(error), "JSON with plain finite numbers") from error
     if not isinstance(values, dict):
         raise _unreadable(path, what, type(values).__name__, "an object: { … }", 1)

@@ -64,6 +64,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     Raises DataError when it has none, or one that transformers itself does not know.
     """
     try:
+        read_json(folder / CONFIG)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a strict config class raises what it likes
         if asks_to_run_code(error):

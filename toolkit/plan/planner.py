@@ -5,7 +5,6 @@ restarts read it and never decide again. What is decided is the outcome of
 `toolkit.plan.search`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from toolkit.plan.search import Search, search
 from toolkit.plan.time import step_time
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.untrusted import read_json
 
 
 class ShapeUnknown(PlanError):
@@ -195,7 +195,7 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
     if not Path(model.hub).is_dir():
         path = _hub_config(model.hub, model.revision, download)
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = read_json(path)
         problems = check_config(config)
     except (OSError, ValueError, AttributeError) as error:
         raise PlanError(

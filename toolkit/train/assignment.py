@@ -1,6 +1,5 @@
 """What the ranks of a run are told: recipe, plan and backend configuration, made once."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from toolkit.terminal import tell
 from toolkit.train.announce import show_plan, show_run_directory
 from toolkit.train.claim import refuse_if_claimed
 from toolkit.train.run_dir import RunDirectory
+from toolkit.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def read_assignment(path: Path, world: int) -> Assignment:
     """
     run = RunDirectory(path.absolute())
     try:
-        fields = json.loads(run.plan.read_text(encoding="utf-8"))
+        fields = read_json(run.plan)
         stored = fields.pop("predicted", None)
         prediction = None if stored is None else Prediction(**stored)
         plan = Plan.from_dict(fields)
         config = {}
         if plan.engine != "ddp":
             file = run.engine_config(plan.engine)
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(
             f"{path} is not a run directory: {error}",

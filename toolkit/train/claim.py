@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from toolkit.errors import DirectoryInUse
 from toolkit.terminal import tell
 from toolkit.train.run_dir import RunDirectory, not_writable
+from toolkit.untrusted import read_json
 
 PATIENCE_S = 5.0
 """How long a restarted run waits for the end of the rank 0 before it."""
@@ -91,7 +92,7 @@ def _holder() -> str:
 
 def _in_use(run: RunDirectory) -> DirectoryInUse:
     try:
-        holder = json.loads(run.lock.read_text(encoding="utf-8"))
+        holder = read_json(run.lock)
         pid = int(holder["pid"])
         who = f"process {pid} on {holder['host']}, since {holder['since']}"
         stop = f"stop it (on {holder['host']}: kill -TERM {pid}; it saves first)"

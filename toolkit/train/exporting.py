@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.export import export, exported_bytes
-from toolkit.checkpoint.store import folder_name
+from toolkit.checkpoint.store import CheckpointStore
 from toolkit.failpoints import failpoint
 from toolkit.train import jsonl
 from toolkit.train.events import EventLog
@@ -21,7 +21,7 @@ def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     """
     if _files_of(run.export) == _recorded(run, step):
         return
-    checkpoint = run.checkpoints / folder_name(step)
+    checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = phases.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
     shutil.rmtree(run.export, ignore_errors=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from toolkit.redact import redact
 from toolkit.terminal import tell
+from toolkit.untrusted import parse_json
 
 
 def plain(value: Any) -> Any:
@@ -81,7 +82,7 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
     """Yield the object of every complete line; a torn or foreign line is passed over."""
     for line in data.split(b"\n"):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict):

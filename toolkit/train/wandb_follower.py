@@ -28,6 +28,7 @@ from toolkit.terminal import tell
 from toolkit.train import jsonl
 from toolkit.train.comparison import summary_numbers
 from toolkit.train.run_dir import RunDirectory
+from toolkit.untrusted import read_json
 
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
@@ -66,7 +67,7 @@ class PostedState:
     def load(cls, path: Path) -> "PostedState":
         """Read the state of an earlier start of this run, or begin with a new run id."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**read_json(path))
         except (OSError, ValueError, TypeError):
             return cls(run_id=secrets.token_hex(8))
 
@@ -207,7 +208,7 @@ def _config(run_dir: RunDirectory) -> dict[str, Any]:
     if run_dir.recipe.exists():
         config["recipe"] = YAML(typ="safe").load(run_dir.recipe.read_text(encoding="utf-8"))
     if run_dir.plan.exists():
-        config["plan"] = json.loads(run_dir.plan.read_text(encoding="utf-8"))
+        config["plan"] = read_json(run_dir.plan)
     return config
 
 

@@ -34,6 +34,7 @@ from toolkit.train.loop import Hooks, Progress, StepReport
 from toolkit.train.phases import WAITING
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
+from toolkit.untrusted import read_json
 
 LONGEST_BEAT_S = 10.0
 RANK_ZERO_BEAT_S = 1.0
@@ -82,7 +83,7 @@ class Heartbeat:
     def read(cls, folder: Path, rank: int) -> "Heartbeat | None":
         """A rank's heartbeat; None without a readable one."""
         try:
-            data = json.loads(_file(folder, rank).read_text(encoding="utf-8"))
+            data = read_json(_file(folder, rank))
             return cls(**{field.name: data[field.name] for field in fields(cls)})
         except (OSError, ValueError, TypeError, KeyError):
             return None

@@ -1,6 +1,5 @@
 """What is to be converted: a Hugging Face folder or a Megatron checkpoint, looked at only."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Family, Instance
 from toolkit.models.families.tensors import Block, blocks
+from toolkit.untrusted import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -165,7 +165,7 @@ def _backend(folder: Path) -> object:
     if not file.is_file():
         return None
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
+        stated = read_json(file)
     except (OSError, ValueError) as error:
         if not (folder / METADATA).exists():
             return None
@@ -187,7 +187,7 @@ def _config_beside(src: Path, iteration: Path) -> Path:
 def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A config that the Megatron model computes exactly, and notes on what was left out."""
     try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
+        stated = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not isinstance(stated, dict):

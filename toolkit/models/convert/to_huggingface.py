@@ -1,6 +1,5 @@
 """A Megatron checkpoint, saved by any layout, becomes a Hugging Face folder again."""
 
-import json
 import re
 import shutil
 from collections import Counter
@@ -27,6 +26,7 @@ from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
 from toolkit.models.safetensors_folder import SafetensorsFolder
 from toolkit.models.weights import TIED_HEAD
+from toolkit.untrusted import read_json
 
 PIECE_ELEMENTS = 1 << 25
 """Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
@@ -135,7 +135,7 @@ class ToHuggingFace:
             family = FAMILIES[self.source.family]
             return {name: family.published_name(name) for name in self._tensors}
         try:
-            names = json.loads(kept.read_text(encoding="utf-8"))
+            names = read_json(kept)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{kept} cannot be read: {error}") from error
         # A tied head is named where the Hugging Face folder stored it beside the embedding.

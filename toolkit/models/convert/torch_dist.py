@@ -13,8 +13,8 @@ import json
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from toolkit.errors import CheckpointError
 from toolkit.models.convert.sliced_file import SlicedFile
+from toolkit.untrusted import read_bytes
 
 METADATA = ".metadata"
 DATA_FILE = "__0_0.distcp"
@@ -44,6 +45,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+LARGEST_INDEX_BYTES = 1 << 30
 CACHE_BYTES = 128 << 20
 """Rectangles kept by a reader: the parts of a fused tensor are asked for one after another."""
 
@@ -192,9 +194,12 @@ class Reader:
         if place is None:
             raise CheckpointError(f"{self.folder}: no place is given for {name[0]}")
         try:
-            with (self.folder / place.relative_path).open("rb") as file:
+            path = self.folder / place.relative_path
+            if not path.is_file():
+                raise FileNotFoundError(path)  # also for a FIFO, which would never end
+            with path.open("rb") as file:
                 file.seek(place.offset)
-                stored = io.BytesIO(file.read(place.length))
+                stored = io.BytesIO(file.read(min(place.length, path.stat().st_size)))
             part = torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(
@@ -225,8 +230,40 @@ _METADATA_CLASSES = {
 """What an index consists of, by module. Anything else in it could run code."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles the classes of an index and torch's dtypes, nothing else."""
+_CHECKED: Mapping[bytes, Callable[[list[Any]], bool]] = {
+    pickle.SETITEM: lambda stack: _is_key(stack[-2]),
+    pickle.SETITEMS: lambda stack: all(map(_is_key, stack[::2])),
+    pickle.REDUCE: lambda stack: _is_plain(stack[-1]),
+    pickle.NEWOBJ: lambda stack: _is_plain(stack[-1]),
+    pickle.BUILD: lambda stack: _may_be_built(*stack[-2:]),
+}
+"""Opcodes that hash, call or change an object, and what must hold of the stack before.
+
+Hashing a tuple of tuples that share their elements takes time that doubles with each level.
+"""
+_UNCHECKED = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE,
+    pickle.NEWFALSE, pickle.BINFLOAT, pickle.BININT, pickle.BININT1, pickle.BININT2,
+    pickle.LONG1, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.GLOBAL,
+    pickle.STACK_GLOBAL, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2,
+    pickle.TUPLE3, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT,
+    pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
+)  # fmt: skip
+"""The other opcodes of an index; each takes as much memory as the file has bytes for it."""
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Unpickles the classes of an index and torch's dtypes, nothing else.
+
+    Python's own unpickler: the one in C takes as much memory as the largest memo index in the
+    file says.
+    """
+
+    class _Dispatch(dict[int, Callable[[Any], None]]):
+        def __missing__(self, code: int) -> Any:
+            raise pickle.UnpicklingError(f"it has the opcode {code:#04x}, which no index needs")
+
+    dispatch = _Dispatch({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _UNCHECKED})
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -236,6 +273,45 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _checked(opcode: bytes) -> Callable[[Any], None]:
+    """Carry out an opcode of `_CHECKED`."""
+
+    def carry_out(self: Any) -> None:
+        if not _CHECKED[opcode](self.stack):
+            raise pickle.UnpicklingError("it builds what no index holds")
+        pickle._Unpickler.dispatch[opcode[0]](self)
+
+    return carry_out
+
+
+_MetadataUnpickler.dispatch |= {code[0]: _checked(code) for code in _CHECKED}
+
+
+def _is_key(key: object) -> bool:
+    if isinstance(key, MetadataIndex):
+        return isinstance(key.fqn, str) and _is_plain((key.offset, key.index))
+    return isinstance(key, str | int)
+
+
+def _is_plain(arguments: object) -> bool:
+    """Are these values, or flat sequences of whole numbers?"""
+    return isinstance(arguments, tuple) and all(
+        all(type(number) is int for number in value)
+        if isinstance(value, tuple | list)
+        else value is None or isinstance(value, str | int | type)
+        for value in arguments
+    )
+
+
+def _may_be_built(instance: object, state: object) -> bool:
+    """Is this an object that the file has made, and none that Python has one of?"""
+    if not is_dataclass(instance) or isinstance(instance, type | Enum):
+        return False
+    if not isinstance(state, dict):
+        return isinstance(instance, TensorProperties)
+    return all(isinstance(name, str) and not name.startswith("__") for name in state)
 
 
 def _member(enumeration: Any, name: str) -> Enum:
@@ -264,8 +340,8 @@ def _load_index(folder: Path) -> _Index:
             "latest_checkpointed_iteration.txt",
         )
     try:
-        with path.open("rb") as file:
-            return _checked_index(_MetadataUnpickler(file).load())
+        content = read_bytes(path, LARGEST_INDEX_BYTES)
+        return _checked_index(_MetadataUnpickler(io.BytesIO(content)).load())
     except Exception as error:
         what = str(error) or type(error).__name__
         raise CheckpointError(f"{path} is refused: {what}") from error
@@ -277,6 +353,8 @@ def _checked_index(metadata: object) -> _Index:
         raise ValueError("it is not the index of a checkpoint")
     index = _Index({}, {}, {})
     for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise ValueError(f"it names a tensor by a {type(key).__name__}")
         if not isinstance(entry, TensorStorageMetadata):
             continue
         size, dtype = _whole_numbers(entry.size), entry.properties.dtype
@@ -288,8 +366,8 @@ def _checked_index(metadata: object) -> _Index:
             for chunk in entry.chunks
         ]
         ranks = {len(size)}.union(*({len(c.offsets), len(c.sizes)} for c in chunks))
-        if not isinstance(key, str) or not isinstance(dtype, torch.dtype) or len(ranks) > 1:
-            raise ValueError(f"it contradicts itself about {str(key)[:80]!r}")
+        if not isinstance(dtype, torch.dtype) or len(ranks) > 1:
+            raise ValueError(f"it contradicts itself about {key!r:.80}")
         index.tensors[key] = GlobalTensor(size, dtype)
         index.chunks[key] = chunks
     for where, place in metadata.storage_data.items():
@@ -298,7 +376,9 @@ def _checked_index(metadata: object) -> _Index:
                 f"it names a file outside its folder: {place.relative_path[:80]!r}"
             )
         _whole_numbers((place.offset, place.length))
-        index.places[where.fqn, tuple(where.offset or ())] = place
+        if not isinstance(where.fqn, str):
+            raise ValueError(f"it names a tensor by a {type(where.fqn).__name__}")
+        index.places[where.fqn, _whole_numbers(where.offset or ())] = place
     return index
 
 
@@ -306,5 +386,5 @@ def _whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
     """A size or an offset. Raises ValueError when it is none."""
     numbers = tuple(value for value in values if type(value) is int and 0 <= value < 1 << 62)
     if len(numbers) != len(values):
-        raise ValueError(f"it holds {values!r:.80} for a size")
+        raise ValueError(f"it holds a {type(values).__name__} of something else for a size")
     return numbers
