@@ -1,6 +1,5 @@
 """The checkpoints of a run as the worker sees them: continue from one, write the next."""
 
-import json
 import time
 from collections.abc import Mapping
 
@@ -26,6 +25,7 @@ from toolkit.train.phases import Mark, Phases
 from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
 from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
+from toolkit.untrusted import read_json
 
 GB = 1e9
 
@@ -260,8 +260,7 @@ class RunCheckpoints:
 
     def _wandb_id(self) -> str | None:
         try:
-            text = self.directory.wandb_state.read_text(encoding="utf-8")
-            return str(json.loads(text)["run_id"])
+            return str(read_json(self.directory.wandb_state)["run_id"])
         except (OSError, ValueError, KeyError):
             return None
 
