@@ -3,12 +3,14 @@
 Each is a process of its own, with its rank in the environment, as a launcher would start it.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -23,8 +25,9 @@ from toolkit.launchers.base import free_port
 
 Result = TypeVar("Result")
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver")
+"""One for each process that runs tests."""
+SERVER.set_forkserver_preload(
     ["toolkit.train.worker", *(place.partition(":")[0] for place in ENGINES.values())]
 )
 
@@ -56,7 +59,7 @@ class ForkedRanks:
         self._processes = []
         for rank, output in enumerate(self.outputs):
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _SERVER.Process(
+            process = SERVER.Process(
                 target=_rank, args=(environment, folder, output, target, arguments)
             )
             process.start()
@@ -130,6 +133,16 @@ def _returned(folder: Path, target: Callable[..., Any], arguments: Sequence[Any]
     return 0
 
 
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Let this forked process have these variables and no other."""
+    gc.freeze()  # what the server has imported stays: no collection need look at it
+    forkserver._forkserver.ensure_running = lambda: None  # this server, not another one
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # OpenMP has read it when the server loaded it
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+
+
 def _rank(
     environment: dict[str, str],
     folder: Path,
@@ -137,15 +150,12 @@ def _rank(
     target: Callable[..., int],
     arguments: Sequence[Any],
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(folder)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     warnings.simplefilter("ignore", FutureWarning)
-    # The server loaded OpenMP, which has read the variable.
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    take_environment(environment)
     code = 1
     try:
         code = target(*arguments)

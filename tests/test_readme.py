@@ -1,15 +1,15 @@
 """Every `dmt` command of the README is run as it stands there."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
+from tests.warm import SUBPROCESS
+from toolkit.cli.main import main
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = [
     line.split("#")[0].removeprefix("$ dmt ").strip()
@@ -24,27 +24,33 @@ def test_first_two_commands_are_demo_and_tests() -> None:
     assert commands[:2] == ["make demo", "make test"]
 
 
+SHORTER = {"launch": ["--dry-run"], "rehearse": ["--layouts", "ddp", "--steps", "1"]}
+"""Of commands that other tests start as they are."""
+
+
 @pytest.mark.slow
+@pytest.mark.quick
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, tmp_path: Path) -> None:
+def test_command(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("DMT_CACHE", str(tmp_path))
+    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
     words = [
         str(path) if "*" in word else word
         for word in shlex.split(command)
         for path in (sorted(ROOT.glob(word)) if "*" in word else [word])
     ]
-    if words[0] == "launch":
-        words.append("--dry-run")  # other tests start it
+    words += SHORTER.get(words[0], [])
     words = [word.replace("my-tokenizer", str(tmp_path / "tokenizer")) for word in words]
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.cli.main", *words],
-        cwd=ROOT,
-        env=os.environ | {"DMT_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    code = main(words)
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out
 
 
 def test_there_are_commands() -> None:

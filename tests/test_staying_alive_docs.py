@@ -2,29 +2,24 @@
 
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
+from toolkit.cli.main import main
 from toolkit.recipe.schema import LaunchSection
 from toolkit.train.events import EventKind
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "staying-alive.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ dmt (.+)$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "toolkit.cli.main", *shlex.split(command), "--dry-run"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+def test_command(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main([*shlex.split(command), "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_there_is_a_command() -> None:

@@ -93,9 +93,10 @@ class Project:
         changes: Mapping[str, object] | None = None,
         *more: str,
         env: Mapping[str, str] | None = None,
+        cold: bool = False,
     ) -> Ended:
         """Run `dmt launch` to its end."""
-        return run(self.command(run_dir, changes, *more), self.folder, env)
+        return run(self.command(run_dir, changes, *more), self.folder, env, cold=cold)
 
 
 @pytest.fixture(scope="session")
@@ -126,6 +127,6 @@ def zero_2_run(project: Project) -> Path:
 
 
 def _finished(project: Project, run_dir: str, changes: Mapping[str, object]) -> Path:
-    ended = project.launch(run_dir, changes)
+    ended = project.launch(run_dir, changes, cold=True)
     assert ended.code == 0, ended.err
     return project.folder / run_dir

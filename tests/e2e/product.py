@@ -5,21 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import psutil
 
-from tests.processes import ROOT
+from tests.processes import ROOT, wait_until
+from tests.warm import REGISTER, WarmPython, registered
 
-LIMIT_S = 90.0
-"""A run takes about six seconds on a quiet machine; a hang must not take for ever."""
 _MARK = "DMT_TEST_COMMAND"
+_WARM_VARIABLES = {"DMT_FAILPOINTS"}
+"""What a warm process may find in its environment: not what is read by an import."""
 _USERS_OWN = (
     "WANDB_",
     "DMT_",
@@ -53,23 +55,42 @@ class Ended:
     code: int
     out: str
     err: str
-    seconds: float
+
+
+def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Is a command a Python that starts no launcher but ours, in nearly our environment?"""
+    python = Path(argv[0]).name == Path(sys.executable).name
+    launchers = [after for word, after in pairwise(argv) if word == "--launcher"]
+    return python and set(launchers) <= {"local"} and env.keys() <= _WARM_VARIABLES
 
 
 class Command:
-    """One running command: the foreground job of a shell, in its own process group."""
+    """One running command: the foreground job of a shell, in its own process group.
+
+    Where that is possible it is warm (tests/warm.py), unless it is to be `cold`.
+    """
 
     def __init__(
-        self, argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        cold: bool = False,
     ) -> None:
         self._mark = uuid.uuid4().hex
+        self._register = folder / f".{self._mark}.register"
+        self._register.mkdir()
+        marks = {_MARK: self._mark, REGISTER: str(self._register)}
+        start: Any = subprocess.Popen
+        if not cold and can_be_warm(argv, env or {}):
+            start = WarmPython
         self._outputs = [folder / f".{self._mark}.{name}" for name in ("out", "err")]
-        self._began = time.monotonic()
         with self._outputs[0].open("wb") as out, self._outputs[1].open("wb") as err:
-            self.process = subprocess.Popen(
+            self.process = start(
                 argv,
                 cwd=folder,
-                env={**_clean_environment(), **(env or {}), _MARK: self._mark},
+                env={**_clean_environment(), **(env or {}), **marks},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -78,7 +99,8 @@ class Command:
 
     def alive(self) -> list[psutil.Process]:
         """Every process that inherited this command's mark, oldest first."""
-        found = [process for process in psutil.process_iter() if self._is_mine(process)]
+        found = {process for process in psutil.process_iter() if self._is_mine(process)}
+        found |= registered(self._register).keys()
         return sorted(found, key=lambda process: process.create_time())
 
     def _is_mine(self, process: psutil.Process) -> bool:
@@ -91,7 +113,8 @@ class Command:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The workers that run now, by rank."""
-        found: dict[int, psutil.Process] = {}
+        warm = registered(self._register).items()
+        found = {int(rank): process for process, rank in warm if rank}
         for process in self.alive():
             with suppress(psutil.Error, KeyError):
                 # What a worker starts comes later and does not replace it.
@@ -100,12 +123,14 @@ class Command:
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         """Wait until `condition` holds; fails when the command ends before that."""
-        end = time.monotonic() + LIMIT_S
-        while not condition():
-            ended = self.process.poll() is not None
-            assert not ended, f"ended before {what}:\n{self.printed()}"
-            assert time.monotonic() < end, f"{what} not within {LIMIT_S} s:\n{self.printed()}"
-            time.sleep(0.01)
+
+        def holds() -> bool:
+            if condition():
+                return True
+            assert self.process.poll() is None, f"ended before {what}:\n{self.printed()}"
+            return False
+
+        wait_until(holds, what, self.printed)
 
     def printed(self) -> str:
         """Standard error until now."""
@@ -115,14 +140,13 @@ class Command:
         """Press Ctrl-C: SIGINT to the process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def end(self, timeout_s: float = LIMIT_S) -> Ended:
+    def end(self) -> Ended:
         """Wait for the end; assert that no process of this command is left then."""
-        self.process.wait(timeout_s)
-        seconds = time.monotonic() - self._began
+        wait_until(lambda: self.process.poll() is not None, "the end", self.printed)
         out, err = (path.read_text(errors="replace") for path in self._outputs)
         left = [(p.pid, p.cmdline()) for p in self.alive()]
         assert not left, f"left behind: {left}"
-        return Ended(self.process.returncode, out, err, seconds)
+        return Ended(self.process.returncode, out, err)
 
     def kill(self) -> None:
         """Kill whatever is left of it."""
@@ -130,25 +154,36 @@ class Command:
             with suppress(psutil.Error):
                 process.kill()
         self.process.wait()
+        rmtree(self._register)
         for path in self._outputs:
             path.unlink(missing_ok=True)
 
 
 @contextmanager
 def started(
-    argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    cold: bool = False,
 ) -> Iterator[Command]:
     """Start a command in `folder`; kill what is left of it at the end of the block."""
-    command = Command(argv, folder, env)
+    command = Command(argv, folder, env, cold=cold)
     try:
         yield command
     finally:
         command.kill()
 
 
-def run(argv: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> Ended:
+def run(
+    argv: Sequence[str],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    cold: bool = False,
+) -> Ended:
     """Run a command to its end."""
-    with started(argv, folder, env) as command:
+    with started(argv, folder, env, cold=cold) as command:
         return command.end()
 
 

@@ -4,13 +4,12 @@ import os
 import secrets
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tests.needs import SEARCH_PATH
+from tests.processes import HANG_S, wait_until
 from toolkit.launchers.base import free_port
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
@@ -58,7 +57,7 @@ class Slurm:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -67,13 +66,6 @@ class Slurm:
         """E.g. RUNNING, PENDING, COMPLETED."""
         text = self.ask("scontrol", "show", "job", job, "--oneliner")
         return text.split("JobState=")[1].split()[0]
-
-
-def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 90.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} not within {limit_s} s"
-        time.sleep(0.2)
 
 
 @contextmanager
@@ -115,15 +107,15 @@ def slurm_cluster(folder: Path) -> Iterator[Slurm]:
                 )
             if daemon[0] == "munged":
                 wait_until((folder / "munge.sock").exists, "munged")
-        wait_until(lambda: _idle(slurm) == 2, "two idle nodes", 60)
+        wait_until(lambda: _idle(slurm) == 2, "two idle nodes")
         yield slurm
-        subprocess.run(["scancel", "--user", user], env={**os.environ, **env}, timeout=30)
-        wait_until(lambda: not slurm.ask("squeue", "-h"), "an empty queue", 60)
+        subprocess.run(["scancel", "--user", user], env={**os.environ, **env}, timeout=HANG_S)
+        wait_until(lambda: not slurm.ask("squeue", "-h"), "an empty queue")
     finally:
         for process in reversed(running):
             process.terminate()
         for process in running:
-            process.wait(20)
+            process.wait(HANG_S)
 
 
 def _idle(slurm: Slurm) -> int:
@@ -132,6 +124,6 @@ def _idle(slurm: Slurm) -> int:
         env={**os.environ, **slurm.env},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
     )
     return len(set(done.stdout.split()))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import dmt, run, started, steps_logged
+from tests.e2e.product import dmt, records, run, started, steps_logged
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,9 @@ def report(run_dir: Path) -> dict[str, Any]:
 def test_a_finished_run(ddp_run: Path) -> None:
     found = report(ddp_run)
     assert found["ending"]["state"] == "finished"
-    assert (found["steps"], found["tokens"], found["starts"]) == (20, 20 * 8 * 32, 1)
+    trained = records(ddp_run / "metrics.jsonl")[-1]["consumed_tokens"]
+    assert (found["steps"], found["tokens"], found["starts"]) == (20, trained, 1)
+    assert 19 * 8 * 32 < trained < 20 * 8 * 32, "all but those behind the ends of documents"
     assert found["losses"]["last"]["value"] < found["losses"]["first"]["value"]
     assert found["validation"]["step"] == found["saves"]["last_step"] == 20
     spent = found["time_s"]
@@ -63,7 +65,8 @@ def test_a_run_that_was_killed_and_started_again(project: Project) -> None:
     assert project.launch(run_dir.name, ONE_RANK).code == 0
     again = report(run_dir)
     assert again["ending"]["state"] == "finished"
-    assert (again["steps"], again["tokens"], again["starts"]) == (20, 20 * 8 * 32, 2)
+    trained = records(run_dir / "metrics.jsonl")[-1]["consumed_tokens"]
+    assert (again["steps"], again["tokens"], again["starts"]) == (20, trained, 2)
     assert again["time_s"]["replayed"] != 0, "steps 6 to 8 were done twice"
     assert again["total_s"] > killed["total_s"]
     assert again["idle_s"] is not None

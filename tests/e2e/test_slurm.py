@@ -9,8 +9,8 @@ import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import checkpoints, curve, events, run, settings
-from tests.e2e.slurm_cluster import PACKAGES, Slurm, slurm_cluster, wait_until
-from tests.processes import ROOT
+from tests.e2e.slurm_cluster import PACKAGES, Slurm, slurm_cluster
+from tests.processes import ROOT, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs(*PACKAGES)]
 
@@ -65,7 +65,7 @@ def test_two_nodes_save_before_the_limit_and_go_on(
     # Slurm waits two minutes by itself. It refuses a start in the second of the requeue.
     time.sleep(10)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end", 120)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end")
     assert sorted(curve(run_dir)) == list(range(1, 201))
     assert_same_start(run_dir, ddp_run)
     assert {"plan.json", "export"} <= {path.name for path in run_dir.iterdir()}

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from shutil import rmtree, which
 import psutil
 
 from tests.needs import NAMESPACES, ROOT, SEARCH_PATH
+from tests.processes import wait_until
 
 HOSTS = (f"dmt{os.getpid()}-a", f"dmt{os.getpid()}-b")
 """Of this test run alone."""
@@ -133,7 +133,8 @@ def _ssh_daemon(hosts: TwoHosts, host: str) -> None:
     assert sshd is not None
     _run(*hosts.on(host, [sshd, "-f", str(hosts.folder / "sshd_config")]))
     check = hosts.on(host, ["ssh", "-F", str(hosts.folder / "ssh_config"), host, "true"])
-    end = time.monotonic() + 20
-    while subprocess.run(check, env=_env(), capture_output=True).returncode:
-        assert time.monotonic() < end, f"no ssh to {host}"
-        time.sleep(0.2)
+
+    def answers() -> bool:
+        return subprocess.run(check, env=_env(), capture_output=True).returncode == 0
+
+    wait_until(answers, f"ssh to {host}")

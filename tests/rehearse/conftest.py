@@ -1,11 +1,13 @@
 """Rehearsals of small recipes, run as the command runs them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.processes import ROOT
+from tests.warm import REGISTER, SUBPROCESS, registered
 from toolkit.recipe.load import load_recipe
 from toolkit.rehearse.layouts import select
 from toolkit.rehearse.record import Record
@@ -16,9 +18,21 @@ Rehearse = Callable[..., dict[str, Outcome]]
 
 
 @pytest.fixture
-def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
-    """Rehearse layouts of a recipe; outcomes by name."""
+def warm_ranks(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Collection[psutil.Process]]:
+    """Ranks of this process's rehearsals are forked; those that are left."""
+    folder = tmp_path_factory.mktemp("register")
+    monkeypatch.setenv(REGISTER, str(folder))
+    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
     monkeypatch.chdir(ROOT)  # a test's own worker is a module of `tests`
+    return lambda: registered(folder).keys()
+
+
+@pytest.fixture
+def rehearse(tmp_path: Path, request: pytest.FixtureRequest) -> Rehearse:
+    """Rehearse layouts of a recipe; outcomes by name."""
+    request.getfixturevalue("warm_ranks")
 
     def outcomes(
         *names: str, recipe: Path = LLAMA, overrides: Sequence[str] = (), **options: object

@@ -1,0 +1,188 @@
+"""`python -m MODULE …` and `python FILE …` without the seconds that imports take.
+
+`WarmPython` stands for `subprocess.Popen` where that would start a Python. The server of
+tests/forked.py, which has imported what a rank needs, forks a process with a pid, environment,
+streams, process group and exit code of its own. What differs: it does not end with the process
+that asked for it, and variables that an import reads have no effect.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from io import TextIOWrapper
+from multiprocessing import reduction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import psutil
+
+from tests.forked import SERVER, take_environment
+from tests.processes import wait_until
+
+REGISTER = "DMT_TEST_REGISTER"
+"""Variable with a folder, in which each process that has it leaves a file: pid, start, RANK."""
+STARTED_BY = ("toolkit.launchers.local", "toolkit.rehearse.ranks")
+"""Modules of the product that start Python processes."""
+
+
+class _Descriptor:
+    """A file descriptor on its way to a new process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return reduction.DupFd(self.number).detach, ()
+
+
+class WarmPython:
+    """What `subprocess.Popen([PYTHON, *options, program, …])` is, forked from the server."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        stdin: int | None = None,
+        stdout: IO[Any] | int | None = None,
+        stderr: IO[Any] | int | None = None,
+        start_new_session: bool = False,
+        process_group: int | None = None,
+        **_others: object,
+    ) -> None:
+        assert stdin == subprocess.DEVNULL
+        self.stdout = None
+        mine, theirs = os.pipe() if stdout == subprocess.PIPE else (None, None)
+        out = theirs if theirs is not None else _number(stdout, 1)
+        err = out if stderr == subprocess.STDOUT else _number(stderr, 2)
+        groups = start_new_session, process_group is not None
+        streams = _Descriptor(out), _Descriptor(err)
+        arguments = (list(argv[1:]), dict(env), cwd or Path.cwd(), streams, groups)
+        self._process = SERVER.Process(target=_python, args=arguments)
+        self._process.start()
+        self.pid: int = self._process.pid
+        if theirs is not None:
+            os.close(theirs)
+            self.stdout = TextIOWrapper(os.fdopen(mine, "rb"), errors="replace")
+        if any(groups):
+            wait_until(self._leads_a_group, "a process group")
+
+    def _leads_a_group(self) -> bool:
+        with suppress(ProcessLookupError):
+            return os.getpgid(self.pid) == self.pid
+        return True  # it has ended
+
+    @property
+    def returncode(self) -> int | None:
+        """Of a process that `poll` or `wait` saw ended."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a warm python", timeout or 0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython})
+"""Stands for the module `subprocess` in those of STARTED_BY."""
+
+
+def _number(stream: IO[Any] | int | None, inherited: int) -> int:
+    if stream is None:
+        return inherited
+    return stream if isinstance(stream, int) else stream.fileno()
+
+
+def registered(folder: Path) -> dict[psutil.Process, str]:
+    """The processes that left a file in the folder and still run; the RANK of each, or ""."""
+    found = {}
+    for file in folder.iterdir():
+        pid, began, rank = file.name.split("_")
+        with suppress(psutil.Error):
+            process = psutil.Process(int(pid))
+            if str(process.create_time()) == began:
+                found[process] = rank
+    return found
+
+
+def _python(
+    argv: list[str],
+    env: dict[str, str],
+    cwd: Path,
+    streams: tuple[int, int],
+    groups: tuple[bool, bool],
+) -> None:
+    """What a Python that was started with these arguments does."""
+    take_environment(env)
+    if REGISTER in env:
+        me = psutil.Process()
+        name = f"{me.pid}_{me.create_time()}_{env.get('RANK', '')}"
+        (Path(env[REGISTER]) / name).touch()
+    new_session, own_group = groups
+    if new_session:
+        os.setsid()
+    elif own_group:
+        os.setpgid(0, 0)
+    for number, stream in zip(
+        (0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *streams), strict=True
+    ):
+        os.dup2(stream, number)
+    os.chdir(cwd)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN if new_session else signal.SIG_DFL)
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)  # as Python does by itself
+    sys.stdout.reconfigure(line_buffering=True)
+    for name in STARTED_BY:
+        __import__(name)
+        sys.modules[name].subprocess = SUBPROCESS
+    code = _run(argv)
+    for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        end()
+    os._exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    if argv[0] == "-u":
+        del argv[0]
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as Python does
+        traceback.print_exc()
+        return 1
+    return 0
