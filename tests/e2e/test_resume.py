@@ -69,6 +69,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(project: Project, 
         files = [manifest, *(extended_run / "export").iterdir()]
         return {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
+    (extended_run / "export" / "README.md").write_text("A model card of the user's own.\n")
     files = written()
     ended = project.launch("extended")
     assert ended.code == 0, ended.err

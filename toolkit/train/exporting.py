@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.export import export, exported_bytes
 from toolkit.checkpoint.store import CheckpointStore
@@ -19,8 +18,9 @@ def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     Replaces the export of another step, and one of which a file is missing or cut short.
     Raises as `export` does.
     """
-    if _files_of(run.export) == _recorded(run, step):
-        return
+    recorded = _recorded(run, step)
+    if recorded and recorded.items() <= _files_of(run.export).items():
+        return  # what else lies there, a model card for one, is the user's
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = phases.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
@@ -34,7 +34,7 @@ def _files_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
 
 
-def _recorded(run: RunDirectory, step: int) -> Any:
-    """The files of the last export, if that was of `step`."""
+def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
+    """The files of the last export, if that was of `step`; else none."""
     exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
-    return exports[-1].get("files") if exports and exports[-1].get("step") == step else None
+    return exports[-1]["files"] if exports and exports[-1].get("step") == step else {}
