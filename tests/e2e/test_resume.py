@@ -17,6 +17,7 @@ from tests.e2e.product import (
     started,
     steps_logged,
 )
+from toolkit.checkpoint.manifest import Manifest
 from toolkit.train.exporting import export_last
 from toolkit.train.phases import Phases
 from toolkit.train.run_dir import RunDirectory
@@ -106,6 +107,25 @@ def test_another_recipe_is_refused(project: Project, change):
     assert f"{key}: found {change[key]}" in ended.err
     assert "--run-dir OTHER" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"parallel.engine": "megatron", "parallel.tensor": 2}], ids=["ddp", "tp2"]
+)
+def test_a_run_starts_from_anothers_weights(project: Project, ddp_run, layout):
+    """The weights and nothing else: a step that changes none leaves the other run's loss."""
+    start = {"model.init": "checkpoint", "model.checkpoint": "ddp"}
+    still = {"training.steps": 1, "optimizer.learning_rate": 1e-30, "training.seed": 7}
+    name = f"warm-{len(layout)}"
+    ended = project.launch(name, {**start, **still, **layout})
+    assert ended.code == 0, ended.err
+    run_dir = project.folder / name
+    first, last = (events(one, "evaluation")[-1]["loss"] for one in (run_dir, ddp_run))
+    assert first == pytest.approx(last, rel=1e-6) if layout else first == last
+    manifest = Manifest.read(run_dir / "checkpoints" / "step-00000001")
+    assert (manifest.optimizer_steps, manifest.consumed_samples) == (1, 8)
+    chosen = manifest.recipe["model"]["checkpoint"]
+    assert chosen == str(ddp_run / "checkpoints" / "step-00000020")
 
 
 def test_changed_data_are_refused(project: Project, ddp_run):

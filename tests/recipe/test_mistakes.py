@@ -112,6 +112,12 @@ MISTAKES = {
     "number for a name": M("name: good", "name: 7", "name", 'in quotes: "7"'),
     # keys
     "misspelt key": M("seed: 1", "sede: 1", "training.sede", "did you mean `seed`"),
+    "no checkpoint": M(
+        "init: random", "init: checkpoint", "model.checkpoint", "add `checkpoint:", at="model:"
+    ),
+    "an unused checkpoint": M(
+        "init: random", "checkpoint: runs/x", "model.checkpoint", "set model.init to checkpoint"
+    ),
     "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
     "an objective": M("seed: 1", "objective: sft", "training.objective", "not on chats"),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),

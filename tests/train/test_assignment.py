@@ -6,8 +6,9 @@ import pytest
 
 from tests.e2e.conftest import RECIPE
 from toolkit.cli.main import main
-from toolkit.errors import PlanError, RunFailed
+from toolkit.errors import PlanError, RecipeError, RunFailed
 from toolkit.launchers.job import job_of
+from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.train.assignment import assign, decide, decide_for_fewer, read_assignment, write
@@ -48,6 +49,20 @@ def test_an_elastic_restart_with_other_ranks_plans_again(tmp_path, monkeypatch, 
     # The run directory has the new plan: a next start of as many ranks reads it.
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert read_assignment(tmp_path / "run", 2).plan == found.plan
+
+
+def test_a_restart_starts_from_the_checkpoint_that_was_chosen_first(tmp_path):
+    """Also when the other run has saved more, or is gone, meanwhile."""
+    first = tmp_path / "first"
+    start = ("model.init=checkpoint", f"model.checkpoint={first}")
+    with pytest.raises(RecipeError, match=r"model.checkpoint: found .*first does not exist"):
+        decide(recipe_on(tmp_path, 2, *start), tmp_path / "run")
+    chosen = f"{first}/checkpoints/step-00000020"
+    (tmp_path / "run").mkdir()
+    stated = recipe_on(tmp_path, 2, start[0], f"model.checkpoint={chosen}")
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(stated))
+    found = decide(recipe_on(tmp_path, 2, *start), tmp_path / "run")
+    assert found.recipe.model.checkpoint == chosen
 
 
 def test_ranks_that_plan_show_what_dmt_launch_shows(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from toolkit.checkpoint.locate import locate
 from toolkit.checkpoint.manifest import Manifest, problem_with
 from toolkit.checkpoint.store import CheckpointStore, set_aside
 from toolkit.errors import CheckpointError
@@ -59,6 +60,27 @@ def find_newest(
         f"{store.folder} should hold a checkpoint to continue from, but {found}",
         fix="restore the files, or start anew in another directory (--run-dir OTHER)",
     )
+
+
+def require_whole(
+    path: Path, verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None
+) -> Path:
+    """The checkpoint that `path` means, as `locate` has it; collective. `verifying` is as in
+    `find_newest`. Raises CheckpointError, on every rank, unless all files have their hashes."""
+    folder: Path
+    folder, problem = _from_rank_0(lambda: _located(path))
+    problems = [problem] if problem else _look_at(folder, verifying)[1]
+    if problems:
+        fix = "`dmt checkpoint verify` names all that is damaged; restore it, or name another"
+        raise CheckpointError(f"{folder} cannot be read: {problems[0]}", fix=fix)
+    return folder
+
+
+def _located(path: Path) -> tuple[Path, str]:
+    try:
+        return locate(path).folder, ""
+    except CheckpointError as error:
+        return path, error.message
 
 
 def _look_at(

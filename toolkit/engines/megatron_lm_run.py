@@ -138,9 +138,13 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
     )
     if cluster.gpu == "cpu":
         yield "Megatron-LM's script needs GPUs; this recipe is for CPUs"
-    if recipe.model.init == "pretrained":
+    source = recipe.model.hub
+    if recipe.model.init == "checkpoint":
+        yield f"for the weights: dmt checkpoint export {recipe.model.checkpoint} MODEL, and"
+        source = "MODEL"
+    if recipe.model.init != "random":
         yield (
-            f"for the pretrained weights: dmt convert {recipe.model.hub} DIR "
+            f"for the pretrained weights: dmt convert {source} DIR "
             f"--vocab-multiple {layout.tp}, and add --load DIR --finetune"
         )
     else:

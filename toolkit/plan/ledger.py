@@ -71,7 +71,10 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     if recipe.model.init == "random":
         yield "initial weights", "drawn from the seed and each parameter's name and indices"
     else:
-        yield "initial weights", f"every rank reads its part of {recipe.model.hub}"
+        yield (
+            "initial weights",
+            f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
+        )
     yield "data order", "global batch k follows from the seed and k, under any world size"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""

@@ -99,6 +99,13 @@ def _model_source(recipe: Recipe) -> Iterator[Problem]:
     elif model.hub is None and model.config is None:
         fix = "add `hub: <id or folder>` or `config: {model_type: …}`"
         yield Problem("model", "neither hub nor config", "at least one of them", fix)
+    if (model.init == "checkpoint") != (model.checkpoint is not None):
+        found = f"{model.checkpoint or 'nothing'} with `init: {model.init}`"
+        allowed = "a checkpoint or a run directory with `init: checkpoint`, null otherwise"
+        fix = "add `checkpoint: <run directory>`, or change model.init"
+        if model.checkpoint is not None:
+            fix = "remove it, or set model.init to checkpoint"
+        yield Problem("model.checkpoint", found, allowed, fix)
 
 
 def _model_config(recipe: Recipe) -> Iterator[Problem]:
@@ -270,7 +277,7 @@ RULES: tuple[Rule, ...] = (
     Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
-    Rule(("model.hub", "model.init", "model.config"), _model_source),
+    Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
     Rule(("model.config",), _model_config),
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "training.sequence_length"), _positions),

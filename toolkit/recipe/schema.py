@@ -126,9 +126,14 @@ class ModelSection(Section):
     """Hugging Face hub id or local folder. Needed for `init: pretrained`."""
     revision: NonEmpty | None = None
     """Hub revision (branch, tag or commit) of `hub`."""
-    init: Literal["random", "pretrained"] = "random"
+    init: Literal["random", "pretrained", "checkpoint"] = "random"
     """`random`: weights drawn from the seed, the same under every layout.
-    `pretrained`: safetensors weights read from `hub`."""
+    `pretrained`: safetensors weights read from `hub`. `checkpoint`: the weights of another
+    run, of any engine and layout, read from `checkpoint`."""
+    checkpoint: NonEmpty | None = None
+    """For `init: checkpoint`: a checkpoint's folder, or a run directory, which means its
+    newest finished one. The fp32 weights are taken and nothing else: optimizer, schedule,
+    step and data begin with this run."""
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""

@@ -8,10 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.locate import locate
 from toolkit.conflicts import preflight
 from toolkit.data.local import local_problems
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
-from toolkit.errors import PlanError, RecipeError, RunFailed
+from toolkit.errors import (
+    CheckpointError,
+    DmtError,
+    PlanError,
+    Problem,
+    RecipeError,
+    RunFailed,
+)
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import Plan, placed_on, plan_recipe
@@ -44,7 +52,8 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
 
     With a `cluster`, the recipe is carried out there instead of on its own.
     """
-    recipe = adopt_engine_config(recipe)
+    run_dir = (run_dir or Path("runs") / recipe.name).absolute()
+    recipe = _with_start(adopt_engine_config(recipe), run_dir)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster)
@@ -53,9 +62,32 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
         recipe,
         plan,
         render_engine_config(recipe, plan),
-        (run_dir or Path("runs") / recipe.name).absolute(),
+        run_dir,
         predict(found.memory, found.time, found.setup.cluster),
     )
+
+
+def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe with the very checkpoint that it starts from: restarts must see the same one,
+    also when that run has saved more, or is gone, meanwhile.
+
+    Raises RecipeError when there is none.
+    """
+    model = recipe.model
+    if model.checkpoint is None or recipe.launch.launcher == "kubernetes":
+        return recipe
+    stated, chosen = Path(model.checkpoint), None
+    with suppress(DmtError):
+        chosen = load_recipe(RunDirectory(run_dir).recipe).model.checkpoint
+    if chosen is None or stated not in (Path(chosen), *Path(chosen).parents):
+        try:
+            chosen = str(locate(stated).folder)
+        except CheckpointError as error:
+            allowed = "a finished checkpoint, or a run directory with one"
+            problem = Problem("model.checkpoint", error.message, allowed, error.fix)
+            raise RecipeError([problem]) from error
+    model = model.model_copy(update={"checkpoint": chosen})
+    return recipe.model_copy(update={"model": model})
 
 
 def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:

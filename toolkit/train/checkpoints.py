@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from toolkit.checkpoint.manifest import Manifest
-from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest
+from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, require_whole
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
@@ -22,7 +23,7 @@ from toolkit.train.events import EventLog
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
-from toolkit.train.run_dir import RunDirectory, differences, is_stated, may_change, shown
+from toolkit.train.run_dir import RunDirectory, changes, may_change, shown
 from toolkit.train.together import PeerFailed
 from toolkit.train.wandb_follower import PostedState
 from toolkit.untrusted import read_json
@@ -102,11 +103,9 @@ class RunCheckpoints:
             )
         problems = [
             f"{key} was {shown(old)}, is {shown(new)}"
-            for key, old, new in differences(found.manifest.recipe, self.recipe)
-            # Data are compared as such; a release that did not know a setting had its default.
-            if not may_change(key)
-            and key.split(".")[0] not in ("name", "data")
-            and is_stated(old)
+            for key, old, new in changes(found.manifest.recipe, self.recipe)
+            # Data are compared as such.
+            if not may_change(key) and key.split(".")[0] not in ("name", "data")
         ]
         if self.leader:
             assert self._saved is not None
@@ -114,15 +113,29 @@ class RunCheckpoints:
         if problems:
             raise CheckpointError(
                 f"{found.folder} belongs to another run: {'; '.join(problems)}",
-                fix="start in another directory (--run-dir OTHER), or take its weights: "
-                f"`dmt checkpoint export {found.folder} MODEL` and model.init: pretrained",
+                fix="start in another directory (--run-dir OTHER); a run there can take these "
+                f"weights: model.init: checkpoint and model.checkpoint: {found.folder}",
             )
 
-    def weights(self, config: PretrainedConfig) -> SavedWeights | None:
-        """The weights of the checkpoint that was found, to build the model with."""
-        if self._saved is None:
-            return None
-        return SavedWeights(self._saved, hf.parameter_shapes(config))
+    def weights(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:
+        """The weights of the checkpoint that was found, else of the one of another run that
+        the recipe starts from, to build the model with; None where there is neither."""
+        start = self.assignment.recipe.model.checkpoint
+        saved = self._saved
+        if saved is None and start is not None:
+            saved = SavedState(
+                require_whole(
+                    Path(start),
+                    lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
+                )
+            )
+            if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
+                raise CheckpointError(
+                    f"model.checkpoint: {saved.folder} holds another model: "
+                    f"{'; '.join(problems)}",
+                    fix="state that model's config in model.config",
+                )
+        return None if saved is None else SavedWeights(saved, hf.parameter_shapes(config))
 
     def have_ended(self, found: Found, steps: int) -> bool:
         """Did the run of `steps` steps come to its end with this checkpoint? Says so.

@@ -16,7 +16,7 @@ from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, Trainin
 from toolkit.train import jsonl
 from toolkit.train.assignment import Assignment
 from toolkit.train.environment import environment_report
-from toolkit.train.run_dir import differences, may_change, shown
+from toolkit.train.run_dir import changes, may_change, shown
 from toolkit.train.schedule import learning_rate
 
 Verdict = Literal["kept", "changed", "refused"]
@@ -232,7 +232,7 @@ class _Settings:
         return cls(
             {
                 key: f"{key}: {shown(old)} then, {shown(new)} now"
-                for key, old, new in differences(saved, now)
+                for key, old, new in changes(saved, now)
             }
         )
 

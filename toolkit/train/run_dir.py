@@ -205,9 +205,8 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
             fix="--run-dir OTHER for a new run, or the old value to resume",
         )
-        for key, old_value, new_value in differences(old, new)
-        # A release that did not know a setting had its default; the model's keys are its own.
-        if not may_change(key) and (is_stated(old_value) or key.startswith("model.config"))
+        for key, old_value, new_value in changes(old, new)
+        if not may_change(key)
     ]
     if problems:
         raise RecipeError(problems)
@@ -238,6 +237,14 @@ def is_stated(value: object) -> bool:
 def may_change(key: str) -> bool:
     """May a resumed run have another value of this setting?"""
     return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+
+
+def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """`differences` of two recipes, without what only a newer release can state: a release
+    that did not know a setting had its default. The model's config has no defaults of ours."""
+    for key, before, now in differences(old, new):
+        if is_stated(before) or key.startswith("model.config"):
+            yield key, before, now
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

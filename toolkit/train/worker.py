@@ -171,7 +171,7 @@ class _Worker:
         self.phases.begin("reading the data")
         config = self.together.run(lambda: hf.build_config(recipe.model))
         data = self._build_data(config)
-        if recipe.model.init == "random":
+        if recipe.model.init != "pretrained":
             config.eos_token_id = data.tokenizer.eos_token_id
             config.bos_token_id = data.tokenizer.bos_token_id
         steps = total_steps(recipe.training, len(data.train))
@@ -355,7 +355,7 @@ class _Worker:
 
     def _weights(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> WeightSource:
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout
-        source: WeightSource | None = checkpoints.weights(config)
+        source: WeightSource | None = checkpoints.weights(config, self.phases)
         drawn = source is None and recipe.model.init == "random"
         source = source or hf.weight_source(recipe.model, config, recipe.training.seed)
         doing = "drawing the weights" if drawn else "loading the weights"
