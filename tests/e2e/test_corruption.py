@@ -84,6 +84,8 @@ def make_damage(checkpoints: Path, damage: str, chance: random.Random) -> list[t
     if damage == "swapped steps":
         name = chance.choice(["manifest.json", *(f"state-{r:05d}.safetensors" for r in (0, 1))])
         swap(middle / name, newest / name)
+        if name == "manifest.json":  # it says which one is newer, and not what the files are
+            return [(middle.name, "state-0000"), (newest.name, "state-0000")]
         return [(newest.name, name), (middle.name, name)]
     path = chance.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
     content = bytearray(path.read_bytes())
