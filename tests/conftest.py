@@ -1,6 +1,7 @@
 """Fixtures for every test: no network, no leftovers of the user's environment."""
 
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -21,6 +22,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture is made, look for what the test's `needs` marks name."""
     for mark in item.iter_markers("needs"):
         needs.require(*mark.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A report can be sent to pytest-xdist's controller, whatever a test printed or logged."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode())
+        for title, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="session")

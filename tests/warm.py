@@ -118,6 +118,8 @@ SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython})
 def _number(stream: IO[Any] | int | None, inherited: int) -> int:
     if stream is None:
         return inherited
+    if stream == subprocess.DEVNULL:
+        return os.open(os.devnull, os.O_WRONLY)
     return stream if isinstance(stream, int) else stream.fileno()
 
 

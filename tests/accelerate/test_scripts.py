@@ -11,7 +11,7 @@ from tests.accelerate.conftest import STEPS
 from tests.accelerate.examples_worker import both_examples
 from tests.e2e.conftest import Project
 from tests.forked import run_ranks
-from tests.processes import ROOT
+from tests.processes import HANG_S, ROOT
 from toolkit.accelerate.scripts import planned_for_launcher, training_arguments
 from toolkit.errors import PlanError, RecipeError
 
@@ -106,7 +106,7 @@ def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) 
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
     )
     assert ended.stdout.split() == ["NO", "False", "torch.float32"], ended.stderr
     assert "ACCELERATE_DYNAMO_BACKEND=INDUCTOR (compiled is false)" in ended.stderr

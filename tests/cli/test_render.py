@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.processes import HANG_S
 from toolkit.cli.render import render
 from toolkit.errors import PlanError, RecipeError
 
@@ -85,7 +86,7 @@ def test_engines_read_no_other_configuration() -> None:
 def in_own_process(*arguments: str) -> dict[str, Any]:
     """megatron-core is imported by the verb alone, without a word on standard error."""
     command = [sys.executable, "-m", "toolkit.cli.main", "render", RECIPE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     # torch's own word where there is a CUDA compiler and no GPU.
     said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
     assert (done.returncode, said) == (0, [])

@@ -68,7 +68,7 @@ def test_folders_and_strange_paths(tmp_path: Path) -> None:
 def test_a_large_file_is_read_quickly(tmp_path: Path) -> None:
     start = time.monotonic()
     read(tmp_path, json.dumps({f"key {n}": "x" * 50 for n in range(10_000)}))
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30  # 0.02 s; hours where it is quadratic
 
 
 JSON = st.recursive(

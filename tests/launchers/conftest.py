@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.watching import STAND_IN, alive, wait_until
+from tests.launchers.watching import STAND_IN, alive
+from tests.processes import HANG_S, wait_until
 
 _LAUNCH = """
 import sys
@@ -46,18 +47,20 @@ class Launch:
             process_group=0,
         )
 
-    def worker_pids(self, timeout_s: float = 30.0) -> list[int]:
+    def worker_pids(self) -> list[int]:
         """Wait until all workers are there; return their process ids by rank."""
         files = [self.run_dir / f"pid-{rank}" for rank in range(self.ranks)]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files), timeout_s)
+        wait_until(
+            lambda: all(file.exists() and file.read_text() for file in files), "all workers"
+        )
         return [int(file.read_text()) for file in files]
 
     def signal_group(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)
 
-    def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Wait for the launcher; return its exit code and standard error."""
-        _, errors = self.process.communicate(timeout=timeout_s)
+        _, errors = self.process.communicate(timeout=HANG_S)
         return self.process.returncode, errors
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from tests.processes import HANG_S
 from toolkit.errors import DmtError
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Job
@@ -122,7 +123,7 @@ def test_nothing_reaches_a_shell(text: str, shell: Path, tmp_path: Path) -> None
             if name not in ("deepspeed", "ray"):
                 command = spec.printable().split("\n\n#")[0]
                 replaced = command.replace(spec.argv[0], "true", 1)
-                subprocess.run(["bash", "-c", replaced], cwd=shell, timeout=20, check=False)
+                subprocess.run(["bash", "-c", replaced], cwd=shell, timeout=HANG_S, check=False)
     assert ran, "Slurm's script was run"
     assert not list(tmp_path.rglob("canary"))
 
@@ -132,7 +133,7 @@ def run_script(script: str, shell: Path, job: Job) -> int:
     head, _, body = script.partition("\n\n")
     assert all(line.startswith("#") for line in head.splitlines()), "directives only"
     assert "#SBATCH" not in body.replace(str(job.launch.slurm.setup), ""), "none added"
-    subprocess.run(["bash", "-c", body], cwd=shell, timeout=20, check=False)
+    subprocess.run(["bash", "-c", body], cwd=shell, timeout=HANG_S, check=False)
     words = (shell / "srun.argv").read_text().split("\0")
     assert words[words.index("--run-dir") + 1] == str(job.run_dir)
     return 1

@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from tests.launchers.watching import STAND_IN, alive, wait_until
+from tests.launchers.watching import STAND_IN, alive
+from tests.processes import HANG_S, wait_until
 
 LAUNCHERS = [
     "local",
@@ -19,8 +20,8 @@ LAUNCHERS = [
 ]
 
 
-def assert_gone(pids: list[int], within_s: float) -> None:
-    wait_until(lambda: not any(alive(pid) for pid in pids), within_s)
+def assert_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(alive(pid) for pid in pids), "the end of all workers")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -44,7 +45,7 @@ def test_ctrl_c_saves_and_stops(start, name):
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
     assert launch.end()[0] == 75
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
@@ -53,7 +54,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(start, number):
     pids = launch.worker_pids()
     launch.process.send_signal(number)
     assert launch.end()[0] == 75
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 def test_a_signal_reaches_each_rank_once(start):
@@ -71,7 +72,7 @@ def test_the_failing_rank_is_named_and_a_user_error_kept(start, name):
     exit_code, errors = launch.end()
     assert exit_code == 2
     assert "error: rank 1 failed with exit code 2" in errors
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -99,7 +100,7 @@ def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
     pids = launch.worker_pids()
     launch.process.terminate()
     assert launch.end()[0] == 75
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ def test_sigusr1_to_every_process_of_a_job_saves_and_stops(start):
         process.send_signal(signal.SIGUSR1)
     launch.process.send_signal(signal.SIGUSR1)
     assert launch.end()[0] == 75
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 def test_unavailable_is_kept_and_the_log_is_shown(start):
@@ -128,7 +129,7 @@ def test_a_killed_rank_ends_the_others(start, name):
     assert exit_code == 4
     if name == "local":
         assert "rank 1 was killed by SIGKILL" in errors
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -140,8 +141,8 @@ def test_a_stopped_rank_does_not_hold_up_the_end(start, name):
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
     assert launch.end()[0] == 4
-    assert time.monotonic() - began < 15
-    assert_gone(pids, 1)
+    assert time.monotonic() - began < 30
+    assert_gone(pids)
 
 
 _SHORT_GRACE = """
@@ -167,7 +168,7 @@ def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(tmp_
         [sys.executable, "-c", _SHORT_GRACE, str(tmp_path), *worker],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=HANG_S,
     )
     assert done.returncode == 4
     assert "rank 1 failed with exit code 1" in done.stderr
@@ -179,7 +180,7 @@ def test_no_orphan_when_the_launcher_is_killed(start, name):
     launch = start(name, "sleep")
     pids = launch.worker_pids()
     launch.process.kill()
-    assert_gone(pids, 10)
+    assert_gone(pids)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -190,10 +191,10 @@ def test_the_third_ctrl_c_kills(start, name):
         time.sleep(0.2)
         assert launch.process.poll() is None
         launch.signal_group(signal.SIGINT)
-    exit_code, errors = launch.end(10)
+    exit_code, errors = launch.end()
     assert exit_code == 4
     assert "Ctrl-C twice more" in errors
-    assert_gone(pids, 1)
+    assert_gone(pids)
 
 
 def test_output_of_other_ranks_goes_to_their_log_without_secrets(start, monkeypatch):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.launchers.watching import alive, wait_until
+from tests.launchers.watching import alive
+from tests.processes import HANG_S, wait_until
 from toolkit.launchers import supervisor
 from toolkit.launchers.outcome import PEER_LOST
 from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
@@ -60,7 +61,7 @@ def run_to_end(
     run: Path, does: str, max_restarts: int
 ) -> tuple[int, str, list[dict[str, Any]]]:
     process = start(run, does, max_restarts)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=HANG_S)[1]
     events = run / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     return process.returncode, errors, [json.loads(line) for line in lines]
@@ -120,7 +121,7 @@ def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
 
 def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
     process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     (restart,) = [json.loads(x) for x in (tmp_path / "events.jsonl").read_text().splitlines()]
     written = (tmp_path / "events.jsonl").stat().st_mtime
     assert written - datetime.fromisoformat(restart["time"]).timestamp() > 0.9
@@ -171,11 +172,11 @@ def test_the_pause_has_a_limit_at_any_number_of_restarts():
 
 def test_children_of_a_rank_that_died_do_not_stay(tmp_path):
     does = (
-        "import subprocess; child = subprocess.Popen(['sleep', '60']); "
+        "import subprocess; child = subprocess.Popen(['sleep', '3600']); "
         "(run / 'child').write_text(str(child.pid)); os._exit(1)"
     )
     assert run_to_end(tmp_path, does, 0)[0] == 4
-    wait_until(lambda: not alive(int((tmp_path / "child").read_text())), 5)
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text())), "the child's end")
 
 
 def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
@@ -193,7 +194,7 @@ def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected, nu
     process.stderr.readline()  # "rank 0 failed", and the pause after it begins
     assert "restart 1 of 5" in process.stderr.readline()
     process.send_signal(number)
-    errors = process.communicate(timeout=10)[1]
+    errors = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == expected
     assert ("step 3 is saved" in errors) == (expected == 75)
     assert len(ports(tmp_path)) == 1
@@ -205,11 +206,11 @@ def test_a_run_that_is_killed_by_the_user_is_not_started_again(tmp_path):
         "time.sleep(60)"
     )
     process = start(tmp_path, does, 5)
-    wait_until(lambda: newest_step(tmp_path / "checkpoints") == 1, 20)
+    wait_until(lambda: newest_step(tmp_path / "checkpoints") == 1, "a checkpoint")
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANG_S)
     assert process.returncode == 4
     assert len(ports(tmp_path)) == 1
 

@@ -1,7 +1,5 @@
-"""Waiting for processes to come and go."""
+"""Stand-ins for workers, and whether they live."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -13,10 +11,3 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {timeout_s} s"
-        time.sleep(0.02)

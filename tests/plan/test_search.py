@@ -544,14 +544,14 @@ print(time.process_time() - begin, peak, considered)
 @pytest.mark.parametrize(
     ("cluster", "name", "limit_s", "least"),
     [
-        ("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", 5.0, 2000),
-        ("1x1xcpu", "tiny/llama-bytes", 0.5, 20),
+        ("256x8xh100-80gb", "llama/llama-3.1-405b-pretrain", 30.0, 2000),
+        ("1x1xcpu", "tiny/llama-bytes", 5.0, 20),
     ],
 )
 def test_a_full_search_is_quick_and_small(
     cluster: str, name: str, limit_s: float, least: int
 ) -> None:
-    """CPU time, so that a busy machine does not count; memory of the whole process."""
+    """CPU time, a tenth of it on a quiet machine; memory of the whole process."""
     code = LIMITED.format(cluster=cluster, name=name)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -296,7 +296,7 @@ class TestSeveral:
 
     def test_thousands_of_unknown_keys(self, tmp_path: Path) -> None:
         """100 are looked up among the settings, the others counted."""
-        keys = "".join(f"learning_{index}_steps: 1\n" for index in range(9000))
+        keys = "".join(f"learning_rate_{index}: 1\n" for index in range(9000))
         path = write(tmp_path, "a.yaml", GOOD + keys)
         layers, found = read_layers(path, ()), list[Problem]()
         with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import RECIPE
-from tests.processes import ROOT
+from tests.processes import HANG_S, ROOT
 from toolkit.errors import DirectoryInUse
 from toolkit.recipe.load import load_recipe
 from toolkit.train.assignment import decide, write
@@ -71,7 +71,7 @@ def test_a_second_run_is_refused_and_told_who_the_first_is(tmp_path, claimant):
     first = claimant()
     wait_until_claimed(first)
     refused = claimant()
-    _, errors = refused.communicate(timeout=30)
+    _, errors = refused.communicate(timeout=HANG_S)
     assert refused.returncode == 1
     with pytest.raises(DirectoryInUse) as refusal_of_a_look:
         refuse(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.launchers.watching import wait_until
+from tests.processes import wait_until
 from toolkit.checkpoint.shards import whole_block
 from toolkit.models import huggingface as hf
 from toolkit.plan.layout import Layout
@@ -34,7 +34,7 @@ def test_a_log_file_has_a_line_for_a_phase_that_lasts(monkeypatch):
         phases.begin("reading the data")
         monkeypatch.setattr(module, "NOTICEABLE_S", 0)
         phases.begin("tokenising", 40)(1)
-        wait_until(lambda: "\n" in printed(phases), 30)
+        wait_until(lambda: "\n" in printed(phases), "a line")
     assert printed(phases) == "tokenising\n", "while it goes on, and not what was quick"
 
 
@@ -43,7 +43,7 @@ def test_a_terminal_has_a_bar_where_there_is_a_total_and_nothing_is_left():
     with phases:
         phases.begin("reading the data")
         phases.begin("hashing [red]\x1b[8m.bin", 8)(2)
-        wait_until(lambda: "25%" in printed(phases), 30)
+        wait_until(lambda: "25%" in printed(phases), "a quarter")
         assert CURSOR.findall(printed(phases))[-1] == "h", "a killed rank hides no cursor"
     shown = printed(phases)
     assert "reading the data" in shown

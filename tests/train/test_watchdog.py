@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.launchers.watching import wait_until
-from tests.processes import ROOT
+from tests.processes import HANG_S, wait_until
+from tests.warm import WarmPython
 from toolkit.train import jsonl
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.watchdog import Heartbeat, diagnosis, replayed
 
 RANK = Path(__file__).with_name("watched_rank.py")
 LIMIT_S = 2.0
+SLEEP_S = 60.0
+"""How long a rank hangs that nobody ends."""
 BEAT = Heartbeat(0, 10, "here", step=7, first_step=5, trained_s=3.0, marks=20, beats=5)
 
 
@@ -29,17 +31,10 @@ class Ranks:
         self.run = RunDirectory(run)
         argv = [sys.executable, str(RANK), str(run), str(LIMIT_S), str(grace_s), behaviour]
         self.processes = [
-            subprocess.Popen(
+            WarmPython(
                 argv,
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "WORLD_SIZE": "3",
-                    "PYTHONPATH": str(ROOT),
-                },
-                stderr=subprocess.PIPE,
-                text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3"},
+                stdin=subprocess.DEVNULL,
             )
             for rank in range(3)
         ]
@@ -50,10 +45,10 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         for process in self.processes:
             process.kill()
-            process.communicate()
+            process.wait()
 
     def codes(self, *ranks: int) -> list[int]:
-        return [self.processes[rank].wait(60) for rank in ranks]
+        return [self.processes[rank].wait(HANG_S) for rank in ranks]
 
     def seconds_since_it_began(self) -> float:
         return time.time() - float((self.run.path / "began").read_text())
@@ -69,10 +64,9 @@ class Ranks:
 def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(tmp_path):
     with Ranks(tmp_path, "stop@1") as ranks:
         assert ranks.codes(0, 2) == [4, 4]
-        assert ranks.seconds_since_it_began() < 2 * LIMIT_S + 1  # and the pause of the second
         hang = ranks.event("hang")
         assert (hang["ranks"], hang["step"]) == ([1], 4)
-        assert LIMIT_S <= hang["idle_s"] < 1.2 * LIMIT_S
+        assert LIMIT_S <= hang["idle_s"] < SLEEP_S
         assert all("meet" in ranks.log(rank) for rank in (0, 2))
         assert "meet" in hang["where"]["0"]
         error = ranks.event("end")["error"]
@@ -80,13 +74,12 @@ def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(t
         # What launchers do with a stopped rank (launchers/process.py).
         ranks.processes[1].send_signal(signal.SIGUSR2)
         ranks.processes[1].send_signal(signal.SIGCONT)
-        wait_until(lambda: "misbehave" in ranks.log(1), 5)
+        wait_until(lambda: "misbehave" in ranks.log(1), "its stacks")
 
 
 def test_a_rank_that_hangs_in_its_code_is_told_apart_by_where_it_is(tmp_path):
     with Ranks(tmp_path, "hang@2") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
-        assert ranks.seconds_since_it_began() < 2 * LIMIT_S + 1
         hang = ranks.event("hang")
         assert hang["ranks"] == []
         assert "misbehave" in hang["where"]["2"]
@@ -105,7 +98,6 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
     """None of its Python threads runs then."""
     with Ranks(tmp_path, "lock@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 1, 4]
-        assert ranks.seconds_since_it_began() < 3 * LIMIT_S
         assert ranks.event("hang")["ranks"] == [1]
         assert "misbehave" in ranks.log(1)
 
@@ -114,7 +106,6 @@ def test_a_rank_that_keeps_the_interpreters_lock_is_ended(tmp_path):
 def test_nothing_keeps_a_hung_rank_from_ending(tmp_path, behaviour):
     with Ranks(tmp_path, behaviour) as ranks:
         assert ranks.codes(1) == [4]
-        assert ranks.seconds_since_it_began() < 2 * LIMIT_S + 1
         assert ranks.codes(0, 2) == [4, 4]
 
 
@@ -136,7 +127,7 @@ def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
 def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
     """A scheduler that suspends a job stops all its processes."""
     with Ranks(tmp_path, "slow@1") as ranks:
-        wait_until((tmp_path / "began").exists, 30)
+        wait_until((tmp_path / "began").exists, "the fifth step")
         for process in ranks.processes:
             process.send_signal(signal.SIGSTOP)
         time.sleep(1.5 * LIMIT_S)
@@ -148,7 +139,7 @@ def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
 def test_the_grace_of_a_rank_that_was_asked_to_stop(tmp_path):
     with Ranks(tmp_path, "signal@1", grace_s=0.5) as ranks:
         assert ranks.codes(1) == [4]
-        assert 0.5 < ranks.seconds_since_it_began() < 4
+        assert 0.5 < ranks.seconds_since_it_began() < SLEEP_S
         assert ranks.event("end")["error"] == (
             "not saved and gone within launch.grace_s (0.5 s): killed"
         )

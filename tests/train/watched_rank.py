@@ -27,7 +27,7 @@ rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run.logs.mkdir(parents=True, exist_ok=True)
 
 
-def meet(step: int) -> None:
+def meet(step: int | str) -> None:
     """Wait until every rank has come to this step."""
     (run.path / f"at-{step}-{rank}").touch()
     while len(list(run.path.glob(f"at-{step}-*"))) < world:
@@ -57,6 +57,7 @@ def misbehave() -> None:
         time.sleep(60)
 
 
+meet("start")  # a rank that waits for slow imports of another one would hang, for a watchdog
 with (
     StopRequest() as stop,
     Watchdog(run, rank, world, 0, stop, limit_s, grace_s or None) as watchdog,
