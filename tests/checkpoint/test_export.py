@@ -99,11 +99,11 @@ def test_a_pretrained_model_keeps_its_own_words(tmp_path: Path) -> None:
     model = section("gpt2", **stated).model_copy(
         update={"hub": str(base), "init": "pretrained"}
     )
-    hf.save_companions(hf.build_config(model), torch.bfloat16, made, model)
+    hf.save_companions(hf.build_config(model), torch.bfloat16, made, base, stated)
     found = json.loads((made / "config.json").read_text())
     assert found == config | stated | {"torch_dtype": "bfloat16"}
     generation = [(folder / "generation_config.json").read_bytes() for folder in (made, base)]
     assert generation[0] == generation[1]
     (base / "generation_config.json").unlink()
-    hf.save_companions(hf.build_config(model), torch.bfloat16, tmp_path / "again", model)
+    hf.save_companions(hf.build_config(model), torch.bfloat16, tmp_path / "again", base)
     assert not (tmp_path / "again" / "generation_config.json").exists()

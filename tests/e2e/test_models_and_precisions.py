@@ -111,13 +111,9 @@ def base_model(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_launched_and_its_export_differs_in_weights_alone(
-    project: Project, family: str
-):
-    base = base_model(project.folder / f"base-{family}", family)
-    recipe = recipe_with(project, f"tuned-{family}", f"{{hub: {base}, init: pretrained}}")
-    run_dir = project.folder / f"tuned-{family}"
+def tuned(project: Project, name: str, model: str, base: Path) -> Path:
+    """Run directory of two steps on one rank, whose export has the JSON files of `base`."""
+    recipe, run_dir = recipe_with(project, name, model), project.folder / name
     overrides = ["training.steps=2", "cluster.gpus_per_node=1", f"data.tokenizer={base}"]
     ranks = ForkedRanks(train_recipe, (recipe, overrides, run_dir), 1, project.folder)
     assert ranks.end() == [0], ranks.printed()
@@ -126,10 +122,26 @@ def test_every_family_is_launched_and_its_export_differs_in_weights_alone(
         assert json.loads((run_dir / "export" / file.name).read_text()) == json.loads(
             file.read_text()
         ), file.name
-    tuned, original = (
+    return run_dir
+
+
+def test_a_start_from_a_checkpoint_keeps_the_files_of_its_model(project: Project):
+    base = base_model(project.folder / "base", "llama")
+    first = tuned(project, "first", f"{{hub: {base}, init: pretrained}}", base)
+    model = f"{{hub: {base}, init: checkpoint, checkpoint: {first}}}"
+    tuned(project, "second", model, base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_launched_and_its_export_differs_in_weights_alone(
+    project: Project, family: str
+):
+    base = base_model(project.folder / f"base-{family}", family)
+    run_dir = tuned(project, f"tuned-{family}", f"{{hub: {base}, init: pretrained}}", base)
+    weights, original = (
         load_file(folder / "model.safetensors") for folder in (run_dir / "export", base)
     )
-    assert {name: value.shape for name, value in tuned.items()} == {
+    assert {name: value.shape for name, value in weights.items()} == {
         name: value.shape for name, value in original.items()
     }
-    assert any((tuned[name] != original[name]).any() for name in tuned)
+    assert any((weights[name] != original[name]).any() for name in weights)

@@ -263,22 +263,20 @@ def save_companions(
     config: PretrainedConfig,
     dtype: torch.dtype,
     folder: Path,
-    trained: ModelSection | None = None,
+    base: Path | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> None:
     """Write what a Hugging Face folder says of a model besides its weights.
 
-    Where a pretrained model is `trained`, the files are its own: another are the type of the
-    weights, and dropout and cache where the recipe states them.
+    Where training began with the model in `base`, the files are its own: another are the type
+    of the weights, and dropout and cache where the recipe's `model.config`, `stated`, has them.
     """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    if trained is not None and trained.init == "pretrained":
-        assert trained.hub is not None, "checked at load"
-        _keep_files(
-            snapshot_folder(trained.hub, trained.revision), trained.config or {}, folder
-        )
+    if base is not None:
+        _keep_files(base, stated or {}, folder)
     elif model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 

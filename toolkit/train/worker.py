@@ -367,11 +367,25 @@ class _Worker:
             recipe = self.assignment.recipe
             dtype = DTYPES.get(recipe.training.precision, torch.float32)
             with TemporaryDirectory() as folder:
-                hf.save_companions(config, dtype, Path(folder), recipe.model)
+                stated = recipe.model.config
+                hf.save_companions(config, dtype, Path(folder), self._base_model(), stated)
                 self._save_tokenizer(data, Path(folder))
                 files = sorted(Path(folder).iterdir())
                 companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
         return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint, companions)
+
+    def _base_model(self) -> Path | None:
+        """The folder with the config of the model that training began with, if there is one."""
+        model = self.assignment.recipe.model
+        if model.init == "pretrained":
+            assert model.hub is not None, "checked at load"
+            return hf.snapshot_folder(model.hub, model.revision)
+        if model.checkpoint is None:
+            return None
+        # A run that continues may have outlived the checkpoint that it started from.
+        own = sorted(self.directory.checkpoints.glob(f"step-????????/{COMPANIONS}"))
+        folders = Path(model.checkpoint) / COMPANIONS, *own
+        return next((folder for folder in folders if folder.is_dir()), None)
 
     def _save_tokenizer(self, data: TrainingData, folder: Path) -> None:
         recipe = self.assignment.recipe
