@@ -24,7 +24,7 @@ from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.plan.layout import Layout
 
 SAVED_AT = 3
-FURTHER = 10
+FURTHER = 5
 
 
 def steps(

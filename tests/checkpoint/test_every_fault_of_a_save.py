@@ -21,6 +21,18 @@ PLACES = [
     *((phase, rank) for phase in ON_EVERY_RANK for rank in (0, 1)),
     *((phase, 0) for phase in BEFORE_THE_RENAME + AFTER_THE_RENAME),
 ]
+PLACES_AND_MODES = [
+    # One for each phase and mode, on one rank or the other; `make soak` tries all.
+    pytest.param(
+        phase,
+        rank,
+        asynchronous,
+        marks=pytest.mark.soak if phase in ON_EVERY_RANK and rank != asynchronous else (),
+        id=f"{phase}-{rank}-{'asynchronous' if asynchronous else 'synchronous'}",
+    )
+    for phase, rank in PLACES
+    for asynchronous in (True, False)
+]
 SMALL_DISK_BYTES = 4 << 20
 MODES = [pytest.param(True, id="asynchronous"), pytest.param(False, id="synchronous")]
 
@@ -45,9 +57,8 @@ def saved_steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names]
 
 
-@pytest.mark.parametrize("asynchronous", MODES)
 @pytest.mark.parametrize("save", [pytest.param(1, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize(("phase", "rank"), PLACES)
+@pytest.mark.parametrize(("phase", "rank", "asynchronous"), PLACES_AND_MODES)
 def test_a_kill(
     tmp_path: Path, undisturbed: list[str], phase: str, rank: int, save: int, asynchronous: bool
 ) -> None:
@@ -69,9 +80,9 @@ def test_a_kill(
     assert saved_steps(tmp_path) == [STEPS - EVERY_STEPS, STEPS]
 
 
-@pytest.mark.parametrize("asynchronous", MODES)
 @pytest.mark.parametrize(
-    ("phase", "rank"), [place for place in PLACES if place[0] not in NOTHING_WRITTEN]
+    ("phase", "rank", "asynchronous"),
+    [case for case in PLACES_AND_MODES if case.values[0] not in NOTHING_WRITTEN],
 )
 def test_a_full_disk(
     tmp_path: Path, undisturbed: list[str], phase: str, rank: int, asynchronous: bool
