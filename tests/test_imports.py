@@ -138,3 +138,16 @@ def test_verbs_are_loaded_only_when_run() -> None:
     )
     expected = ["cli", "cli.main", "errors", "redact", "terminal"]
     assert ast.literal_eval(done.stderr) == [f"toolkit.{name}" for name in expected]
+
+
+def test_helpers_live_outside_test_modules() -> None:
+    """What two test modules need is in a module of its own: either can be changed alone."""
+    tests = Path(__file__).parent
+    found = [
+        f"{path.relative_to(tests)}: {node.module}"
+        for path in tests.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests"
+        if any(part.startswith("test_") for part in node.module.split("."))
+    ]
+    assert not found

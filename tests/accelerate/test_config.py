@@ -12,6 +12,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
+from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
@@ -23,23 +24,6 @@ from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
-LAYOUTS: dict[str, dict[str, object]] = {
-    "ddp": {"engine": "ddp"},
-    "zero0": {"engine": "deepspeed", "zero.stage": 0},
-    "zero1": {"engine": "deepspeed", "zero.stage": 1},
-    "zero2": {"engine": "deepspeed", "zero.stage": 2},
-    "zero3": {"engine": "deepspeed", "zero.stage": 3},
-    "zero2 offload": {"engine": "deepspeed", "zero.stage": 2, "zero.offload_optimizer": "cpu"},
-    "zero3 nvme": {
-        "engine": "deepspeed",
-        "zero.stage": 3,
-        "zero.offload_optimizer": "nvme",
-        "zero.offload_parameters": "nvme",
-        "zero.nvme_path": "'/local nvme: {x} #1'",
-    },
-    "fsdp": {"engine": "fsdp", "zero.stage": 3, "zero.offload_parameters": "cpu"},
-    "fsdp, gathered once": {"engine": "fsdp", "zero.stage": 2, "recompute": "full"},
-}
 
 
 def planned(*overrides: str) -> tuple[Recipe, Plan]:

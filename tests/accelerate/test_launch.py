@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerate.conftest import STEPS
-from tests.accelerate.test_config import LAYOUTS
+from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.conftest import Project
 from tests.e2e.product import Ended, curve, dmt, run, settings, tool
 from tests.processes import ROOT

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.conftest import MANIFEST
-from tests.models.test_weights import SMALL
+from tests.models.small import SMALL
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, parameter_blocks

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.conftest import MANIFEST
-from tests.models.test_weights import FAMILIES, filled, section
+from tests.models.small import FAMILIES, filled, section
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks

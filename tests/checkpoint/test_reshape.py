@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.reshape_worker import load_all, save_all
+from tests.engines.cases import LAYERS, MIXTRAL, OFFLOAD_TOLERANCE, TOLERANCE, megatron
 from tests.engines.parity_worker import Case
-from tests.engines.test_megatron_parity import LAYERS, MIXTRAL, megatron
-from tests.engines.test_parity import OFFLOAD_TOLERANCE, TOLERANCE
 from tests.forked import run_ranks
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.checkpoint.making import MODEL, saved_run, write_recipe
-from tests.models.test_weights import filled
+from tests.models.small import filled
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState

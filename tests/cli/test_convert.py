@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.models.configs import config_of
+from tests.models.converting import assert_same_model
 from tests.models.in_megatron import save_random_model
-from tests.models.test_convert import assert_same_model
-from tests.models.test_families import config_of
 from toolkit.cli.main import main
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conflicts.conftest import TINY, Planned
-from tests.models.test_weights import FAMILIES, section
+from tests.models.small import FAMILIES, section
 from toolkit.conflicts import environment, environment_conflicts, preflight
 from toolkit.conflicts.compare import compare
 from toolkit.conflicts.environment import Starting

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.e2e.conftest import RECIPE, ZERO_2, Project
 from tests.e2e.product import curve, dmt, events, run, settings
 from tests.forked import ForkedRanks
-from tests.models.test_weights import FAMILIES
+from tests.models.small import FAMILIES
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.train.worker import train_recipe

@@ -12,35 +12,20 @@ from typing import Any
 
 import pytest
 
+from tests.engines.cases import (
+    LAYERS,
+    MIXTRAL,
+    OFFLOAD_TOLERANCE,
+    TOLERANCE,
+    megatron,
+    run,
+    zero,
+)
 from tests.engines.parity_worker import Case, reference
-from tests.engines.test_parity import OFFLOAD_TOLERANCE, TOLERANCE, run
 
-LAYERS = {"num_hidden_layers": 5}
-MIXTRAL = {
-    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
 PADDED = LAYERS | {"pad_token_id": 7}
 """transformers gives the input embedding of token 7 no gradient."""
 QWEN3 = {"model_type": "qwen3", "head_dim": 32}
-
-
-def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: Any) -> Case:
-    """A case of the engine megatron."""
-    stage = parallel.pop("stage", "auto")
-    recompute = parallel.pop("recompute", "none")
-    return Case(
-        "megatron", micro_batch, stage, recompute=recompute, steps=10, family=family,
-        parallel=parallel,
-    )  # fmt: skip
-
-
-def zero(stage: int, offload: str = "none", recompute: str = "none", **family: Any) -> Case:
-    """A case of the engine deepspeed with a Megatron model in tensor 2."""
-    return Case(
-        "deepspeed", 2, stage, offload, recompute=recompute, steps=10,
-        family=family or LAYERS, parallel={"model": "megatron", "tensor": 2},
-    )  # fmt: skip
 
 
 TWO = [

@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.parity_worker import GLOBAL_BATCH, Case, each_case, reference, train
-from tests.forked import run_ranks
-
-TOLERANCE = 1e-5
-OFFLOAD_TOLERANCE = 1e-4
-"""DeepSpeed's C++ Adam rounds differently from torch's."""
+from tests.engines.cases import OFFLOAD_TOLERANCE, TOLERANCE, run
+from tests.engines.parity_worker import GLOBAL_BATCH, Case, reference
 
 SPLITS = (4, 2, 1)
 SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
@@ -43,11 +39,6 @@ OFFLOADED = [
 @cache
 def _reference(wide: bool = False) -> dict[str, list[float]]:
     return reference(wide=wide)
-
-
-def run(cases: list[Case], world: int) -> dict[str, Any]:
-    """Train `cases` one after the other in one group of `world` real processes."""
-    return run_ranks(each_case, world, train, cases)[0]
 
 
 def assert_equals_reference(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engines.cases import megatron, zero
 from tests.engines.parity_worker import Case, each_case
 from tests.engines.skip_worker import (
     HIGH_LOSS,
@@ -17,7 +18,6 @@ from tests.engines.skip_worker import (
     compare,
     spoiled_steps,
 )
-from tests.engines.test_megatron_parity import megatron, zero
 from tests.forked import run_ranks
 
 WHY = {

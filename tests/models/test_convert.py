@@ -11,12 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from tests.models.configs import CONFIGS, config_of
+from tests.models.converting import (
+    assert_same_model,
+    change_config,
+    rewrite,
+    tensors_of,
+    to_hf_folder,
+    to_megatron_folder,
+)
 from tests.models.in_megatron import check, run_cases, save_random_model
-from tests.models.test_families import CONFIGS, config_of
 from toolkit.errors import CheckpointError, DataError, DmtError
 from toolkit.models.convert import (
     appearing,
@@ -32,46 +40,10 @@ from toolkit.models.convert.to_megatron import ToMegatron
 from toolkit.models.convert.torch_dist import Reader
 
 
-def to_megatron_folder(hf: Path, dst: Path, vocab_multiple: int = 128) -> Path:
-    with appearing(dst) as folder:
-        ToMegatron(open_source(hf), vocab_multiple).write(folder, lambda _: None)
-    return dst
-
-
-def to_hf_folder(megatron: Path, dst: Path, config: Path | None = None) -> Path:
-    with appearing(dst) as folder:
-        ToHuggingFace(open_source(megatron, config)).write(folder, lambda _: None)
-    return dst
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same_model(found: Path, expected: Path) -> None:
-    """Names, shapes, dtypes and every bit."""
-    ours, theirs = tensors_of(found), tensors_of(expected)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype and ours[name].shape == tensor.shape, name
-        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    config = (found / "config.json").read_bytes()
-    assert config == (expected / "config.json").read_bytes()
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     save_random_model(config_of("llama"), tmp_path / "hf")
     return tmp_path / "hf"
-
-
-def rewrite(folder: Path, change: Any) -> None:
-    """Change the tensors of a saved model."""
-    tensors = tensors_of(folder)
-    save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -246,11 +218,6 @@ def test_crafted_data_runs_no_code(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read \(UnpicklingError\)"):
         to_hf_folder(megatron, tmp_path / "back")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "back").exists()
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models.in_megatron import save_random_model
-from tests.models.test_convert import (
+from tests.models.configs import LLAMA3, config_of
+from tests.models.converting import (
     assert_same_model,
     change_config,
     rewrite,
@@ -23,7 +23,7 @@ from tests.models.test_convert import (
     to_hf_folder,
     to_megatron_folder,
 )
-from tests.models.test_families import LLAMA3, config_of
+from tests.models.in_megatron import save_random_model
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.source import Source, open_source

@@ -8,53 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.models.configs import CONFIGS, LAYERS, LLAMA3, SMALL, config_of
 from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
 from toolkit.models.families import FAMILIES, megatron_model, unsupported
 from toolkit.models.families.base import Instance
 from toolkit.models.families.tensors import Block, blocks
 from toolkit.models.weights import checkpoint_names
-
-LAYERS = 4
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 101,
-    "max_position_embeddings": 32,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-NEOX = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
-GPT2 = {
-    "n_embd": 64, "n_head": 8, "n_layer": LAYERS, "n_positions": 32, "vocab_size": 101,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": SMALL,
-    "llama tied with biases": SMALL
-    | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 16},
-    "mistral": SMALL | {"head_dim": 16},
-    "qwen2": SMALL,
-    "qwen3": SMALL | {"head_dim": 16},
-    "gpt2": GPT2,
-    "gpt2 untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 96},
-    "gpt_neox": NEOX,
-    "gpt_neox tied": NEOX | {"tie_word_embeddings": True},
-    "mixtral": SMALL | {"num_local_experts": 4},
-    "qwen3_moe": MOE,
-    "qwen3_moe partly dense": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
-}
-
-
-def config_of(case: str, **changes: Any) -> dict[str, Any]:
-    """A small config of the case's family, checked."""
-    config = {"model_type": case.split()[0], **CONFIGS[case], **changes}
-    assert check_config(config) == []
-    return config
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -201,12 +161,6 @@ def test_router_normalises_as_transformers_does() -> None:
     assert not megatron_model(config_of("mixtral")).transformer[key]
     assert megatron_model(config_of("qwen3_moe")).transformer[key]
     assert not megatron_model(config_of("qwen3_moe", norm_topk_prob=True)).transformer[key]
-
-
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONFIGS)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.models.configs import CONFIGS, LLAMA3, SMALL, config_of
 from tests.models.in_megatron import check, run_cases, save_random_model
-from tests.models.test_families import CONFIGS, LLAMA3, SMALL, config_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},

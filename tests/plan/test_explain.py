@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_planner import llama_8b, recipe
-from tests.plan.test_search import MIXTRAL, found, on, tiny
+from tests.plan.making import MIXTRAL, found, llama_8b, on, recipe, tiny
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.plan.explain import SHOWN, Decision, decisions
 from toolkit.plan.layout import Layout

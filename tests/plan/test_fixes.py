@@ -4,7 +4,7 @@ import random
 import re
 from typing import Any
 
-from tests.plan.test_model_rules import GEMMA, LLAMA, MIXTRAL
+from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from toolkit.errors import PlanError, Problem
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.checks import broken_rules

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_planner import TINY, recipe
-from tests.plan.test_search import MIXTRAL
+from tests.plan.making import MIXTRAL, TINY, recipe
 from toolkit.engines.presets import PRESETS
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.models.families import model_spec

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.plan.making import intent
 from toolkit.plan.legality import (
     TABLE,
     Pair,
@@ -13,13 +14,9 @@ from toolkit.plan.legality import (
     problems,
     zero_stages,
 )
-from toolkit.recipe.schema import ClusterSection, ParallelSection
+from toolkit.recipe.schema import ClusterSection
 
 EIGHT = ClusterSection(gpus_per_node=8)
-
-
-def intent(**settings: Any) -> ParallelSection:
-    return ParallelSection.model_validate(settings)
 
 
 def test_table_is_the_designs() -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.plan.test_legality import intent
+from tests.plan.families import GEMMA, LLAMA, MIXTRAL
+from tests.plan.making import intent
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
 from toolkit.plan import legality
@@ -13,18 +14,6 @@ from toolkit.plan.model_rules import Job, able_pairs, problems
 from toolkit.plan.space import frames, resorts
 from toolkit.recipe.schema import ClusterSection, TrainingSection
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 96,
-    "intermediate_size": 192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 257,
-}
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2}
-GEMMA = LLAMA | {"model_type": "gemma2"}
 ZERO_MEGATRON = Pair("deepspeed", "megatron")
 HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
 

@@ -3,62 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.plan.test_legality import intent
+from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import default_cluster, link
 from toolkit.models.families import model_spec
 from toolkit.plan import legality
 from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
-from toolkit.recipe.load import load_recipe
-from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.recipe.schema import ModelSection
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-LLAMA_8B = load_recipe(RECIPES / "llama/llama-3.1-8b-finetune.yaml")
 PSI_8B = 8_030_261_248
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-}
-
-
-def recipe(**changes: Any) -> Recipe:
-    """A tiny recipe; `section__key=value` changes a setting."""
-    sections: dict[str, Any] = {
-        "name": "tiny",
-        "model": {"config": TINY},
-        "data": {"train": {"kind": "text", "files": ["x"]}},
-        "training": {"steps": 1, "sequence_length": 64, "global_batch_size": 8},
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    for dotted, value in changes.items():
-        section, _, key = dotted.partition("__")
-        sections.setdefault(section, {})[key] = value
-    return Recipe.model_validate(sections)
-
-
-def llama_8b(
-    gpus: int = 8, gpu: str = "h100-80gb", batch: int = 32, length: int = 2048, **parallel: Any
-) -> Plan:
-    """The plan of Llama 3.1 8B on one node."""
-    update = {
-        "parallel": intent(**parallel),
-        "cluster": LLAMA_8B.cluster.model_copy(update={"gpus_per_node": gpus, "gpu": gpu}),
-        "training": LLAMA_8B.training.model_copy(
-            update={"global_batch_size": batch, "sequence_length": length}
-        ),
-    }
-    return plan_recipe(LLAMA_8B.model_copy(update=update))
 
 
 def test_every_decision_has_a_reason() -> None:

@@ -5,15 +5,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plan.test_legality import intent
-from tests.plan.test_planner import LLAMA_8B, RECIPES, TINY, recipe
+from tests.plan.making import (
+    LLAMA_8B,
+    MIXTRAL,
+    RECIPES,
+    TINY,
+    found,
+    intent,
+    on,
+    recipe,
+    section,
+    tiny,
+)
 from tests.work import calls
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
@@ -27,7 +36,6 @@ from toolkit.plan.search import (
     TIE,
     UNNEEDED,
     Candidate,
-    Search,
     evaluate,
     moving_parts,
     ranked,
@@ -38,9 +46,8 @@ from toolkit.plan.space import frames
 from toolkit.plan.time import step_time
 from toolkit.plan.workload import planned_workload
 from toolkit.recipe.load import load_recipe
-from toolkit.recipe.schema import ClusterSection, Recipe, TrainingSection
+from toolkit.recipe.schema import Recipe, TrainingSection
 
-MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4}
 GPT3_175B = {
     # Brown et al., arXiv:2005.14165, table 2.1; batch and vocabulary as Megatron-LM trained it
     # (Narayanan et al., arXiv:2104.04473, table 1).
@@ -51,40 +58,6 @@ GPT3_175B = {
     "vocab_size": 51200,
     "n_positions": 2048,
 }
-
-
-def on(cluster: str, name: str, **parallel: Any) -> tuple[Job, Cluster]:
-    """A sized recipe on a cluster, everything open but for `parallel`."""
-    wanted = load_recipe(RECIPES / f"{name}.yaml")
-    place = parse_cluster(cluster)
-    where = section(place)
-    assert wanted.model.config is not None
-    return Job(intent(**parallel), where, wanted.training, wanted.model.config), place
-
-
-def section(cluster: Cluster) -> ClusterSection:
-    return ClusterSection(
-        nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu.name
-    )
-
-
-@cache
-def found(cluster: str, name: str) -> Search:
-    return search(*on(cluster, name))
-
-
-def tiny(ranks: int, batch: int = 8, length: int = 64, **parallel: Any) -> Search:
-    """The search for a tiny model on CPU."""
-    sections = {f"parallel__{name}": value for name, value in parallel.items()}
-    return explore(
-        recipe(
-            cluster__gpus_per_node=ranks,
-            training__global_batch_size=batch,
-            training__sequence_length=length,
-            training__precision="fp32",
-            **sections,
-        )
-    )
 
 
 # Against a plain enumeration
@@ -531,7 +504,7 @@ def test_twice_the_gpus_are_never_slower(name: str, most: int, gpu: str) -> None
 LIMITED = """
 import re, time
 from pathlib import Path
-from tests.plan.test_search import on
+from tests.plan.making import on
 from toolkit.plan.search import search
 job, cluster = on({cluster!r}, {name!r})
 begin = time.process_time()

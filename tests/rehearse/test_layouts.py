@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.processes import ROOT
+from tests.rehearse.recipes import INTERLEAVED
 from toolkit.errors import RecipeError
 from toolkit.plan.layout import Layout
 from toolkit.plan.planner import Plan, plan_recipe
@@ -119,13 +120,6 @@ def test_the_batch_suits_every_layout(
 ) -> None:
     """Six micro batches of two for three interleaved stages; four where that is enough."""
     assert rehearsed_batch(candidates(recipe, planned(recipe, **layout), 8)) == batch
-
-
-INTERLEAVED = [
-    "parallel.engine=megatron", "parallel.pipeline=3", "parallel.virtual_pipeline=2",
-    "model.config.num_hidden_layers=6", "training.global_batch_size=24",
-    "parallel.zero.stage=auto", "cluster.gpus_per_node=3",
-]  # fmt: skip
 
 
 def test_three_interleaved_stages_are_not_skipped(tmp_path: Path) -> None:

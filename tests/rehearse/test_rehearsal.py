@@ -16,7 +16,7 @@ import pytest
 from tests.forked import ForkedRanks
 from tests.processes import HANG_S, ROOT, wait_until
 from tests.rehearse.conftest import LLAMA, Rehearse
-from tests.rehearse.test_layouts import INTERLEAVED
+from tests.rehearse.recipes import INTERLEAVED
 from toolkit.cli import rehearse as command
 from toolkit.cli.main import main
 from toolkit.rehearse.ranks import Ranks, launch_spec

@@ -1,0 +1,42 @@
+"""Cases of the engines' tests, and how near to the reference they must be."""
+
+from typing import Any
+
+from tests.engines.parity_worker import Case, each_case, train
+from tests.forked import run_ranks
+
+TOLERANCE = 1e-5
+
+OFFLOAD_TOLERANCE = 1e-4
+"""DeepSpeed's C++ Adam rounds differently from torch's."""
+
+
+def run(cases: list[Case], world: int) -> dict[str, Any]:
+    """Train `cases` one after the other in one group of `world` real processes."""
+    return run_ranks(each_case, world, train, cases)[0]
+
+
+LAYERS = {"num_hidden_layers": 5}
+
+MIXTRAL = {
+    "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: Any) -> Case:
+    """A case of the engine megatron."""
+    stage = parallel.pop("stage", "auto")
+    recompute = parallel.pop("recompute", "none")
+    return Case(
+        "megatron", micro_batch, stage, recompute=recompute, steps=10, family=family,
+        parallel=parallel,
+    )  # fmt: skip
+
+
+def zero(stage: int, offload: str = "none", recompute: str = "none", **family: Any) -> Case:
+    """A case of the engine deepspeed with a Megatron model in tensor 2."""
+    return Case(
+        "deepspeed", 2, stage, offload, recompute=recompute, steps=10,
+        family=family or LAYERS, parallel={"model": "megatron", "tensor": 2},
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""The smallest model of every family, filled."""
+
+from typing import Any
+
+import torch
+
+from toolkit.models import huggingface as hf
+from toolkit.recipe.schema import ModelSection
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"tie_word_embeddings": True},
+    "mistral": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "gpt2": {
+        "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "gemma2": SMALL | {"head_dim": 16},
+    "mixtral": SMALL | {"num_local_experts": 4},
+    "qwen3_moe": SMALL | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
+}  # fmt: skip
+
+
+def section(family: str, **extra: Any) -> ModelSection:
+    return ModelSection(config={"model_type": family, **FAMILIES[family], **extra})
+
+
+def filled(model: ModelSection, seed: int = 1) -> Any:
+    config = hf.build_config(model)
+    built = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(built, hf.weight_source(model, config, seed))
+    return built
