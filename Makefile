@@ -8,6 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-all check soak
 
@@ -29,10 +30,10 @@ demo: setup
 	@$(BIN)/python launch/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m '(not slow or quick) and not gpu and not soak'
+	$(PYTEST) -m '(not slow or quick) and not gpu and not soak'
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 check: setup
 	$(BIN)/ruff check .
