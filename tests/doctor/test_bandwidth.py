@@ -40,12 +40,12 @@ def test_peaks() -> None:
     assert _peaks("h100-80gb", 1, 8) == (450e9, 450e9)
     assert _peaks("h100-80gb", 4, 8) == (400e9, 50e9)
     assert _peaks("h100-80gb", 4, 1) == (50e9, 50e9)
-    assert _peaks("NVIDIA GeForce RTX 4090", 1, 2) == (None, None)
+    assert _peaks("Tesla P40", 1, 2) == (None, None)
 
 
 def with_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with GPUs that the hardware catalogue lacks."""
-    device = SimpleNamespace(name="NVIDIA L40S")
+    device = SimpleNamespace(name="Tesla P40")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
@@ -57,9 +57,9 @@ def test_a_gpu_of_no_catalogue_is_measured(
     """Ranks need no data sheet to talk; only what is written for the planner does."""
     with_gpus(2, monkeypatch)
     machine = calibrate.this_machine(None)
-    assert (machine.gpu, machine.processes) == ("NVIDIA L40S", 2)
+    assert (machine.gpu, machine.processes) == ("Tesla P40", 2)
     assert main(["doctor", "--calibrate"]) == 3
-    assert "does not know 'NVIDIA L40S'" in capsys.readouterr().err
+    assert "does not know 'Tesla P40'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
