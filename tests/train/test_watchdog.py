@@ -18,7 +18,8 @@ from toolkit.train.run_dir import RunDirectory
 from toolkit.train.watchdog import Heartbeat, diagnosis, replayed
 
 RANK = Path(__file__).with_name("watched_rank.py")
-LIMIT_S = 2.0
+LIMIT_S = 5.0
+"""Of a rank of the tests: some heartbeats, even where other processes keep every core busy."""
 SLEEP_S = 60.0
 """How long a rank hangs that nobody ends."""
 BEAT = Heartbeat(0, 10, "here", step=7, first_step=5, trained_s=3.0, marks=20, beats=5)
@@ -70,7 +71,7 @@ def test_a_stopped_rank_is_named_by_the_others_and_shows_its_stacks_when_woken(t
         assert all("meet" in ranks.log(rank) for rank in (0, 2))
         assert "meet" in hang["where"]["0"]
         error = ranks.event("end")["error"]
-        assert error.startswith("hang: nothing done for 2 s; stopped or frozen: rank 1")
+        assert error.startswith("hang: nothing done for 5 s; stopped or frozen: rank 1")
         # What launchers do with a stopped rank (launchers/process.py).
         ranks.processes[1].send_signal(signal.SIGUSR2)
         ranks.processes[1].send_signal(signal.SIGCONT)
