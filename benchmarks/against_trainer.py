@@ -1,15 +1,11 @@
 """DMT against transformers' Trainer, under DDP and ZeRO-2: tokens/s and time to the first step.
 
-    python benchmarks/against_trainer.py [--pairs 7] [--steps 120]
+    python benchmarks/against_trainer.py [--pairs 7] [--steps 150]
         [--out benchmarks/results/…json]
 
 Model, batch, AdamW, clipping, schedule, precision and logging interval are the recipe's on
 both sides; trainer_loop.py says how the Trainer is configured.
 """
-
-import tempfile
-from functools import partial
-from pathlib import Path
 
 import pairs
 
@@ -21,16 +17,12 @@ ENGINES = {
 
 
 def main() -> None:
-    options = pairs.parser(__doc__, steps=120).parse_args()
-    engines = {name: pairs.Pairs("trainer") for name in ENGINES}
-    with tempfile.TemporaryDirectory() as name:
-        for _ in range(options.pairs):
-            for engine, runs in engines.items():
-                print(engine, end=" ", flush=True)
-                runs.run(
-                    partial(pairs.dmt, Path(name), ENGINES[engine], options.steps),
-                    partial(pairs.loop, Path(name), "trainer_loop.py", options.steps),
-                )
+    options = pairs.parser(__doc__).parse_args()
+    engines = {name: pairs.Pairs("trainer", options.steps) for name in ENGINES}
+    for _ in range(options.pairs):
+        for engine, runs in engines.items():
+            print(engine, end=" ", flush=True)
+            runs.run(ENGINES[engine], "trainer_loop.py")
     packages = ("torch", "transformers", "accelerate", "deepspeed")
     result = {engine: runs.result() for engine, runs in engines.items()}
     pairs.report(result, packages, options.out)

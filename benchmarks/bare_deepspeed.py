@@ -1,6 +1,6 @@
 """The hand-written DeepSpeed loop that `overhead.py` compares `dmt` with.
 
-    torchrun --nproc-per-node 2 benchmarks/bare_deepspeed.py RUN_DIR STEPS OUT
+    torchrun --nproc-per-node 2 benchmarks/bare_deepspeed.py RUN_DIR STEPS DONE
 
 Model, batch sizes and DeepSpeed's JSON are those of a run directory; the data are random
 tokens that lie in memory; norms have no weight decay, as usual. No validation, logging
@@ -10,7 +10,6 @@ or checkpoint.
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main() -> None:
-    run, steps, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    run, steps, done = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     recipe = YAML(typ="safe").load(run / "recipe.yaml")
     settings = json.loads((run / "deepspeed.json").read_text())
     micro = settings["train_micro_batch_size_per_gpu"]
@@ -40,19 +39,14 @@ def main() -> None:
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
-    step_times = []
     for step in range(steps):
-        started = time.perf_counter()
         for _ in range(accumulation):
             tokens = torch.randint(config.vocab_size, (micro, length))
             loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
             engine.backward(loss)
             engine.step()
-        step_times.append(time.perf_counter() - started)
-        if engine.global_rank == 0 and step == 0:
-            out.with_suffix(".first").touch()
-    if engine.global_rank == 0:
-        out.write_text(json.dumps({"step_times_s": step_times}))
+        if engine.global_rank == 0 and step in (0, steps - 1):
+            done.with_suffix(".last" if step else ".first").touch()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The hand-written megatron-core loop that `overhead.py` compares `dmt` with.
 
-    torchrun --nproc-per-node 2 benchmarks/bare_megatron.py RUN_DIR STEPS OUT
+    torchrun --nproc-per-node 2 benchmarks/bare_megatron.py RUN_DIR STEPS DONE
 
 Model, layout and optimizer are those of a run directory (TP 2), built from megatron-core's
 own layer specification; the data are random tokens that lie in memory. No validation,
@@ -9,7 +9,6 @@ logging or checkpoint. Of DMT it uses only what lets megatron-core run without C
 
 import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def forward(batches, model):
 
 
 def main() -> None:
-    run, steps, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    run, steps, done = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     training = YAML(typ="safe").load(run / "recipe.yaml")["training"]
     layout = json.loads((run / "plan.json").read_text())["layout"]
     settings = json.loads((run / "megatron.json").read_text())
@@ -81,9 +80,7 @@ def main() -> None:
         )  # fmt: skip
     positions = torch.arange(length).expand(micro, length)
     run_schedule = get_forward_backward_func()
-    step_times = []
     for step in range(steps):
-        started = time.perf_counter()
         replica.zero_grad_buffer()
         optimizer.zero_grad()
         batches = []
@@ -97,11 +94,8 @@ def main() -> None:
         )  # fmt: skip
         with cpu.cuda_type_names():
             optimizer.step()
-        step_times.append(time.perf_counter() - started)
-        if dist.get_rank() == 0 and step == 0:
-            out.with_suffix(".first").touch()
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"step_times_s": step_times}))
+        if dist.get_rank() == 0 and step in (0, steps - 1):
+            done.with_suffix(".last" if step else ".first").touch()
 
 
 if __name__ == "__main__":

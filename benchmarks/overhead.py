@@ -1,13 +1,9 @@
 """Cost of DMT against a hand-written loop of the same engine: tokens/s and time to the
 first step.
 
-    python benchmarks/overhead.py [--engine deepspeed | megatron] [--pairs 7] [--steps 120]
+    python benchmarks/overhead.py [--engine deepspeed | megatron] [--pairs 7] [--steps 150]
         [--out benchmarks/results/…json]
 """
-
-import tempfile
-from functools import partial
-from pathlib import Path
 
 import pairs
 
@@ -23,16 +19,12 @@ PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core"}
 
 
 def main() -> None:
-    parser = pairs.parser(__doc__, steps=120)
+    parser = pairs.parser(__doc__)
     parser.add_argument("--engine", choices=ENGINES, default="deepspeed")
     options = parser.parse_args()
-    engine, runs = options.engine, pairs.Pairs("bare")
-    with tempfile.TemporaryDirectory() as name:
-        for _ in range(options.pairs):
-            runs.run(
-                partial(pairs.dmt, Path(name), ENGINES[engine], options.steps),
-                partial(pairs.loop, Path(name), f"bare_{engine}.py", options.steps),
-            )
+    engine, runs = options.engine, pairs.Pairs("bare", options.steps)
+    for _ in range(options.pairs):
+        runs.run(ENGINES[engine], f"bare_{engine}.py")
     packages = ("torch", "transformers", PACKAGES[engine])
     pairs.report({"engine": engine, **runs.result()}, packages, options.out)
 

@@ -1,10 +1,12 @@
-"""Alternating pairs of runs, `dmt launch` and another loop: what overhead.py and
+"""Pairs of runs that take turns, `dmt launch` and another loop: what overhead.py and
 against_trainer.py have in common.
 
-Runs alternate (dmt, other, dmt, other, …), so that a machine that gets slower or faster
-does so for both; quoted is the median of the ratios within each pair. A run's step time is
-the median over windows of LOGGED_EVERY steps, each with one logged step, of the mean time
-from the end of a step to the end of the next: logging counts.
+Both runs of a pair exist at once, and only one of them runs: every second all processes of
+one are stopped (SIGSTOP) and those of the other go on. A shared machine whose speed changes
+from minute to minute by a tenth does so for both. A run's step time is the time in which it
+ran, from the end of its first step to the end of its last, over the steps between: logging
+counts. Quoted is the median of the ratios within each pair: two runs of the same loop differ
+by up to 3%, by where their memory happens to lie.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,17 +27,64 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RECIPE = Path("recipes/tiny/llama-bytes.yaml")
-WARM_UP_STEPS = 20
 LOGGED_EVERY = 10
+TURN_S = 1.0
+POLL_S = 0.01
 
 
-@dataclass
-class Timing:
-    """One run: seconds per step, and from its start to its first step."""
+class Run:
+    """A run that has done its first step and waits for its turn."""
 
-    step_s: float
-    first_s: float
+    def __init__(
+        self, command: Sequence[str], first: Callable[[], bool], last: Callable[[], bool]
+    ) -> None:
+        """Start it; `first` and `last` tell whether that step is done."""
+        self.command, self._last = command, last
+        self.ran_s = 0.0
+        """Since its first step."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        started = time.perf_counter()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run ends
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=self._output, stderr=self._output
+        )
+        while not first():
+            if self._process.poll() is not None:
+                self.end()
+            time.sleep(POLL_S)
+        self.first_s = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> bool:
+        """Let it run for a second, or to its last step; whether that is done."""
+        started = time.perf_counter()
+        self._signal(signal.SIGCONT)
+        while not (done := self._last()) and time.perf_counter() - started < TURN_S:
+            if self._process.poll() is not None:
+                self.end()
+            time.sleep(POLL_S)
+        self.ran_s += time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+        return done
+
+    def end(self) -> None:
+        """Let it end. Stops the benchmark with its output when it failed."""
+        self._signal(signal.SIGCONT)
+        code = self._process.wait()
+        self._output.seek(0)
+        text = self._output.read()[-2000:].decode(errors="replace")
+        self._output.close()
+        if code or not self._last():
+            sys.exit(f"{' '.join(self.command)} ended with {code}:\n{text}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            leader = psutil.Process(self._process.pid)
+            for process in (leader, *leader.children(recursive=True)):
+                process.send_signal(number)
 
 
 @dataclass
@@ -43,26 +93,37 @@ class Pairs:
 
     other: str
     """What DMT is compared with: `bare` or `trainer`."""
-    ours: list[Timing] = field(default_factory=list)
-    theirs: list[Timing] = field(default_factory=list)
+    steps: int
+    ours: list[Run] = field(default_factory=list)
+    theirs: list[Run] = field(default_factory=list)
 
-    def run(self, dmt: Callable[[], Timing], other: Callable[[], Timing]) -> None:
-        """One more pair."""
-        ours, theirs = dmt(), other()
+    def run(self, overrides: Sequence[str], script: str) -> None:
+        """One more pair: `dmt launch` of the recipe, and `benchmarks/SCRIPT`."""
+        with tempfile.TemporaryDirectory() as name:
+            pair = dmt(Path(name), overrides, self.steps), loop(Path(name), script, self.steps)
+            running = list(pair)
+            while running:
+                running = [run for run in running if not run.turn()]
+            for run in pair:
+                run.end()
+        ours, theirs = pair
         self.ours.append(ours)
         self.theirs.append(theirs)
         print(
-            f"pair {len(self.ours)}: step {ours.step_s * 1e3:.1f} ms dmt, "
-            f"{theirs.step_s * 1e3:.1f} ms {self.other}, "
+            f"pair {len(self.ours)}: step {self._step_s(ours) * 1e3:.1f} ms dmt, "
+            f"{self._step_s(theirs) * 1e3:.1f} ms {self.other}, "
             f"tokens/s ratio {self.ratios[-1]:.3f}; first step after {ours.first_s:.1f} s dmt, "
             f"{theirs.first_s:.1f} s {self.other}",
             flush=True,
         )
 
+    def _step_s(self, run: Run) -> float:
+        return run.ran_s / (self.steps - 1)
+
     @property
     def ratios(self) -> list[float]:
         """DMT's tokens per second over the other's, pair by pair."""
-        return [b.step_s / a.step_s for a, b in zip(self.ours, self.theirs, strict=True)]
+        return [b.ran_s / a.ran_s for a, b in zip(self.ours, self.theirs, strict=True)]
 
     def result(self) -> dict[str, Any]:
         """Ratios and medians, ready for JSON."""
@@ -73,7 +134,7 @@ class Pairs:
                 "pairs": [round(ratio, 4) for ratio in self.ratios],
             },
             "milliseconds_per_step": {
-                name: round(1e3 * statistics.median(run.step_s for run in runs), 2)
+                name: round(1e3 * statistics.median(self._step_s(run) for run in runs), 2)
                 for name, runs in sides.items()
             },
             "seconds_to_first_step": {
@@ -83,16 +144,16 @@ class Pairs:
         }
 
 
-def parser(description: str, steps: int) -> argparse.ArgumentParser:
+def parser(description: str) -> argparse.ArgumentParser:
     """The options that both benchmarks have."""
     made = argparse.ArgumentParser(description=description.split("\n\n")[0])
     made.add_argument("--pairs", type=int, default=7)
-    made.add_argument("--steps", type=int, default=steps)
+    made.add_argument("--steps", type=int, default=150)
     made.add_argument("--out", type=Path)
     return made
 
 
-def dmt(folder: Path, overrides: Sequence[str], steps: int) -> Timing:
+def dmt(folder: Path, overrides: Sequence[str], steps: int) -> Run:
     """`dmt launch` of the recipe, in the run directory `folder/dmt`."""
     run_dir = folder / "dmt"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -103,43 +164,25 @@ def dmt(folder: Path, overrides: Sequence[str], steps: int) -> Timing:
     ]  # fmt: skip
     command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(RECIPE)]
     command += ["--run-dir", str(run_dir), *(f"--set={text}" for text in overrides)]
-    first_s = _run(command, run_dir / "metrics.jsonl")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    logged = [(line["step"], line["step_time_s"]) for line in map(json.loads, lines)]
-    return Timing(statistics.median(s for step, s in logged if step > WARM_UP_STEPS), first_s)
+    metrics = run_dir / "metrics.jsonl"
+
+    def logged(lines: int) -> bool:
+        return metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
+
+    assert steps % LOGGED_EVERY == 0, "the last step is logged"
+    return Run(command, lambda: logged(1), lambda: logged(1 + steps // LOGGED_EVERY))
 
 
-def loop(folder: Path, script: str, steps: int) -> Timing:
-    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS OUT`, in two processes under
-    torchrun. RUN_DIR is that of the last `dmt`; the loop is to leave each step's time in OUT.
+def loop(folder: Path, script: str, steps: int) -> Run:
+    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS DONE`, in two processes under
+    torchrun. RUN_DIR is that of the last `dmt`; rank 0 is to make the files DONE.first and
+    DONE.last after those steps.
     """
-    out = folder / "loop.json"
-    out.with_suffix(".first").unlink(missing_ok=True)
+    done = folder / "loop"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", f"benchmarks/{script}"]
-    first_s = _run(
-        [*command, str(folder / "dmt"), str(steps), str(out)], out.with_suffix(".first")
-    )
-    times = json.loads(out.read_text())["step_times_s"]
-    windows = range(WARM_UP_STEPS, steps - LOGGED_EVERY + 1, LOGGED_EVERY)
-    means = [statistics.mean(times[first : first + LOGGED_EVERY]) for first in windows]
-    return Timing(statistics.median(means), first_s)
-
-
-def _run(command: list[str], first_step: Path) -> float:
-    """Run a command; seconds until `first_step` appears."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started = time.perf_counter()
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        while process.poll() is None and not first_step.exists():
-            time.sleep(0.01)
-        first_s = time.perf_counter() - started
-        if process.wait():
-            output.seek(0)
-            sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n"
-                     + output.read()[-2000:].decode(errors="replace"))  # fmt: skip
-    return first_s
+    command += [str(folder / "dmt"), str(steps), str(done)]
+    return Run(command, done.with_suffix(".first").exists, done.with_suffix(".last").exists)
 
 
 def report(result: dict[str, Any], packages: Sequence[str], out: Path | None) -> None:

@@ -1,6 +1,6 @@
 """The run of transformers' Trainer that `against_trainer.py` compares `dmt` with.
 
-    torchrun --nproc-per-node 2 benchmarks/trainer_loop.py RUN_DIR STEPS OUT
+    torchrun --nproc-per-node 2 benchmarks/trainer_loop.py RUN_DIR STEPS DONE
 
 Model, batch sizes, AdamW, clipping, schedule and DeepSpeed's JSON are those of a run directory;
 the data are random tokens that lie in memory. Everything else is the Trainer's own default
@@ -11,8 +11,6 @@ validation, checkpoint or progress bar, which `dmt launch` does not draw into a 
 import json
 import os
 import sys
-import time
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,20 +27,16 @@ from transformers import (
 )
 
 
-class Clock(TrainerCallback):
-    """Notes when each step is done."""
+class Marker(TrainerCallback):
+    """Makes DONE.first and DONE.last after those steps."""
 
-    def __init__(self, first: Path) -> None:
-        self.first = first
-        self.stamps: list[float] = []
-
-    def on_train_begin(self, *_, **__) -> None:
-        self.stamps.append(time.perf_counter())
+    def __init__(self, done: Path) -> None:
+        self.done = done
 
     def on_step_end(self, _arguments, state, *_, **__) -> None:
-        self.stamps.append(time.perf_counter())
-        if state.is_world_process_zero and state.global_step == 1:
-            self.first.touch()
+        if state.is_world_process_zero and state.global_step in (1, state.max_steps):
+            last = state.global_step > 1
+            self.done.with_suffix(".last" if last else ".first").touch()
 
 
 def deepspeed_config(run: Path) -> dict | None:
@@ -87,7 +81,7 @@ def arguments(run: Path, recipe: dict, steps: int) -> TrainingArguments:
 
 
 def main() -> None:
-    run, steps, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    run, steps, done = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     recipe = YAML(typ="safe").load(run / "recipe.yaml")
     options = arguments(run, recipe, steps)
     torch.manual_seed(0)
@@ -98,12 +92,8 @@ def main() -> None:
     shape = training["global_batch_size"] * steps, training["sequence_length"]
     rows = torch.randint(config.vocab_size, shape)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    clock = Clock(out.with_suffix(".first"))
-    trainer = Trainer(model=model, args=options, train_dataset=data, callbacks=[clock])
+    trainer = Trainer(model=model, args=options, train_dataset=data, callbacks=[Marker(done)])
     trainer.train()
-    if trainer.is_world_process_zero():
-        times = [after - before for before, after in pairwise(clock.stamps)]
-        out.write_text(json.dumps({"step_times_s": times}))
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then abort a Python that shuts down
 
