@@ -59,7 +59,7 @@ class Saver:
     def __init__(self, store: CheckpointStore, *, asynchronous: bool) -> None:
         self.store = store
         self.asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
+        self._group: dist.ProcessGroup | None = None  # made by the first save
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
 
@@ -76,6 +76,8 @@ class Saver:
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
         failpoint("checkpoint.begin")
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         entries = list(_entries(state, copied=self.asynchronous))
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)
@@ -96,7 +98,8 @@ class Saver:
     def close(self) -> None:
         """End the thread and leave the group; the last outcome was taken. Collective."""
         self._thread.shutdown()
-        dist.destroy_process_group(self._group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
     def _write(
         self,

@@ -86,8 +86,9 @@ class DeepSpeedEngine:
             batch_loss = self._loss(batch).double() / tokens
             loss += batch_loss.detach()
             if last:
+                mine = loss.clone()
                 joint_loss = RunningSum(loss, self.model.data_group)
-                self.veto.judge(joint_loss.result, max_loss, self.optimizer)
+                self.veto.judge(mine, joint_loss.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
             self.engine.backward(batch_loss * self.copies, scale_wrt_gas=False)
             if last and self.plain:

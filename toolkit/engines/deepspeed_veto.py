@@ -2,8 +2,10 @@
 
 Every optimizer of DeepSpeed refuses, on all ranks alike, a step whose gradient norm is not
 finite, and cleans up after itself: fp16 could not train without that. So a veto makes one
-gradient of the last micro batch NaN. It is decided on the device, and late in the backward
-pass: until then the losses are summed over the ranks without anybody waiting for it.
+gradient of the last micro batch NaN. It is decided on the device. Without a limit for finite
+losses, each rank judges its own loss: a NaN in its gradient becomes one in everybody's norm.
+With one, the global loss decides, late in the backward pass: until then the losses are summed
+over the ranks without anybody waiting for it.
 """
 
 import math
@@ -21,7 +23,7 @@ class Veto:
 
     def __init__(self, module: nn.Module) -> None:
         self._loss: Callable[[], Tensor] | None = None
-        """The global loss; None outside the last micro batch."""
+        """The loss to judge; None outside the last micro batch."""
         self._max_loss = math.inf
         self._scaler: dict[str, Any] = {}
         """fp16's loss scale and counts as they were before this step."""
@@ -34,10 +36,13 @@ class Veto:
         accepted = torch.isfinite(loss) & (loss <= self._max_loss)
         return gradient * torch.where(accepted, 1.0, torch.nan)
 
-    def judge(self, loss: Callable[[], Tensor], max_loss: float, optimizer: Any) -> None:
-        """Call after the last forward: may its backward be trusted? `loss` returns the global
-        loss, and is called in the middle of the backward."""
-        self._loss, self._max_loss = loss, max_loss
+    def judge(
+        self, mine: Tensor, joint: Callable[[], Tensor], max_loss: float, optimizer: Any
+    ) -> None:
+        """Call after the last forward: may its backward be trusted? `mine` is this rank's part
+        of the loss; `joint` returns the global loss, and is called late in the backward."""
+        self._loss = joint if max_loss < math.inf else lambda: mine
+        self._max_loss = max_loss
         self._scaler = dict(_scaler_state(optimizer))
 
     def end_step(self, refused: bool, applied: bool, optimizer: Any) -> None:

@@ -9,7 +9,7 @@ from toolkit.handlers import handling
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import Work
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _INTERRUPTS_TO_FORCE = 3
@@ -28,8 +28,7 @@ class StopRequest:
     Where `file` appears, this rank asks to stop, too: the way of a launcher whose ranks are on
     other machines. It is removed when the run has stopped.
     The third SIGINT raises KeyboardInterrupt: the way out when saving does not end.
-    Creating one is collective when there are several ranks (it makes a gloo group); it
-    must be entered in the main thread, since Python delivers signals there.
+    It must be entered in the main thread, since Python delivers signals there.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -37,7 +36,6 @@ class StopRequest:
         self._reason: str | None = None
         self._interrupts = self._number = 0
         self._handlers = handling(STOP_SIGNALS, self._remember)
-        self._group = _gloo_group()
         self._pending: tuple[torch.Tensor, Work] | None = None
 
     @property
@@ -71,9 +69,16 @@ class StopRequest:
         Every rank calls it before a step and `agreed` after it: the reduction runs while the
         step does, and neither costs its latency.
         """
+        import torch
+        import torch.distributed as dist
+
         self._number = number
-        if self._group is not None:
-            self._start_reduction(self._group)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # On the default group: each gloo group has threads that wake all the time.
+            sums = torch.tensor([int(self._asked()), number])
+            work = dist.all_reduce(sums, async_op=True)
+            assert work is not None
+            self._pending = (sums, work)
 
     def agreed(self) -> tuple[bool, int]:
         """Whether to stop, and the sum of the numbers of all ranks; the same on every rank.
@@ -93,22 +98,3 @@ class StopRequest:
             self._reason = self._reason or str(self._file)
             self._file.unlink(missing_ok=True)
         return self._reason is not None
-
-    def _start_reduction(self, group: "ProcessGroup") -> None:
-        import torch
-        import torch.distributed as dist
-
-        sums = torch.tensor([int(self._asked()), self._number])
-        work = dist.all_reduce(sums, group=group, async_op=True)
-        assert work is not None
-        self._pending = (sums, work)
-
-
-def _gloo_group() -> "ProcessGroup | None":
-    """Return an own gloo group of all ranks; None for a single process."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    group: ProcessGroup = dist.new_group(backend="gloo")
-    return group
