@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 from toolkit.engines.base import MicroBatch
 from toolkit.engines.rendezvous import needs_new_store, new_store
@@ -69,6 +70,17 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Ranks(rank, world, local_rank, local_world, device)
+
+
+def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:
+    """From now on, a collective of any group that exists fails after `limit`, except of `but`.
+
+    By `_set_pg_timeout`, as torchtitan does it: there is no public way, and the groups that
+    DeepSpeed and megatron-core create have PyTorch's own limit of 10 or 30 minutes.
+    """
+    for group in distributed_c10d._world.pg_map:  # the groups that this rank belongs to
+        if group is not but:
+            distributed_c10d._set_pg_timeout(limit, group)
 
 
 def rank_here() -> int:

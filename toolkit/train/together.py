@@ -36,7 +36,7 @@ class Together:
     def __init__(self, ranks: Ranks, mark: Mark) -> None:
         self.ranks = ranks
         self._mark = mark
-        self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
 
     def run(self, action: Callable[[], Result]) -> Result:
         """Run `action` on every rank.
@@ -53,7 +53,7 @@ class Together:
             self._mark(WAITING)
         codes: list[int] = [EXIT_DONE] * self.ranks.world
         mine = EXIT_DONE if error is None else error.exit_code
-        dist.all_gather_object(codes, mine, group=self._group)
+        dist.all_gather_object(codes, mine, group=self.group)
         for rank, code in enumerate(codes):
             if rank == self.ranks.rank and error is not None:
                 raise error
@@ -65,7 +65,7 @@ class Together:
         """Run `action` on rank 0 and hand its (picklable) result to every rank."""
         made = self.run(lambda: action() if self.ranks.rank == 0 else None)
         box: list[object] = [made]
-        dist.broadcast_object_list(box, group=self._group)
+        dist.broadcast_object_list(box, group=self.group)
         return box[0]  # type: ignore[return-value]
 
     def leaders_first(self, action: Callable[[], Result]) -> Result:

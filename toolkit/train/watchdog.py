@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,12 @@ _TELLING_S = 10.0
 _STUCK_LIMITS = 2.0
 """Time limits after which a rank that cannot even count is ended. More than one: a job that was
 paused as a whole looks the same when it goes on."""
+
+
+def collective_limit(limit_s: float) -> timedelta:
+    """How long a collective may take where the watchdog's limit is `limit_s`: longer than any
+    end by the watchdog, so that its message comes and not PyTorch's."""
+    return timedelta(seconds=(_STUCK_LIMITS + 1) * limit_s + 2 * _TELLING_S)
 
 
 @dataclass

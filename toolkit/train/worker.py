@@ -27,7 +27,7 @@ from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
-from toolkit.engines.distributed import Ranks, join, leave, rank_here
+from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine, prepare_ops
 from toolkit.errors import (
     EXIT_DONE,
@@ -56,7 +56,7 @@ from toolkit.train.rank_log import setup_rank_logging
 from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.together import PeerFailed, Together
-from toolkit.train.watchdog import Watchdog, Watched, replayed
+from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         if worker is not None:
             worker.record_end(exit_code=EXIT_FAILED, error=_INTERRUPTED)
         return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
+    except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
         code, message = _failure(error)
         tell(f"error: {message}")
         if worker is not None:
@@ -191,6 +191,8 @@ class _Worker:
         watchdog = self._watchdog(stop)
         reporter = self._start_reporter(self.progress, steps, checkpoints)
         self._watching.enter_context(watchdog)
+        limit = collective_limit(recipe.launch.hang_timeout_s)
+        limit_collectives(limit, but=self.together.group)
         self.phases.heard = watchdog.hear
         if engine is not None:
             observer = Observer(self._observed(engine, data, checkpoints), reporter)
