@@ -50,7 +50,7 @@ LAYERS = (
     ("toolkit.rehearse", "toolkit.doctor", "toolkit.starter", "toolkit.report"),
     ("toolkit.cli",),
 )  # fmt: skip
-"""DESIGN.md's package order, the lowest first, with the exceptions that the comments name.
+"""The package order, the lowest first, with the exceptions that the comments name.
 A module may import its own layer and those below."""
 
 

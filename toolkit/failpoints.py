@@ -6,7 +6,7 @@ makes rank 1 kill itself when it passes `checkpoint.renamed` for the second time
 stop itself at its first `step`. Without the variable a point costs a look into a dict.
 
 Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (a crash, exit code 1), `full` (the disk
-is full: OSError ENOSPC), `hang` (sleep for ever), `raise` (RuntimeError).
+is full: OSError ENOSPC), `hang` (sleep indefinitely), `raise` (RuntimeError).
 """
 
 import errno

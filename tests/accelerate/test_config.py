@@ -99,7 +99,7 @@ def test_one_process_is_no_distributed_run(tmp_path: Path) -> None:
 def test_several_machines_need_their_rank_on_the_command_line(
     name: str, tmp_path: Path
 ) -> None:
-    """PAINS 11: with Accelerate's default, 0 on each of them, they wait for each other."""
+    """With Accelerate's default, 0 on each of them, they wait for each other."""
     prepare = prepare_deepspeed_cmd_env if name == "zero3" else prepare_multi_gpu_env
     text = render(*of_layout(name, "cluster.nodes=2"))
     assert "--machine_rank 0, 1, …" in text.replace("\n# ", " ")

@@ -35,7 +35,7 @@ def results(finetune: Project, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_the_losses_are_the_workers(
     example: str, engine: str, results: dict[str, Any], worker_losses: list[float]
 ) -> None:
-    """PAINS 1: accumulation, uneven masks, clipping, weight decay and schedule included."""
+    """Accumulation, uneven masks, clipping, weight decay and schedule included."""
     found = results[f"{example}, {engine}"]
     assert found["losses"] == pytest.approx(worker_losses, rel=SAME)
     assert len(found["losses"]) == STEPS
@@ -63,7 +63,7 @@ def test_rotary_frequencies_stay_fp32_under_deepspeed(
 
 @pytest.mark.slow
 def test_a_model_that_would_stay_whole_is_refused(results: dict[str, Any]) -> None:
-    """On CPUs, Accelerate leaves FSDP out without a word."""
+    """On CPUs, Accelerate leaves FSDP out silently."""
     said = results["refusals"]
     assert "does not say which of its layers FSDP shards" in said["no layer names"]
     assert "_no_split_modules" in said["no layer names"]
@@ -79,7 +79,7 @@ def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PAINS 6: axolotl#394, a stray Accelerate configuration switched FSDP on."""
+    """axolotl#394, a stray Accelerate configuration switched FSDP on."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(PlanError, match=r"told to use fsdp, .* the engine deepspeed"):

@@ -71,7 +71,7 @@ def test_weights_have_the_precision_of_the_recipe(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_named_and_nothing_appears(tmp_path: Path) -> None:
-    """PAINS 4: ZeRO-3 saves incomplete weights."""
+    """Regression: ZeRO-3 saves incomplete weights."""
     name = "model.layers.1.mlp.up_proj.weight"
     folder = checkpoint_of(filled(section("llama")), tmp_path, leave_out=name)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.* it has None"):

@@ -1,6 +1,6 @@
 """A checkpoint of any layout continues in any other: the same state to the bit, the same run.
 
-Regressions for PAINS 3 (resuming on other GPUs or in another layout): DeepSpeed#5405, #2921,
+Regressions (resuming on other GPUs or in another layout): DeepSpeed#5405, #2921,
 #7200; Megatron-LM#659, #1517, #7162; ms-swift#8240. The model that a checkpoint is loaded into
 was made from another seed, five layers divide by no pipeline, 101 tokens by no tensor group.
 """

@@ -90,7 +90,7 @@ def test_pruning_leaves_alone_what_is_newer(saver: Saver) -> None:
 def test_a_full_disk_leaves_the_old_checkpoint(
     saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PAINS 16: a partial checkpoint is taken for a whole one."""
+    """A partial checkpoint must not be taken for a whole one."""
     save(saver, 1)
 
     def full(name: str) -> None:

@@ -1,6 +1,6 @@
 """Whatever lies where a file of ours should be, no code of it runs.
 
-PAINS: DeepSpeed's `.pt` files, Megatron's `.metadata` and torch's `.distcp` ran code in it.
+DeepSpeed's `.pt` files, Megatron's `.metadata` and torch's `.distcp` ran code in it.
 """
 
 import ast

@@ -84,7 +84,7 @@ def test_engines_read_no_other_configuration() -> None:
 
 
 def in_own_process(*arguments: str) -> dict[str, Any]:
-    """megatron-core is imported by the verb alone, without a word on standard error."""
+    """megatron-core is imported by the verb alone, printing nothing to standard error."""
     command = [sys.executable, "-m", "toolkit.cli.main", "render", RECIPE, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     # torch's own word where there is a CUDA compiler and no GPU.

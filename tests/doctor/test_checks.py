@@ -186,7 +186,7 @@ def test_gpus() -> None:
 def test_a_name_that_is_loopback_breaks_several_machines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FACTS: without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
+    """Without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     alone, together = network._host_name(Needs()), network._host_name(TWO_MACHINES)
     assert alone.level == "note" and together.blocks

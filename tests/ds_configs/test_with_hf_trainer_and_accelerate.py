@@ -74,7 +74,7 @@ def losses(
 def test_trains_and_gives_the_same_loss(
     library: str, name: str, losses: Callable[[str], Losses]
 ) -> None:
-    """PAINS 1: DeepSpeed#5188, ZeRO stages disagree."""
+    """Regression for DeepSpeed#5188, ZeRO stages disagree."""
     steps = losses(library)[name]
     assert all(map(math.isfinite, steps))
     assert steps[0] > steps[1] > steps[2]

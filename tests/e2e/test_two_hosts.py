@@ -61,7 +61,7 @@ def test_the_same_losses(start, hosts: TwoHosts, project: Project, ddp_run: Path
 
 @STARTS
 def test_a_host_is_cut_off(start, hosts: TwoHosts, project: Project) -> None:
-    """The wire goes dead in mid-run: nobody waits for ever, and the user reads why."""
+    """The wire goes dead in mid-run: nobody waits indefinitely, and the user reads why."""
     run_dir = project.folder / f"cut-{start.__name__}"
     commands = start(hosts, project, run_dir.name, LONG)
     first = commands[0]

@@ -209,7 +209,7 @@ def test_every_stage_and_offload_has_a_preset_that_agrees() -> None:
 
 
 def test_a_value_that_disagrees_names_both_places(tmp_path: Path) -> None:
-    """PAINS 6: "ds gas=8 vs hf gas=8"."""
+    """Regression for "ds gas=8 vs hf gas=8"."""
     config = own_file(
         tmp_path, '{\n "gradient_accumulation_steps": 8,\n "gradient_clipping": 0.5\n}'
     )

@@ -1,4 +1,4 @@
-"""Compiled ops: what is missing is named before the start, and nothing waits for ever."""
+"""Compiled ops: what is missing is named before the start, and nothing waits indefinitely."""
 
 import os
 import signal
@@ -153,7 +153,7 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_stale_lock_is_found_instead_of_hanging(lock: Path) -> None:
-    """FACTS: "a killed build leaves its lock: later runs hang without a word"."""
+    """A killed build leaves its lock, and later runs hang silently."""
     for check in (lambda: preflight(["cpu_adam"]), lambda: build(["cpu_adam"], print)):
         with pytest.raises(BackendUnavailable) as caught:
             check()

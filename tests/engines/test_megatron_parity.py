@@ -2,7 +2,7 @@
 
 The vocabulary (101) divides by no tensor-parallel degree, the embedding is tied, the five
 layers divide by no pipeline, and tensor 4 exceeds the two key/value heads. (Regression for
-PAINS 1: Megatron-LM#1736, a vocabulary that tensor parallel does not divide.)
+Megatron-LM#1736, a vocabulary that tensor parallel does not divide.)
 """
 
 from dataclasses import replace

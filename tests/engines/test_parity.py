@@ -1,7 +1,7 @@
 """Same seed, same loss: every layout against a plain transformers loop.
 
-Regression for PAINS 1 (changing the strategy changes the loss): the masks are uneven
-across ranks and micro batches, so any mean of means would differ in the first digits.
+Masks are uneven across ranks and micro batches, so any mean of means would differ in the
+first digits.
 """
 
 from functools import cache

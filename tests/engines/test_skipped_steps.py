@@ -1,6 +1,6 @@
 """A batch that would spoil the weights is left out by all ranks, and nothing else changes.
 
-Regression for PAINS 17 (DeepSpeed#8415, #8035; Megatron-LM#3981).
+Regression for DeepSpeed#8415, DeepSpeed#8035 and Megatron-LM#3981.
 """
 
 from dataclasses import replace

@@ -79,7 +79,7 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
 @pytest.mark.parametrize(
     ("settings", "keys", "fix"),
     [
-        # PAINS 7: DeepSpeed#1629, #823: pipeline stages with ZeRO 2 and 3
+        # DeepSpeed#1629, #823: pipeline stages with ZeRO 2 and 3
         (
             {"pipeline": 2, "zero": {"stage": 2}},
             ["parallel.pipeline"],
@@ -150,7 +150,7 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
             ["parallel.zero.stage", "parallel.zero.offload_parameters"],
             "deepspeed",
         ),
-        # DeepSpeed would keep the states in CPU memory without a word
+        # DeepSpeed would keep the states in CPU memory silently
         (
             {"zero": {"stage": 2, "offload_optimizer": "nvme"}},
             ["parallel.zero.offload_optimizer"],

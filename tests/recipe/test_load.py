@@ -134,7 +134,7 @@ class TestOverrides:
         [
             ("training.stepz=3", "training.stepz", "did you mean `steps`?"),
             ("trainin.steps=3", "trainin", "did you mean `training`?"),
-            ("training.steps=[", "training.steps", "mend the YAML"),
+            ("training.steps=[", "training.steps", "fix the YAML"),
             ("training.steps='3'", "training.steps", "remove the quotes"),
             ("training.steps=!!python/name:os.system", "training.steps", "remove the tag"),
             ("nonsense", "--set", "e.g. --set"),
@@ -243,7 +243,7 @@ class TestFiles:
         assert "no file" in missing.found
         (folder,) = mistakes(tmp_path)
         assert "no regular file" in folder.found
-        os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+        os.mkfifo(tmp_path / "pipe")  # reading it would wait indefinitely
         for special in (Path("/dev/zero"), tmp_path / "pipe"):
             (device,) = mistakes(special)
             assert "no regular file" in device.found

@@ -170,13 +170,13 @@ MISTAKES = {
     "tab": M("  seed: 1", "\tseed: 1", "(file)", "spaces, not tabs"),
     "colon in a value": M("name: good", "name: a: b", "(file)", "quotes"),
     "open bracket": M(
-        "betas: [0.9, 0.95]", "betas: [0.9, 0.95", "(file)", "mend", at="weight_decay"
+        "betas: [0.9, 0.95]", "betas: [0.9, 0.95", "(file)", "fix the YAML", at="weight_decay"
     ),
     "python tag": M(
         "seed: 1", "seed: !!python/object/apply:os.system [id]", "training.seed", "tag"
     ),
     "own tag": M("seed: 1", "seed: !env SEED", "training.seed", "remove the tag"),
-    "unknown alias": M("seed: 1", "seed: *other", "(file)", "mend"),
+    "unknown alias": M("seed: 1", "seed: *other", "(file)", "fix the YAML"),
     "GPU": M("gpu: cpu", "gpu: h100", "cluster.gpu", "describe yours by the closest"),
     "GPU like none": M("gpu: cpu", "gpu: {memory_gib: 3}", "cluster.gpu.like", "add `like:`"),
     "GPU like an unknown one": M(
@@ -218,7 +218,7 @@ MISTAKES = {
         at="wandb:",
     ),
     "NUL character": M("tokenizer: bytes", 'tokenizer: "a\\0b"', "data.tokenizer", "character"),
-    "control character": M("tokenizer: bytes", "tokenizer: a\x07b", "(file)", "mend"),
+    "control character": M("tokenizer: bytes", "tokenizer: a\x07b", "(file)", "fix the YAML"),
     "second document": M(
         "seed: 1", "seed: 1\n---\nname: b", "(file)", "one document", at="---"
     ),

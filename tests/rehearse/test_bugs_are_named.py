@@ -1,6 +1,6 @@
 """The rehearsal bites: real engines with one real bug each are named, with step and quantity.
 
-Regression for PAINS 1: with each of these bugs, training goes on without an error.
+With each of these bugs, training goes on without an error.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """An Accelerator that carries out a plan, and looks whether Accelerate really did.
 
 Accelerate decides by environment variables, the machine and its arguments together, and what
-does not fit it leaves out without a word: on CPUs it starts no process group for DeepSpeed
+does not fit it leaves out silently: on CPUs it starts no process group for DeepSpeed
 and shards nothing for FSDP. Here everything is said explicitly, and checked afterwards.
 """
 
@@ -131,7 +131,7 @@ def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Accelerate forgets DeepSpeed when it is told of a CPU; the backend alone may say so."""
+    """Accelerate forgets DeepSpeed when it is given a CPU; the backend alone may say so."""
     plugin = DeepSpeedPlugin(
         hf_ds_config=script_config(render_engine_config(recipe, plan)),
         zero3_init_flag=plan.layout.zero_stage == 3,

@@ -39,7 +39,7 @@ def find_newest(
     called with those that are done.
 
     None when there is none and none is `expected`. Raises CheckpointError when one is expected,
-    or there are some and all are damaged: a run must not begin again without a word.
+    or there are some and all are damaged: a run must not start over silently.
     """
     folders: list[Path] = _from_rank_0(lambda: store.finished()[::-1])
     expected = _from_rank_0(lambda: expected or store.expects_one())

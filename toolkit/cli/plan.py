@@ -186,7 +186,7 @@ def _strategies(found: Search, top: int) -> list[Candidate]:
 def _machine_output(
     planned: Planned, top: int, explain: bool, assumed: Assumptions | None
 ) -> dict[str, Any]:
-    """What `--json` prints for one recipe on one cluster: DESIGN.md's contract, and more."""
+    """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
     plans = [_entry(found, one) for one in _strategies(found, top)]
     plans[0] |= {

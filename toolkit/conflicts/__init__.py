@@ -55,7 +55,7 @@ def environment_conflicts(
     starting: Starting | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Comparison, ...]:
-    """What the environment states otherwise than a recipe, before anything starts.
+    """What the environment states differently from a recipe, before anything starts.
 
     With Accelerate's default config file, unless a worker that another launcher started asks:
     what that file says has then become variables, or is not in use. `environ` is os.environ
@@ -69,7 +69,7 @@ def environment_conflicts(
 def preflight(
     recipe: Recipe, plan: Plan, starting: Starting, tell: Callable[[str], None]
 ) -> None:
-    """Name what the environment states otherwise than the recipe; what agrees is silent.
+    """Name what the environment states differently from the recipe; what agrees is silent.
 
     Raises PlanError for what would fail or silently train something else. `tell` gets one
     line for each winner of the rest.

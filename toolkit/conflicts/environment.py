@@ -274,7 +274,7 @@ class _Reader:
             if isinstance(value, int):
                 asked = ours and name != "PET_NPROC_PER_NODE"
                 winner = "torchrun" if asked or self.starting is None else "recipe"
-                # DMT starts one agent: with more, it would wait for the others for ever.
+                # DMT starts one agent: with more, it would wait for the others indefinitely.
                 breaks = ours and name == "PET_NNODES"
                 yield self._stated(name, key, value, winner=winner, breaks=breaks)
 

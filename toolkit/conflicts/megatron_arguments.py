@@ -176,7 +176,7 @@ Rule = Callable[[_Reader], Meaning]
 
 
 def _optimizer(reader: _Reader) -> Meaning:
-    # Megatron-LM's adam decouples the weight decay unless it is told not to.
+    # Megatron-LM's adam decouples the weight decay unless an argument says not to.
     name = reader.value("--optimizer")
     yield "optimizer.name", "adamw" if name == "adam" else name
 

@@ -102,7 +102,7 @@ class _Reader:
         return self.left.pop(key, None)
 
     def _number(self, key: str) -> float | None:
-        """Take a number; None where there is none, or something else, which is told."""
+        """Take a number; None where there is none, or something else, which is reported."""
         value = self._take(key)
         found = number(value)
         if value is not None and found is None:

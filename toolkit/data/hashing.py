@@ -1,4 +1,4 @@
-"""Explicit integer hashing, so that every choice drawn from a seed stays the same for ever.
+"""Explicit integer hashing: what is drawn from a seed is the same in every release.
 
 Numpy's generators may change their streams between versions; these few lines may not.
 """

@@ -16,7 +16,7 @@ _FIX = "wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline"
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """The key's place is told, never the key. The network is used for online logging only."""
+    """Reports where the key is, never the key. The network is used for online logging only."""
     url = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai")
     host = url.hostname or "api.wandb.ai"
     try:

@@ -60,7 +60,7 @@ def measure_and_write(measure: Callable[[Ranks], dict[str, Any]], result: Path) 
         if ranks.rank == 0:
             result.write_text(json.dumps(found), encoding="utf-8")
         leave()
-    except Exception:  # noqa: BLE001 - the last resort: every failure is told
+    except Exception:  # noqa: BLE001 - the last resort: every failure is reported
         traceback.print_exc()
         end_process(EXIT_FAILED)
     end_process(EXIT_DONE)

@@ -23,7 +23,7 @@ class Finding:
     needed_by: str | None = None
     """The recipe's setting that needs it; None where nothing does, or without a recipe."""
     fix: str = ""
-    """The command that mends it; never empty unless `level` is ok."""
+    """The command that fixes it; never empty unless `level` is ok."""
 
     def __post_init__(self) -> None:
         assert self.fix or self.level == "ok", f"{self.group}: {self.name} has no fix"

@@ -67,7 +67,7 @@ class KnownBad:
     """As in a requirement."""
     why: str
     source: str
-    """Where that is told: repository#thread, or an advisory."""
+    """Source: repository#thread, or an advisory."""
 
 
 KNOWN_BAD = (

@@ -46,7 +46,7 @@ def ask(command: Sequence[str], limit_s: float = 10.0) -> Answer:
     if done.returncode == 0:
         return Answer(True, done.stdout)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    reason = lines[-1][:300] if lines else "without a word"
+    reason = lines[-1][:300] if lines else "no output"
     if done.returncode < 0:
         reason = f"killed by signal {-done.returncode}"
     return Answer(False, reason)

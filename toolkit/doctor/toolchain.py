@@ -135,7 +135,7 @@ def _nvcc_version() -> str | None:
 
 
 def _locks(needs: Needs) -> Iterator[Finding]:
-    """Locks of killed builds, for which DeepSpeed would wait for ever."""
+    """Locks of killed builds, for which DeepSpeed would wait indefinitely."""
     try:
         root = build_folder("any").parent
     except BackendUnavailable:  # without torch there is nothing to build with

@@ -248,7 +248,7 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
 
 
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
-    """Keys that DeepSpeed would drop without a word, or not accept."""
+    """Keys that DeepSpeed would drop silently, or not accept."""
     for block, known in KNOWN_KEYS.items():
         value = _get(file.values, block) if block else file.values
         if value is None:

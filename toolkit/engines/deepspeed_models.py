@@ -33,7 +33,7 @@ def import_deepspeed() -> Any:
     """DeepSpeed, quietly: its own INFO lines are not for our users.
 
     It would probe every operator with the compiler, and on a CPU compile a shared-memory
-    all-reduce at its first use, for a minute or more without a word. gloo does that work.
+    all-reduce at its first use, silently, for a minute or more. gloo does that work.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -1,9 +1,9 @@
 """DeepSpeed's compiled parts: what a run needs, whether it can be built, and building it.
 
-DeepSpeed compiles an op at its first use, on every rank, without a word, through
+DeepSpeed compiles an op at its first use, on every rank, silently, through
 `torch.utils.cpp_extension`. That has three traps: a missing compiler shows as a traceback in
 the middle of start-up; a build takes minutes in silence; and a build that was killed
-leaves a `lock` file behind, for which later runs wait for ever. So ops are checked and
+leaves a `lock` file behind, for which later runs wait indefinitely. So ops are checked and
 built before the run starts.
 
 Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed_ops OP`, in a
@@ -256,7 +256,7 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
             yield Missing(
                 op,
                 f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
-                "would wait for ever (no process on this machine holds it)",
+                "would wait indefinitely (no process on this machine holds it)",
                 f"rm {shlex.quote(str(lock))}",
             )
 

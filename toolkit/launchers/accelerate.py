@@ -73,7 +73,7 @@ class AccelerateLauncher:
 
 def _config(cluster: ClusterSection) -> str:
     processes = cluster.gpus_per_node
-    # MULTI_GPU on processors, too: MULTI_CPU starts one process without a word.
+    # MULTI_GPU on processors, too: MULTI_CPU starts one process silently.
     kind = "'NO'" if processes == 1 else "MULTI_GPU"
     return f"""\
 compute_environment: LOCAL_MACHINE

@@ -37,7 +37,7 @@ _EXPORTED = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "HF_", "WANDB_", "DMT_")
 _SSH = (
     "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 )
-"""ssh alone would wait for ever for a machine that is gone."""
+"""ssh alone would wait indefinitely for a machine that is gone."""
 
 
 class DeepSpeedLauncher:

@@ -67,7 +67,7 @@ def report_failure(run_dir: Path, offset: int, failed: RankExit) -> Outcome:
 
 
 def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
-    """Did the rank itself say why it failed, or did it die without a word?"""
+    """Did the rank itself say why it failed, or did it die silently?"""
     return any(
         _is_end(event, failed.code) and event.get("rank") == failed.rank and "error" in event
         for event in events

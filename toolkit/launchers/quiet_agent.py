@@ -3,7 +3,7 @@
     python -m toolkit.launchers.quiet_agent torchrun|accelerate ARGUMENTS
 
 It ends with a traceback of its own whenever a rank ends with another code than 0, also when
-that rank saved and stopped or told the user what to mend, and when machines cannot reach
+that rank saved and stopped or reported a user error, and when machines cannot reach
 each other. Here the workers' messages stand alone, and the first failed rank's exit code is
 handed on.
 """
@@ -76,7 +76,7 @@ def told_the_agent(code: int) -> int:
     """The code with which a worker leaves: 0 where the agent must not start it again.
 
     An agent takes every other code for a failure: also a stop in good order (75), and what
-    the user has to mend (2, 3). The true code is left for `main`.
+    the user has to fix (2, 3). The true code is left for `main`.
     """
     folder = os.environ.get(ENDS)
     if folder is None or code not in (EXIT_RESUMABLE, EXIT_USER_ERROR, EXIT_UNAVAILABLE):

@@ -51,7 +51,7 @@ class SlurmLauncher:
         """Submit; raises BackendUnavailable without `sbatch`."""
         del signals
         require_program("slurm", spec, "on a machine of the cluster")
-        # Slurm does not make the folder of a job's output; the job would die without a word.
+        # Slurm does not make the folder of a job's output; the job would die silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if "--cpus-per-task" not in spec.printable():
             tell("launch.slurm.cpus_per_node is not set: Slurm's default may be 1 processor")

@@ -31,7 +31,7 @@ def supervise(
     """Run `spec`; when it fails, run `again()`. Returns an exit code of errors.py.
 
     At most `max_restarts` times in a row without a newer checkpoint than before. Only a
-    failure (4) is tried again, not what the user has to mend, nothing after a signal, and no
+    failure (4) is retried, not what the user has to fix, nothing after a signal, and no
     failure of which a rank said that another start is of no use.
     """
     run = RunDirectory(spec.run_dir)
@@ -68,7 +68,7 @@ def supervise(
 
 
 def _would_come_again(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a rank said so of its failure; the user is told."""
+    """Whether a rank reported that about its failure; the user is informed."""
     found = any(event.get("retry") is False for event in _ends(events))
     if found:
         tell("not started again: it would not help, the message above says what may")
@@ -108,7 +108,7 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
 
 
 def _silent(events: Sequence[Mapping[str, Any]]) -> str:
-    """The rank that left without a word, where it is the only one."""
+    """The rank that left without a message, if there is exactly one."""
     worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     heard = {event.get("rank") for event in _ends(events)}
     silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]

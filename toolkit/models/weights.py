@@ -29,7 +29,7 @@ from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
 BLOCK = 1 << 18
-"""Elements drawn from one random stream. Fixed for ever: it is part of the weights."""
+"""Elements drawn from one random stream. Fixed: changing it would change the weights."""
 
 DRAWN_AT_ONCE = 1 << 24
 """Elements that `RandomWeights.read_block` holds while it cuts out columns."""

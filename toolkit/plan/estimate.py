@@ -69,7 +69,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
 
 
 def machine_output(found: Estimate) -> dict[str, Any]:
-    """One estimate as `dmt estimate --json` prints it: DESIGN.md's contract, and parts."""
+    """One estimate as `dmt estimate --json` prints it."""
     return _result(found, found.memory, found.memory.total) | {
         "memory_parts_gib": memory_parts(found.memory),
         "time_parts_s": time_parts(found.time),
@@ -109,7 +109,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
 
 
 def estimate_case(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of one published case: DESIGN.md's contract of `dmt estimate --cases`."""
+    """The result of one published case, as `dmt estimate --cases` prints it."""
     case = Case(fields)
     try:
         answer = _predicted(case) if case.has_shape else _counted(case)

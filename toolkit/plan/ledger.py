@@ -40,7 +40,7 @@ def ledger(
     """Every entry of this plan: exact ones first, refused ones last.
 
     `config` is the hub's config of the model, where the recipe states none. `engine_config`
-    is what the plan's engine is told; without it, nothing that the plan does not say.
+    is the configuration of the plan's engine; without it, only what the plan says.
     """
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")

@@ -224,8 +224,7 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
         yield Problem(
             "parallel.zero.offload_optimizer",
             f"nvme with stage: {zero.stage}",
-            "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory "
-            "without a word",
+            "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory silently",
             "set parallel.zero.stage to 3 (or auto)",
         )
     elif zero.offload_optimizer not in ("none", "auto") and zero.stage == 0:

@@ -2,7 +2,7 @@
 
 `toolkit.plan.legality` decides what a pair of engine and model can do at all; here, whether
 this model can be cut that way. Every rule names the line of megatron-core 0.16 that would
-stop the run, or go wrong without a word, and the nearest legal value.
+stop the run, or go wrong silently, and the nearest legal value.
 """
 
 from collections.abc import Iterator, Mapping

@@ -201,7 +201,7 @@ class _Builder:
             raise self.syntax(type(error).__name__, 1) from None
 
     def syntax(self, reason: str, line: int) -> RecipeError:
-        fix = _SYNTAX_FIXES.get(reason, "mend the YAML at this line or just above it")
+        fix = _SYNTAX_FIXES.get(reason, "fix the YAML at this line or just above it")
         return self.stop(reason.removeprefix("found "), "valid YAML", fix, line)
 
     def fatal(

@@ -50,7 +50,7 @@ def main() -> None:
         ranks = join()
         train(read_assignment(Path(sys.argv[1]), ranks.world), ranks)
         leave()
-    except Exception as error:  # noqa: BLE001 - the last resort: every failure is told
+    except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
         traceback.print_exc()
         first, _, more = str(error).strip().partition("\n")
         if more:

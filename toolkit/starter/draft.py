@@ -125,7 +125,7 @@ def _name(folder: Path, task: Task) -> str:
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:
-    """The model's Hugging Face config; an unknown name is told apart from a missing cache."""
+    """The model's Hugging Face config; an unknown name and a missing cache are two errors."""
     try:
         return model_config(ModelSection(hub=source))
     except ShapeUnknown as error:

@@ -1,4 +1,4 @@
-"""What the ranks of a run are told: recipe, plan and backend configuration, made once."""
+"""What the ranks of a run are given: recipe, plan and backend configuration, made once."""
 
 import os
 import sys
@@ -146,7 +146,7 @@ def assign(
     """Plan and write the run directory of `world` ranks that a foreign launcher started.
 
     Raises PlanError when the recipe's cluster has another number, or the environment says
-    otherwise than the recipe what would spoil the run.
+    differently from the recipe what would spoil the run.
     """
     recipe = load_recipe(recipe_path, overrides)
     if _came_back_resized(recipe, world):

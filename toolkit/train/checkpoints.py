@@ -195,7 +195,7 @@ class RunCheckpoints:
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Begin to save, unless that was done at this step already.
 
-        `mark` is told what it begins with.
+        `mark` is called with what begins.
         """
         if self.saved_at == progress.step:
             return

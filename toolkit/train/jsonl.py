@@ -53,7 +53,7 @@ _failed: dict[Path, bool] = {}
 def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
     """As `append`, but a full disk costs the line, not the run.
 
-    The first failure on a file is told on standard error by rank 0. What a failure left of
+    Rank 0 reports the first failure on a file on standard error. What a failure left of
     a line is cut off before the next one is written.
     """
     try:

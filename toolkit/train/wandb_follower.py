@@ -193,7 +193,7 @@ def _private_settings(wandb: Any) -> Any:
 
 
 def _check_writable(folder: Path) -> None:
-    # W&B would fall back to the machine's temporary folder without a word.
+    # W&B would fall back to the machine's temporary folder silently.
     try:
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -286,7 +286,7 @@ def main(run_directory: str) -> int:
     with _output_into(run_dir.logs / "wandb.log"):
         try:
             follow(run_dir, settings, ended)
-        except Exception as error:  # noqa: BLE001 - whatever W&B raises, the user is told
+        except Exception as error:  # noqa: BLE001 - whatever W&B raises is reported
             reason = str(error) if isinstance(error, GaveUp) else _first_line(error)
             tell(f"gave up: {reason}")
             trainer.write(redact(reason).replace("\n", " ") + "\n")

@@ -28,7 +28,7 @@ _NOT_INHERITED = (
 class WandbFollower:
     """A running follower. No method waits for W&B, except `finish` up to its limit.
 
-    The user is told once when W&B fails: `problem` or `finish` returns the line to show,
+    The user is informed once when W&B fails: `problem` or `finish` returns the line to show,
     and a `warning` event is written. Training goes on either way.
     """
 

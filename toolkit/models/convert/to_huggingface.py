@@ -61,7 +61,7 @@ class ToHuggingFace:
         self.nbytes = sum(entry.nbytes for entry in self.entries)
 
     def write(self, folder: Path, tick: Callable[[int], None]) -> None:
-        """Write the folder, which exists and is empty; `tick` is told of bytes as they pass."""
+        """Write the empty folder; `tick` is called with the bytes of each piece."""
         write_model(folder, [entry.telling(tick) for entry in self.entries])
         shutil.copyfile(self.source.config_file, folder / "config.json")
         if self.source.companions is not None:

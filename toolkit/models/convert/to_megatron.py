@@ -62,7 +62,7 @@ class ToMegatron:
         self.nbytes = sum(file.stat().st_size for file in files)
 
     def write(self, folder: Path, tick: Callable[[int], None]) -> None:
-        """Write the checkpoint into an empty folder; `tick` is told of bytes as they pass."""
+        """Write the checkpoint into an empty folder; `tick` gets the bytes of each piece."""
         with Writer(folder / RELEASE) as writer:
             for instance in self.source.model.instances():
                 self._write(writer, instance, tick)

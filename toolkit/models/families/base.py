@@ -111,7 +111,7 @@ class Family:
     freezes_padding: bool = True
     """transformers does not train the input embedding of `pad_token_id`."""
     published_names: tuple[tuple[str, str], ...] = ()
-    """What published checkpoints name otherwise than transformers 5: pattern of the model's
+    """What published checkpoints name differently from transformers 5: pattern of the model's
     name → stored name."""
 
     # The model's shape, see ModelSpec. A bias that is False here follows the config's keys.
