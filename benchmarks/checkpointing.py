@@ -129,12 +129,12 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from toolkit.batch import MicroBatch
     from toolkit.checkpoint.manifest import Manifest
     from toolkit.checkpoint.resume import find_newest, load
     from toolkit.checkpoint.saved_state import SavedState
     from toolkit.checkpoint.saver import Saver
     from toolkit.checkpoint.store import CheckpointStore
-    from toolkit.engines.base import MicroBatch
     from toolkit.engines.distributed import end_process, join
     from toolkit.engines.setup import EngineSetup, build_engine
     from toolkit.models import huggingface as hf

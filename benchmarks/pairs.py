@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -51,12 +52,28 @@ class Run:
         self._process = subprocess.Popen(
             command, env=environment, stdout=self._output, stderr=self._output
         )
-        while not first():
-            if self._process.poll() is not None:
-                self.end()
-            time.sleep(POLL_S)
+        try:
+            while not first():
+                if self._process.poll() is not None:
+                    self.end()
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            self.close()
+            raise
         self.first_s = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs, and what is stopped."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
 
     def turn(self) -> bool:
         """Let it run for a second, or to its last step; whether that is done."""
@@ -76,15 +93,15 @@ class Run:
         code = self._process.wait()
         self._output.seek(0)
         text = self._output.read()[-2000:].decode(errors="replace")
-        self._output.close()
         if code or not self._last():
             sys.exit(f"{' '.join(self.command)} ended with {code}:\n{text}")
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
             leader = psutil.Process(self._process.pid)
-            for process in (leader, *leader.children(recursive=True)):
-                process.send_signal(number)
+            for process in (*leader.children(recursive=True), leader):
+                with suppress(psutil.NoSuchProcess):  # ended since it was listed
+                    process.send_signal(number)
 
 
 @dataclass
@@ -99,14 +116,14 @@ class Pairs:
 
     def run(self, overrides: Sequence[str], script: str) -> None:
         """One more pair: `dmt launch` of the recipe, and `benchmarks/SCRIPT`."""
-        with tempfile.TemporaryDirectory() as name:
-            pair = dmt(Path(name), overrides, self.steps), loop(Path(name), script, self.steps)
-            running = list(pair)
+        with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
+            ours = ends.enter_context(dmt(Path(name), overrides, self.steps))
+            theirs = ends.enter_context(loop(Path(name), script, self.steps))
+            running = [ours, theirs]
             while running:
                 running = [run for run in running if not run.turn()]
-            for run in pair:
+            for run in (ours, theirs):
                 run.end()
-        ours, theirs = pair
         self.ours.append(ours)
         self.theirs.append(theirs)
         print(

@@ -14,7 +14,7 @@ from pathlib import Path
 import document  # beside this script
 
 from toolkit.hardware.cluster import Cluster, parse_cluster
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.legality import Pair
 from toolkit.plan.model_rules import Job
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage

@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import evaluation_batches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.engines.base import IGNORE_INDEX
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 

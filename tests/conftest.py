@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 
 from tests import needs
-from toolkit.engines.deepspeed_ops import build, preflight, put_ninja_on_path
+from toolkit.engines.deepspeed.ops import build, preflight, put_ninja_on_path
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ[name] = "1"

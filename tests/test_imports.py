@@ -27,10 +27,9 @@ PROGRAMS = ("toolkit.launchers.ray_job",)
 """Started by a launcher as a process of its own, imported by nobody."""
 
 LAYERS = (
-    # engines.base is the protocol only: the words that data, models and engines share.
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
-     "toolkit.engines.base", "toolkit.engines.__init__", "toolkit.untrusted"),
+     "toolkit.untrusted", "toolkit.batch", "toolkit.layout"),
     ("toolkit.recipe.schema", "toolkit.recipe.describe", "toolkit.recipe.foreign",
      "toolkit.recipe.yaml_nodes", "toolkit.recipe.layers", "toolkit.recipe.explain",
      "toolkit.recipe.dump", "toolkit.recipe.docs", "toolkit.recipe.__init__"),

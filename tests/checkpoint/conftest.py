@@ -8,7 +8,7 @@ import torch
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, whole_block
 from toolkit.engines.distributed import join, leave
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 
 MANIFEST = Manifest(
     step=1,

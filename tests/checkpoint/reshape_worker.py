@@ -21,7 +21,7 @@ from toolkit.checkpoint.shards import QUANTITIES, whole_block
 from toolkit.checkpoint.store import folder_name
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 
 SAVED_AT = 3
 FURTHER = 5

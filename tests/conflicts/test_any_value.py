@@ -11,7 +11,7 @@ from tests.conflicts.conftest import Planned
 from toolkit.conflicts import environment_conflicts
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.training_arguments_keys import FSDP, KNOWN_KEYS
-from toolkit.engines import deepspeed_keys
+from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.errors import DmtError
 
 VALUES: tuple[Any, ...] = (

@@ -9,8 +9,8 @@ import pytest
 from tests.conflicts.conftest import TINY, Planned
 from tests.processes import ROOT
 from toolkit.conflicts import against, places_in
-from toolkit.engines import megatron_lm
-from toolkit.engines.deepspeed_config import OWNED
+from toolkit.engines.deepspeed.config import OWNED
+from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.setup import render_engine_config
 from toolkit.errors import RecipeError
 

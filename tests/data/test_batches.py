@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 
 Tokenized = Callable[[Sequence[Sequence[int]]], TokenizedData]
 Rows = list[tuple[list[int], list[int]]]

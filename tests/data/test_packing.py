@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.base import IGNORE_INDEX
 from toolkit.errors import DataError
 
 Tokenized = Callable[[Sequence[Sequence[int]]], TokenizedData]

@@ -17,7 +17,7 @@ import pytest
 from tests import needs
 from tests.ds_configs import train_worker
 from tests.forked import run_ranks
-from toolkit.engines.presets import PRESETS, preset_path
+from toolkit.engines.deepspeed.presets import PRESETS, preset_path
 
 WITHOUT_CUDA = [name for name in PRESETS if name != "zeropp"]
 """ZeRO++ quantizes with kernels that DeepSpeed has for CUDA only."""

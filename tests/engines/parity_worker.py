@@ -13,17 +13,18 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
-from toolkit.engines.base import IGNORE_INDEX, Counters, Engine, MicroBatch
+from toolkit.engines.base import Counters, Engine
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
-from toolkit.plan.layout import Layout
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 

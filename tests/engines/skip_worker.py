@@ -20,7 +20,8 @@ from tests.engines.parity_worker import (
     new_engine,
     unmasked,
 )
-from toolkit.engines.base import IGNORE_INDEX, StepResult
+from toolkit.batch import IGNORE_INDEX
+from toolkit.engines.base import StepResult
 from toolkit.engines.distributed import Ranks
 
 STEPS = 8

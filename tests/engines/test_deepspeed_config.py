@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines.deepspeed_config import (
+from toolkit.engines.deepspeed.config import (
     DeepSpeedRequest,
     offload_of,
     open_config,
     render,
     stage_of,
 )
-from toolkit.engines.presets import PRESETS, preset_for, preset_path
+from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.recipe.schema import OptimizerSection
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"

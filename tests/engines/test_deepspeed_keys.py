@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines.deepspeed_keys import KNOWN_KEYS
+from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 
 COLLECT = """
 import json

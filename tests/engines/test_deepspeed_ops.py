@@ -14,9 +14,9 @@ import torch
 
 from tests import needs
 from tests.processes import HANG_S, wait_until
-from toolkit.engines import deepspeed_ops
-from toolkit.engines.deepspeed_config import DeepSpeedRequest, render
-from toolkit.engines.deepspeed_ops import (
+from toolkit.engines.deepspeed import ops as deepspeed_ops
+from toolkit.engines.deepspeed.config import DeepSpeedRequest, render
+from toolkit.engines.deepspeed.ops import (
     build,
     build_folder,
     is_built,
@@ -25,7 +25,7 @@ from toolkit.engines.deepspeed_ops import (
     required_ops,
 )
 from toolkit.errors import BackendUnavailable
-from toolkit.plan.layout import Layout, Placement
+from toolkit.layout import Layout, Placement
 from toolkit.recipe.schema import OptimizerSection
 
 
@@ -278,7 +278,7 @@ def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
 @pytest.mark.usefixtures("extensions")
 @pytest.mark.slow
 def test_sigterm_ends_the_build_too() -> None:
-    code = "from toolkit.engines.deepspeed_ops import build; build(['cpu_adam'], print)"
+    code = "from toolkit.engines.deepspeed.ops import build; build(['cpu_adam'], print)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     folder = build_folder("cpu_adam")
     wait_until(lambda: "cc1plus" in _working_in(folder), "a compiler")
@@ -293,7 +293,7 @@ def test_sigterm_ends_the_build_too() -> None:
 def test_a_real_build_that_is_killed_is_found() -> None:
     """The whole story with torch's own lock: live build, kill -9, stale lock."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "toolkit.engines.deepspeed_ops", "cpu_adam"],
+        [sys.executable, "-m", "toolkit.engines.deepspeed.ops", "cpu_adam"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.engines.deepspeed_veto import Veto
+from toolkit.engines.deepspeed.veto import Veto
 from toolkit.errors import RunFailed
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engines.json_file import MAX_BYTES, _stated_keys, read_json
+from toolkit.engines.deepspeed.json_file import MAX_BYTES, _stated_keys, read_json
 from toolkit.errors import RecipeError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.engines.megatron_fields import SUPPORTED, check_fields
+from toolkit.engines.megatron.fields import SUPPORTED, check_fields
 from toolkit.errors import BackendUnavailable
 
 pytestmark = pytest.mark.usefixtures("megatron_core")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines import megatron_lm
-from toolkit.engines.megatron_lm import ArgumentList
-from toolkit.engines.megatron_lm_run import schedule_arguments
+from toolkit.engines.megatron import pretrain_gpt as megatron_lm
+from toolkit.engines.megatron.pretrain_gpt import ArgumentList
+from toolkit.engines.megatron.pretrain_gpt_run import schedule_arguments
 from toolkit.errors import RecipeError
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.load import load_recipe

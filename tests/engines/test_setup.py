@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engines.parity_worker import CONFIG, Case, recipe
-from toolkit.engines.megatron_config import loaded_model
+from toolkit.engines.megatron.config import loaded_model
 from toolkit.engines.setup import environment
 from toolkit.errors import PlanError
 from toolkit.plan.planner import plan_recipe

@@ -7,13 +7,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from toolkit.engines.distributed import join
-from toolkit.engines.megatron_config import render_model
+from toolkit.engines.megatron.config import render_model
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import megatron_model
 from toolkit.models.families.tensors import Block
 from toolkit.models.megatron import cpu
 from toolkit.models.weights import SafetensorsWeights
-from toolkit.plan.layout import Layout
 
 
 class Counted(SafetensorsWeights):

@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.engines.distributed import join, leave
+from toolkit.layout import Layout
 from toolkit.models.families import megatron_model
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron import model as megatron
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.models.megatron.weights import fill, shards
 from toolkit.models.weights import SafetensorsWeights
-from toolkit.plan.layout import Layout
 
 # isort: split
 from megatron.core import dist_checkpointing, parallel_state

@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.making import MIXTRAL, found, llama_8b, on, recipe, tiny
 from toolkit.hardware.cluster import parse_cluster
+from toolkit.layout import Layout
 from toolkit.plan.explain import SHOWN, Decision, decisions
-from toolkit.plan.layout import Layout
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import Search, evaluate, search

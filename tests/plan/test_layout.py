@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.plan.layout import Layout, padded_vocab, stage_layers
+from toolkit.layout import Layout, padded_vocab, stage_layers
 
 DEGREES = st.integers(1, 5)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
-from toolkit.engines.presets import PRESETS
+from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.models.families import model_spec
 from toolkit.plan import legality

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.activations import LayerActivations, layer_activations
-from toolkit.plan.layout import Layout
 from toolkit.plan.memory import (
     GIB,
     Memory,

@@ -14,8 +14,8 @@ from matplotlib.text import Text
 
 from toolkit.errors import EXIT_UNAVAILABLE, BackendUnavailable, PlanError
 from toolkit.hardware.cluster import parse_cluster
+from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.layout import Layout
 from toolkit.plan.legality import EngineName, Pair
 from toolkit.plan.memory import GIB, peak_memory
 from toolkit.plan.plot import (

@@ -26,7 +26,7 @@ from tests.plan.making import (
 from tests.work import calls
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
-from toolkit.plan.layout import Layout, stage_layers
+from toolkit.layout import Layout, stage_layers
 from toolkit.plan.legality import TABLE, Pair
 from toolkit.plan.memory import model_states_gib, peak_memory
 from toolkit.plan.model_rules import Job

@@ -9,10 +9,10 @@ import pytest
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.collectives import Group, network
 from toolkit.plan.efficiency import DEFAULT, TABLE
-from toolkit.plan.layout import Layout
 from toolkit.plan.operators import device, matmul_s
 from toolkit.plan.stages import stage_share
 from toolkit.plan.time import StepTime, step_time

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from toolkit.engines.base import IGNORE_INDEX
-from toolkit.plan.layout import Layout
+from toolkit.batch import IGNORE_INDEX
+from toolkit.layout import Layout
 from toolkit.recipe.schema import TrainingSection
 from toolkit.rehearse.batches import global_batch, micro_batches
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.rehearse.comparison import (
     EXACT,
     OFFLOAD_TOLERANCE,

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import ROOT
 from tests.rehearse.recipes import INTERLEAVED
 from toolkit.errors import RecipeError
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe, ZeroSection

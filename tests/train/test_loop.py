@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.base import MicroBatch, StepResult
+from toolkit.engines.base import StepResult
 from toolkit.engines.fake import FakeEngine
 from toolkit.errors import RunFailed, Stopped
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.loop import Job, Progress, StepReport, train
 from toolkit.train.signals import StopRequest

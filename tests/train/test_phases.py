@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.processes import wait_until
 from toolkit.checkpoint.shards import whole_block
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
-from toolkit.plan.layout import Layout
 from toolkit.recipe.schema import ModelSection
 from toolkit.train import phases as module
 from toolkit.train.phases import BUILDING, CountedWeights, Phases

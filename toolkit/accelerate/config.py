@@ -14,10 +14,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.engines.presets import preset_path
+from toolkit.engines.deepspeed.presets import preset_path
 from toolkit.engines.setup import render_engine_config
 from toolkit.errors import PlanError
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.legality import DEGREES, EngineName
 from toolkit.plan.planner import Plan
 from toolkit.recipe.dump import dump

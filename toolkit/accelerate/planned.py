@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from toolkit.accelerate.config import MIXED_PRECISION, script_config
 from toolkit.accelerate.patches import complete_deepspeed, complete_fsdp
 from toolkit.conflicts.environment import accelerate_settings
-from toolkit.engines.deepspeed_models import import_deepspeed
+from toolkit.engines.deepspeed.models import import_deepspeed
 from toolkit.engines.distributed import join
 from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError, RunFailed

@@ -9,7 +9,6 @@ from torch.utils.data import Dataset
 from toolkit.data.build import build_data
 from toolkit.data.order import sample_indices
 from toolkit.models.huggingface import build_config
-from toolkit.plan.layout import total_steps
 from toolkit.recipe.schema import Recipe
 
 
@@ -39,7 +38,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         )
         self._packed = data.train
         self._seed = training.seed
-        steps = total_steps(training, len(data.train))
+        steps = training.total_steps(len(data.train))
         assert steps is not None, "known once the data is"
         self.steps = steps
         """Optimizer steps of the run."""

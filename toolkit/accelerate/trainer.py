@@ -16,7 +16,6 @@ from toolkit.accelerate.planned import fsdp_settings, prepare_process
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError
-from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.terminal import tell
@@ -184,7 +183,7 @@ def _schedule(recipe: Recipe, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(recipe: Recipe) -> dict[str, Any]:
-    steps = total_steps(recipe.training)
+    steps = recipe.training.total_steps()
     if steps is not None:
         return {"max_steps": steps}
     return {"num_train_epochs": recipe.training.epochs}

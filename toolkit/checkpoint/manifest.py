@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from toolkit.errors import CheckpointError
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.recipe.schema import Count
 from toolkit.untrusted import parse_json, read_bytes, regular_inside
 

@@ -22,7 +22,6 @@ from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
-from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.load import load_recipe, placed
 from toolkit.recipe.schema import Recipe
@@ -167,7 +166,7 @@ def human(number: float) -> str:
 
 
 def _length(recipe: Recipe) -> str:
-    training, steps = recipe.training, total_steps(recipe.training)
+    training, steps = recipe.training, recipe.training.total_steps()
     if steps is None:
         return f"{training.epochs:g} epochs"
     tokens = steps * training.global_batch_size * training.sequence_length

@@ -18,7 +18,7 @@ from toolkit.cli.bars import byte_progress, columns, print_hanging
 from toolkit.cli.console import Console
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, load_on
 from toolkit.errors import EXIT_USER_ERROR
-from toolkit.plan.layout import degrees_text
+from toolkit.layout import degrees_text
 from toolkit.redact import redact
 from toolkit.terminal import tell
 from toolkit.units import byte_size

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.cli.check import human
-from toolkit.plan.layout import layout_text
+from toolkit.layout import layout_text
 from toolkit.units import byte_size
 
 _STATE_BYTES = 3 * 4

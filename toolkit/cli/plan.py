@@ -21,7 +21,6 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
-from toolkit.plan.layout import total_steps
 from toolkit.plan.ledger import KINDS, Entry, Kind
 from toolkit.plan.planner import Plan, explore, plan_of
 from toolkit.plan.prediction import basis
@@ -62,14 +61,14 @@ class Planned:
     @property
     def job(self) -> Job:
         """What has to be saved, how often and where."""
-        steps, every = total_steps(self.recipe.training), self.recipe.checkpoint.every_steps
+        steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
         step_s = self.plan.step_time_s
         return Job(self.plan.parameters, self.cluster, step_s, steps, every)
 
     @property
     def run(self) -> "plan_tables.Run | None":
         """How long the whole run takes; None where its steps are not known yet."""
-        steps = total_steps(self.recipe.training)
+        steps = self.recipe.training.total_steps()
         if steps is None or self.plan.step_time_s is None:
             return None
         return plan_tables.Run(steps, self.plan.step_time_s, self.cluster)

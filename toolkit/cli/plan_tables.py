@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.planner import Plan
 from toolkit.plan.search import Candidate, Search
 from toolkit.units import seconds

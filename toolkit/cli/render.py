@@ -9,7 +9,8 @@ import typer
 
 from toolkit.accelerate import config as accelerate_config
 from toolkit.cli.options import Overrides, RecipePath
-from toolkit.engines import megatron_config, megatron_lm
+from toolkit.engines.megatron import config as megatron_config
+from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.launchers import LAUNCHERS
@@ -107,7 +108,7 @@ def _megatron(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[
     config = megatron_config.render(loaded, plan.layout)
     if plan.engine != "megatron":
         config = {name: config[name] for name in ("transformer", "gpt")}
-    from toolkit.engines.megatron_fields import check_fields
+    from toolkit.engines.megatron.fields import check_fields
 
     check_fields(config)
     return config

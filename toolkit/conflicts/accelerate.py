@@ -30,7 +30,7 @@ from toolkit.conflicts.source import (
     translated,
     unknown,
 )
-from toolkit.engines.json_file import JsonFile, parse_json, read_json
+from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
 
 KIND = "Accelerate config"
 

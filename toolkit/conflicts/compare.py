@@ -16,7 +16,7 @@ from toolkit.conflicts.source import (
     Unknown,
     shown,
 )
-from toolkit.engines.deepspeed_config import same
+from toolkit.engines.deepspeed.config import same
 from toolkit.recipe.describe import choices, settings
 from toolkit.redact import redact
 

@@ -17,9 +17,9 @@ from toolkit.conflicts.source import (
     shown,
     translated,
 )
-from toolkit.engines.deepspeed_config import OWNED, REQUIRED, open_config, unknown_keys
-from toolkit.engines.deepspeed_keys import KNOWN_KEYS
-from toolkit.engines.json_file import JsonFile
+from toolkit.engines.deepspeed.config import OWNED, REQUIRED, open_config, unknown_keys
+from toolkit.engines.deepspeed.json_file import JsonFile
+from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.errors import Problem
 from toolkit.recipe.schema import Recipe
 

@@ -8,8 +8,8 @@ from toolkit.conflicts import accelerate, deepspeed_json, megatron_arguments, tr
 from toolkit.conflicts.accelerate_keys import TOP_LEVEL
 from toolkit.conflicts.source import Source
 from toolkit.conflicts.training_arguments_keys import KNOWN_KEYS
-from toolkit.engines import deepspeed_keys
-from toolkit.engines.json_file import JsonFile, read_json
+from toolkit.engines.deepspeed import keys as deepspeed_keys
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.schema import Recipe

@@ -16,11 +16,10 @@ from toolkit.conflicts.source import (
     SHARDS,
     WORLD,
 )
-from toolkit.engines.deepspeed_config import REQUIRED
-from toolkit.engines.megatron_config import render_model, trained_config
+from toolkit.engines.deepspeed.config import REQUIRED
+from toolkit.engines.megatron.config import render_model, trained_config
 from toolkit.errors import DmtError
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
-from toolkit.plan.layout import total_steps
 from toolkit.plan.planner import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
@@ -122,7 +121,7 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
     for index, beta in enumerate(recipe.optimizer.betas):
         composed[f"optimizer.betas[{index}]"] = Fact(beta, betas.origin)
     if recipe.training.tokens is not None:
-        steps = total_steps(recipe.training)
+        steps = recipe.training.total_steps()
         composed["training.steps"] = Fact(steps, "derived: training.tokens")
     wandb = recipe.logging.wandb
     on = wandb is not None and wandb.mode != "disabled"

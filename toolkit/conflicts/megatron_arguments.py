@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM's `pretrain_gpt.py`: a list of them, or the script that passes them.
 
-Names and meaning are those of core_v0.16.1, as in `toolkit.engines.megatron_lm`, which renders
-them. torchrun's own flags in such a script count as well.
+Names and meaning are those of core_v0.16.1, as in `engines/megatron/pretrain_gpt.py`, which
+renders them. torchrun's own flags in such a script count as well.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
 from toolkit.conflicts.shell_flags import Flag, read_flags
 from toolkit.conflicts.source import Collected, OneOf, Source, Stated, number, unknown
-from toolkit.engines.megatron_lm import (
+from toolkit.engines.megatron.pretrain_gpt import (
     GPT_SWITCHES,
     GPT_VALUES,
     TRANSFORMER_SWITCHES,

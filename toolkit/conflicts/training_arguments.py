@@ -21,7 +21,7 @@ from toolkit.conflicts.source import (
     unknown,
 )
 from toolkit.conflicts.training_arguments_keys import FSDP, KNOWN_KEYS
-from toolkit.engines.json_file import JsonFile, read_json
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.recipe.foreign import foreign
 
 KIND = "TrainingArguments"

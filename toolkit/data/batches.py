@@ -6,9 +6,9 @@ A global batch is a list of samples; the layout decides only who computes which 
 import numpy as np
 import torch
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.order import sample_indices
 from toolkit.data.packing import Int64Array, PackedDataset
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
 
 _PADDING = -1
 """Stands for a sample that is fully masked."""

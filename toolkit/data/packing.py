@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.base import IGNORE_INDEX
 from toolkit.errors import DataError
 
 Int64Array = npt.NDArray[np.int64]

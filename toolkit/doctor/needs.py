@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.engines.deepspeed_ops import required_ops
+from toolkit.engines.deepspeed.ops import required_ops
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.schema import Recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import LAUNCHERS, Needs
 from toolkit.doctor.probe import ask
-from toolkit.engines.deepspeed_ops import (
+from toolkit.engines.deepspeed.ops import (
     TOOLS,
     build_folder,
     compiled_at_start,

@@ -18,28 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from toolkit.batch import MicroBatch
     from toolkit.checkpoint.shards import StateShard
-
-IGNORE_INDEX = -100
-"""Label of a position that carries no loss (PyTorch's and transformers' convention)."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one rank feeds to one forward pass."""
-
-    input_ids: "torch.Tensor"
-    """int64 [micro_batch, sequence]."""
-    labels: "torch.Tensor"
-    """int64 [micro_batch, sequence], already shifted: `labels[:, t]` is the token that
-    follows `input_ids[:, t]`, or `IGNORE_INDEX` where no loss is taken."""
-    samples: tuple[int, ...] = ()
-    """Which samples of the training data the rows are; for the sample log only."""
-
-    @property
-    def tokens(self) -> int:
-        """Unmasked tokens: those whose loss counts. Waits for a batch on a GPU."""
-        return int((self.labels != IGNORE_INDEX).sum())
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ class Engine(Protocol):
 
     def train_step(
         self,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: "Sequence[MicroBatch]",
         tokens: int,
         learning_rate: float,
         max_loss: float = math.inf,
@@ -117,7 +97,7 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+    def evaluate(self, micro_batches: "Sequence[MicroBatch]") -> EvalResult:
         """Loss over this and all other ranks' batches, without gradients."""
         ...
 

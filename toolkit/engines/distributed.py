@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
-from toolkit.engines.base import MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable

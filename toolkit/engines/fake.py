@@ -13,15 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.shards import StateShard, whole_block
-from toolkit.engines.base import (
-    IGNORE_INDEX,
-    Counters,
-    EvalResult,
-    MicroBatch,
-    StepResult,
-    refusal,
-)
+from toolkit.engines.base import Counters, EvalResult, StepResult, refusal
 
 
 class FakeEngine:

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engines import deepspeed_ops, fsdp_config, megatron_config
 from toolkit.engines.base import Engine
-from toolkit.engines.deepspeed_config import (
+from toolkit.engines.deepspeed import ops as deepspeed_ops
+from toolkit.engines.deepspeed.config import (
     DeepSpeedRequest,
     offload_of,
     open_config,
     render,
     stage_of,
 )
+from toolkit.engines.megatron import config as megatron_config
+from toolkit.engines.torch import fsdp_config
+from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
-from toolkit.plan.layout import Layout
 from toolkit.plan.legality import ModelName
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
     from toolkit.models.weights import WeightSource
 
 ENGINES = {
-    "ddp": "toolkit.engines.ddp:DdpEngine",
-    "deepspeed": "toolkit.engines.deepspeed:DeepSpeedEngine",
-    "fsdp": "toolkit.engines.fsdp:FsdpEngine",
-    "megatron": "toolkit.engines.megatron:MegatronEngine",
+    "ddp": "toolkit.engines.torch.ddp:DdpEngine",
+    "deepspeed": "toolkit.engines.deepspeed.engine:DeepSpeedEngine",
+    "fsdp": "toolkit.engines.torch.fsdp:FsdpEngine",
+    "megatron": "toolkit.engines.megatron.engine:MegatronEngine",
 }
 
 

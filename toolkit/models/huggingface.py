@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers import initialization as hf_initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import model_spec

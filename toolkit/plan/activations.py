@@ -9,7 +9,7 @@ paper's equations 1 to 6 against this module.
 
 from dataclasses import dataclass
 
-from toolkit.plan.layout import Recompute
+from toolkit.layout import Recompute
 from toolkit.plan.workload import Workload
 
 FP32_BYTES = 4

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.plan.layout import Layout, stage_layers
+from toolkit.layout import Layout, stage_layers
 from toolkit.plan.legality import TABLE, Pair
 from toolkit.plan.model_rules import Job
 from toolkit.plan.search import Candidate, Search, evaluate, shortage

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.layout import padded_vocab
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.layout import padded_vocab
 from toolkit.plan.legality import ANY, DEGREES, TABLE, Pair
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe

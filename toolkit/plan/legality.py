@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from toolkit.errors import Problem
-from toolkit.plan.layout import Placement, Recompute
+from toolkit.layout import Placement, Recompute
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
 EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]

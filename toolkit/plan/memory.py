@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from toolkit.layout import Layout, Recompute, padded_vocab
 from toolkit.plan.activations import FP32_BYTES, compute_bytes, layer_activations
-from toolkit.plan.layout import Layout, Recompute, padded_vocab
 from toolkit.plan.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.workload import Workload
 

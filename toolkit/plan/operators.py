@@ -12,9 +12,9 @@ from math import ceil
 
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
+from toolkit.layout import Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.efficiency import Efficiency
-from toolkit.plan.layout import Recompute, padded_vocab
 from toolkit.plan.workload import Precision, Workload
 
 SPLITS = (1, 2, 4, 8)

@@ -12,10 +12,10 @@ from typing import Any
 
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
+from toolkit.layout import Layout
 from toolkit.models.config_check import check_config
 from toolkit.plan import legality, model_rules
 from toolkit.plan.explain import decisions
-from toolkit.plan.layout import Layout
 from toolkit.plan.legality import EngineName, ModelName
 from toolkit.plan.memory import building_gib, model_states_gib
 from toolkit.plan.model_rules import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.memory import GIB, Memory
 from toolkit.plan.time import StepTime
 from toolkit.units import seconds

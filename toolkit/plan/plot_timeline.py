@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.plot import BLACK, GREY, ORANGE, SKY, label_seconds
 from toolkit.plan.schedule import Direction, Slot, Timetable, timetable
 from toolkit.plan.time import StepTime

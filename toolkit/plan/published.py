@@ -14,9 +14,9 @@ from typing import Any
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
+from toolkit.layout import Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.formulas import EstimatorQuery
-from toolkit.plan.layout import Layout, Placement, Recompute
 from toolkit.plan.legality import EngineName
 from toolkit.plan.memory import GIB, peak_memory
 from toolkit.plan.workload import Precision, TensorOverlap, Workload

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
-from toolkit.plan.layout import Layout, Recompute
+from toolkit.layout import Layout, Recompute
 from toolkit.plan.legality import TABLE, Pair
 from toolkit.plan.memory import (
     GIB,

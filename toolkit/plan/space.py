@@ -11,8 +11,8 @@ from itertools import combinations, product
 from math import gcd, isqrt
 
 from toolkit.errors import PlanError
+from toolkit.layout import Layout, Placement, Recompute
 from toolkit.plan import legality
-from toolkit.plan.layout import Layout, Placement, Recompute
 from toolkit.plan.legality import TABLE, Pair, Stage, divisors
 from toolkit.plan.model_rules import Job, able_pairs, pair_problems
 from toolkit.plan.workload import Workload, planned_workload

@@ -3,8 +3,8 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from toolkit.layout import padded_vocab, stage_layers
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.layout import padded_vocab, stage_layers
 
 
 class StageShare(NamedTuple):

@@ -10,10 +10,10 @@ from functools import lru_cache
 from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
+from toolkit.layout import Layout, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.collectives import network
 from toolkit.plan.efficiency import DEFAULT, Efficiency
-from toolkit.plan.layout import Layout, Recompute
 from toolkit.plan.operators import (
     SAVED_PRODUCTS,
     Device,

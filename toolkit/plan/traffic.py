@@ -7,9 +7,9 @@ takes longer than that, or by the share that it slows computation down.
 from dataclasses import dataclass
 
 from toolkit.hardware.cluster import Cluster
+from toolkit.layout import Layout
 from toolkit.plan.collectives import Group, Network
 from toolkit.plan.efficiency import Efficiency
-from toolkit.plan.layout import Layout
 from toolkit.plan.stages import StageShare
 from toolkit.plan.workload import Workload
 

@@ -1,6 +1,6 @@
 """The optimizer's step, and what is kept away from the device: CPU and NVMe offload."""
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.plan.operators import Device
 from toolkit.plan.stages import StageShare
 from toolkit.plan.traffic import Place, reduce_bytes

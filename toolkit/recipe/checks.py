@@ -15,7 +15,6 @@ from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
 from toolkit.plan import legality, model_rules
-from toolkit.plan.layout import total_steps
 from toolkit.plan.model_rules import Job
 from toolkit.recipe.schema import Recipe
 
@@ -57,7 +56,7 @@ def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
-    steps, schedule = total_steps(recipe.training), recipe.schedule
+    steps, schedule = recipe.training.total_steps(), recipe.schedule
     if steps is None:
         return
     if schedule.warmup_steps > steps:

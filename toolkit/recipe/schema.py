@@ -5,6 +5,7 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -220,6 +221,20 @@ class TrainingSection(Section):
     """Compute type; master weights and optimizer states are fp32 everywhere."""
     seed: Count = 1234
     """Fixes initial weights and data order, whatever the layout."""
+
+    def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
+        """Optimizer steps of the run.
+
+        `samples_per_epoch` counts packed sequences; without it, a run whose length is given
+        in epochs has no known number of steps: None.
+        """
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is not None:
+            return math.ceil(self.tokens / (self.global_batch_size * self.sequence_length))
+        if self.epochs is None or samples_per_epoch is None:
+            return None
+        return math.ceil(self.epochs * samples_per_epoch / self.global_batch_size)
 
 
 class OptimizerSection(Section):

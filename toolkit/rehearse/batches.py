@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
-from toolkit.plan.layout import Layout
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.layout import Layout
 from toolkit.recipe.schema import TrainingSection
 
 _STEPS_PER_SEED = 1_000_003

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.rehearse.record import Record
 
 Verdict = Literal["exact", "within", "diverged", "skipped"]

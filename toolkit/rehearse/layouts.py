@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.plan.layout import Layout, Placement
+from toolkit.layout import Layout, Placement
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees

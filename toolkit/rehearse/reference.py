@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from toolkit.engines.base import IGNORE_INDEX
+from toolkit.batch import IGNORE_INDEX
 from toolkit.models import huggingface as hf
 from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import OptimizerSection, Recipe

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from toolkit.engines.base import MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.hardware.cluster import Cluster
+from toolkit.layout import Layout
 from toolkit.plan.estimate import Estimate, estimate_plan
-from toolkit.plan.layout import Layout, total_steps
 from toolkit.plan.memory import GIB
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.plan.prediction import basis
@@ -105,7 +105,7 @@ def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) ->
     training = recipe.training
     tokens = training.global_batch_size * training.sequence_length
     comments = {"global_batch_size": f"sequences; {_count(tokens)} tokens a step"}
-    if (steps := total_steps(training)) is not None:
+    if (steps := training.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (
             f"{_count(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
         )
@@ -158,7 +158,7 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
     if basis(cluster) == "nominal":
         yield "# These are a nominal CPU's times: `dmt doctor --calibrate` measures this one."
-    if (steps := total_steps(recipe.training)) is not None:
+    if (steps := recipe.training.total_steps()) is not None:
         hours = steps * time.total_s / SECONDS_PER_HOUR
         gpu_hours = hours * plan.layout.world
         cost = ""

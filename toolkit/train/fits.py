@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 from toolkit.checkpoint.locate import Located
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
+from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import DROPOUT_KEYS
-from toolkit.plan.layout import layout_text, total_steps
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
 from toolkit.train import jsonl
@@ -82,7 +82,7 @@ class Pairing:
         what, step = "step and schedule", self.manifest.step
         if changed:
             return Row(what, "refused", "; ".join(changed))
-        total = total_steps(self.recipe.training)
+        total = self.recipe.training.total_steps()
         if total is None:
             told = f"goes on after step {step:,} of {self.recipe.training.epochs:g} epochs"
             return Row(what, "changed" if length else "kept", "; ".join([told, *length]))
@@ -98,7 +98,7 @@ class Pairing:
     def _rates(self, total: int) -> Iterator[str]:
         """Where another length of the run means another learning rate now."""
         step, optimizer = self.manifest.step, self.recipe.optimizer
-        before = total_steps(TrainingSection(**self.manifest.recipe["training"]))
+        before = TrainingSection(**self.manifest.recipe["training"]).total_steps()
         schedule = ScheduleSection(**self.manifest.recipe["schedule"])
         if before is None or step >= before:
             return

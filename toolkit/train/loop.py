@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
+from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
-from toolkit.engines.base import Engine, MicroBatch, StepResult
+from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
 from toolkit.failpoints import failpoint
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.guard import HISTORY_STEPS, Guard
 from toolkit.train.schedule import learning_rate

@@ -10,7 +10,8 @@ from typing import overload
 import torch
 import torch.distributed as dist
 
-from toolkit.engines.base import Engine, EvalResult, MicroBatch, StepResult
+from toolkit.batch import MicroBatch
+from toolkit.engines.base import Engine, EvalResult, StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.plan.planner import Plan
 from toolkit.plan.prediction import Prediction

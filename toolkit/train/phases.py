@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from toolkit.data.progress import Item
+from toolkit.layout import Layout
 from toolkit.models.weights import WeightSource, checkpoint_names
-from toolkit.plan.layout import Layout
 from toolkit.terminal import printable, tell
 from toolkit.train.events import process_age_s
 from toolkit.units import duration

@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
 from toolkit.engines.base import Engine
 from toolkit.errors import RunFailed
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 from toolkit.train.together import on_every_rank
 
 T = TypeVar("T")

@@ -40,7 +40,6 @@ from toolkit.failpoints import failpoint
 from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
-from toolkit.plan.layout import total_steps
 from toolkit.terminal import tell
 from toolkit.train.announce import show_results
 from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
@@ -174,7 +173,7 @@ class _Worker:
         if recipe.model.init != "pretrained":
             config.eos_token_id = data.tokenizer.eos_token_id
             config.bos_token_id = data.tokenizer.bos_token_id
-        steps = total_steps(recipe.training, len(data.train))
+        steps = recipe.training.total_steps(len(data.train))
         assert steps is not None, "known once the data is"
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))

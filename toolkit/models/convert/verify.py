@@ -54,10 +54,10 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+    from toolkit.layout import Layout
     from toolkit.models.families import megatron_model
     from toolkit.models.megatron import model as megatron
     from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-    from toolkit.plan.layout import Layout
 
     layout = Layout()
     described = megatron_model(config)

@@ -6,8 +6,8 @@ activation functions) are named by text until `model.build_chunks` needs them.
 
 from typing import Any
 
+from toolkit.layout import Layout, padded_vocab, stage_layers
 from toolkit.models.families import MegatronModel
-from toolkit.plan.layout import Layout, padded_vocab, stage_layers
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

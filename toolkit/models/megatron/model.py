@@ -13,11 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
-from toolkit.plan.layout import Layout
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 
 FOLDER = (Path(__file__).parent.parent / "ds_configs").resolve()
 """`ds_configs/` of the checkout (`toolkit/ds_configs` is a link to it); in an installed

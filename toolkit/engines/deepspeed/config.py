@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from toolkit.engines.deepspeed_keys import KNOWN_KEYS
-from toolkit.engines.json_file import JsonFile, read_json
-from toolkit.engines.presets import PRESETS, preset_for, preset_path
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
+from toolkit.engines.deepspeed.keys import KNOWN_KEYS
+from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
-from toolkit.plan.layout import Layout, Placement
+from toolkit.layout import Layout, Placement
 from toolkit.recipe.schema import OptimizerSection
 
 Precision = Literal["fp32", "bf16", "fp16"]

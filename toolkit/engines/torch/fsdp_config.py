@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from toolkit.plan.layout import Layout
+from toolkit.layout import Layout
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's name of what a precision computes in."""

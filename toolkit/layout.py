@@ -4,8 +4,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from toolkit.recipe.schema import TrainingSection
-
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -97,19 +95,3 @@ def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
     share, rest = divmod(layers, count)
     longer = {*[*range(1, count - 1), 0][:rest]}
     return tuple(share + (chunk in longer) for chunk in range(count))
-
-
-def total_steps(training: TrainingSection, samples_per_epoch: int | None = None) -> int | None:
-    """Optimizer steps of the run.
-
-    `samples_per_epoch` counts packed sequences; without it, a run whose length is given
-    in epochs has no known number of steps: None.
-    """
-    if training.steps is not None:
-        return training.steps
-    if training.tokens is not None:
-        per_step = training.global_batch_size * training.sequence_length
-        return math.ceil(training.tokens / per_step)
-    if training.epochs is None or samples_per_epoch is None:
-        return None
-    return math.ceil(training.epochs * samples_per_epoch / training.global_batch_size)

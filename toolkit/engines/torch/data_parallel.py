@@ -12,15 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.batch import MicroBatch
 from toolkit.engines import adam
-from toolkit.engines.base import (
-    NON_FINITE_GRADIENTS,
-    Counters,
-    EvalResult,
-    MicroBatch,
-    StepResult,
-    refusal,
-)
+from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf

@@ -27,18 +27,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import adam, megatron_state
-from toolkit.engines.base import (
-    IGNORE_INDEX,
-    NON_FINITE_GRADIENTS,
-    Counters,
-    EvalResult,
-    MicroBatch,
-    StepResult,
-    refusal,
-)
+from toolkit.engines import adam
+from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
+from toolkit.engines.megatron import state as megatron_state
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import PlanError
+from toolkit.layout import Layout
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-from toolkit.plan.layout import Layout
 from toolkit.plan.planner import model_config
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
 

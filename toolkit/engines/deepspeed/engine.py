@@ -8,18 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import adam
-from toolkit.engines.base import (
-    NON_FINITE_GRADIENTS,
-    Counters,
-    EvalResult,
-    MicroBatch,
-    StepResult,
-    refusal,
-)
-from toolkit.engines.deepspeed_models import build_model, import_deepspeed
-from toolkit.engines.deepspeed_state import (
+from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
+from toolkit.engines.deepspeed.models import build_model, import_deepspeed
+from toolkit.engines.deepspeed.state import (
     loss_scale,
     partitions,
     set_loss_scale,
@@ -28,7 +22,7 @@ from toolkit.engines.deepspeed_state import (
     whole_parameters,
     zeroed,
 )
-from toolkit.engines.deepspeed_veto import Veto, let_skip
+from toolkit.engines.deepspeed.veto import Veto, let_skip
 from toolkit.engines.distributed import RunningSum, global_tokens, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf

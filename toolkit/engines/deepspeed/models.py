@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
 from toolkit.engines import distributed
-from toolkit.engines.base import IGNORE_INDEX, MicroBatch
-from toolkit.engines.megatron_config import render_model
+from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource

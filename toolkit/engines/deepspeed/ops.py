@@ -6,7 +6,7 @@ the middle of start-up; a build takes minutes in silence; and a build that was k
 leaves a `lock` file behind, for which later runs wait indefinitely. So ops are checked and
 built before the run starts.
 
-Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed_ops OP`, in a
+Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed.ops OP`, in a
 process of its own, is what builds.
 """
 
@@ -322,7 +322,7 @@ def _build(op: str, limit_s: float) -> None:
     log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.engines.deepspeed_ops", op],
+            [sys.executable, "-m", "toolkit.engines.deepspeed.ops", op],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -7,10 +7,10 @@ arguments are those of core_v0.16.1.
 from collections.abc import Iterator
 from decimal import Decimal
 
-from toolkit.engines.megatron_config import trained_config
+from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import Problem
+from toolkit.layout import Layout
 from toolkit.models.families import settings_of
-from toolkit.plan.layout import Layout, total_steps
 from toolkit.recipe.schema import (
     DataSection,
     LoggingSection,
@@ -26,7 +26,7 @@ Arguments = Iterator[tuple[str, ...]]
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What of the run `pretrain_gpt.py` cannot be told."""
-    if total_steps(recipe.training) is None:
+    if recipe.training.total_steps() is None:
         yield Problem(
             "training.epochs",
             f"{recipe.training.epochs:g}",
@@ -45,7 +45,7 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def run_arguments(recipe: Recipe, layout: Layout) -> Arguments:
     """Arguments of everything that is neither model nor optimizer."""
-    steps = total_steps(recipe.training)
+    steps = recipe.training.total_steps()
     assert steps is not None, "refused by `run_problems`"
     yield "--micro-batch-size", str(layout.micro_batch)
     yield "--global-batch-size", str(layout.global_batch)

@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.engines import megatron_config
-from toolkit.engines.megatron_lm_run import (
+from toolkit.engines.megatron import config as megatron_config
+from toolkit.engines.megatron.pretrain_gpt_run import (
     Arguments,
     run_arguments,
     run_notes,
     run_problems,
 )
 from toolkit.errors import Problem, RecipeError
+from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import MegatronModel, megatron_model
-from toolkit.plan.layout import Layout, stage_layers
 from toolkit.recipe.schema import Recipe
 
 TRANSFORMER_VALUES = {
