@@ -374,7 +374,7 @@ def test_stage_and_offload_of_a_file(tmp_path: Path) -> None:
 def test_rendering_does_not_change_the_file_or_import_anything_heavy() -> None:
     before = preset_path("zero2").read_text()
     code = (
-        "import sys; from toolkit.engines import deepspeed_config, deepspeed_ops; "
+        "import sys; import toolkit.engines.deepspeed.config, toolkit.engines.deepspeed.ops; "
         "print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
