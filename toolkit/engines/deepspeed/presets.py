@@ -4,7 +4,7 @@ from pathlib import Path
 
 from toolkit.layout import Layout
 
-FOLDER = (Path(__file__).parent.parent / "ds_configs").resolve()
+FOLDER = (Path(__file__).parents[2] / "ds_configs").resolve()
 """`ds_configs/` of the checkout (`toolkit/ds_configs` is a link to it); in an installed
 package, the same files as package data."""
 
