@@ -38,6 +38,7 @@ def misbehave() -> None:
     (run.path / "began").write_text(str(time.time()))
     if behaviour == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # any thread may take the signal that asks for the stacks
     elif behaviour == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(200):
