@@ -2,10 +2,10 @@
 
     python benchmarks/calibrate_planner.py CASES.json [--skip SOURCE …]
 
-CASES is a file of published cases (`dmt estimate --cases`). Prints the fitted values beside
-those of `toolkit/plan/efficiency.py`, the errors per source with all sources, and, for every
-source, the errors when the constants are fitted without it. Nothing is written: values are
-copied into the table by hand, rounded.
+CASES is a file of published cases (`dmt estimate --cases`). Prints the fitted values next to
+those of `toolkit/plan/cost/efficiency.py`, the errors per source with all sources, and, for
+every source, the errors when the constants are fitted without it. Nothing is written: values
+are copied into the table by hand, rounded.
 
 The fit is least squares on the logarithm of predicted over measured step time (Gauss-Newton,
 numpy). Every source weighs the same; cases that are more than 8% off pull no harder than
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import PlanError
-from toolkit.plan.efficiency import DEFAULT, TABLE, Efficiency
+from toolkit.plan.cost.efficiency import DEFAULT, TABLE, Efficiency
+from toolkit.plan.cost.time import step_time
 from toolkit.plan.published import Case, Setup
-from toolkit.plan.time import step_time
 
 FITTED = tuple(name for name, constant in TABLE.items() if constant.spread)
 ROUNDS = 8

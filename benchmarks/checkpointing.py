@@ -137,9 +137,9 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
     from toolkit.checkpoint.store import CheckpointStore
     from toolkit.engines.distributed import end_process, join
     from toolkit.engines.setup import EngineSetup, build_engine
+    from toolkit.intake.load import load_recipe
     from toolkit.models import huggingface as hf
-    from toolkit.recipe.load import load_recipe
-    from toolkit.train.assignment import decide
+    from toolkit.run.assignment import decide
 
     ranks = join()
     assignment = decide(load_recipe(Path(recipe), overrides), None)

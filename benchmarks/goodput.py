@@ -14,7 +14,8 @@ from pathlib import Path
 import document  # beside this script
 
 from toolkit.hardware.cluster import default_cluster
-from toolkit.plan.goodput import (
+from toolkit.intake.load import load_recipe
+from toolkit.plan.failures.goodput import (
     SECONDS_PER_HOUR,
     Failures,
     best_interval_s,
@@ -24,9 +25,8 @@ from toolkit.plan.goodput import (
     simulated_shares,
     young_interval_s,
 )
+from toolkit.plan.failures.saving import Assumptions, Job, failures, rows
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.saving import Assumptions, Job, failures, rows
-from toolkit.recipe.load import load_recipe
 from toolkit.units import duration
 
 RECIPES = Path(__file__).parents[1] / "recipes"

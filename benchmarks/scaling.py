@@ -14,12 +14,12 @@ from pathlib import Path
 import document  # beside this script
 
 from toolkit.hardware.cluster import Cluster, parse_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.legality import Pair
-from toolkit.plan.model_rules import Job
+from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.rules.legality import Pair
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
-from toolkit.plan.workload import planned_workload
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
 
 RECIPES = Path(__file__).parents[1] / "recipes"

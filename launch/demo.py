@@ -27,7 +27,7 @@ from transformers.utils import logging
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import evaluation_batches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 RECIPE = Path("recipes/tiny/llama-bytes.yaml")

@@ -9,9 +9,9 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.hardware.catalogue import gpu
+from toolkit.intake.load import load_recipe
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import HfSource, Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

@@ -8,7 +8,7 @@ import pytest
 from tests.processes import ROOT
 from toolkit.cli.main import main
 from toolkit.recipe.schema import LaunchSection
-from toolkit.train.events import EventKind
+from toolkit.run.events import EventKind
 
 PAGE = (ROOT / "docs" / "staying-alive.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ dmt (.+)$", PAGE, re.MULTILINE)

@@ -13,9 +13,9 @@ from tests.recipe.good import GOOD
 from toolkit.cli.console import Console
 from toolkit.cli.main import main
 from toolkit.errors import Problem
+from toolkit.run.directory import RunDirectory
+from toolkit.run.rank_log import setup_rank_logging
 from toolkit.terminal import printable
-from toolkit.train.rank_log import setup_rank_logging
-from toolkit.train.run_dir import RunDirectory
 
 EVIL = "a\x1b[31m\x9b2J\x07\r\u202eb\x7f\udcff[red]"
 SHOWN = "a\\x1b[31m\\x9b2J\\x07\\r\\u202eb\\x7f\\udcff[red]"
@@ -24,7 +24,7 @@ QUOTED = json.dumps(EVIL.replace("\udcff", ""))
 
 OWN_WORDS = {"cli/main.py", "generated.py"}
 """May print past the boundary: a version, names of our own files."""
-TERMINALS_ONLY = {"cli/console.py", "data/progress.py", "train/phases.py", "train/progress.py"}
+TERMINALS_ONLY = {"cli/console.py", "data/progress.py", "train/phases.py", "track/progress.py"}
 """May use rich's own console: for bars that show nothing but numbers and our words."""
 
 

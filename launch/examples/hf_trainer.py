@@ -19,8 +19,8 @@ from toolkit.accelerate.samples import TrainingSamples
 from toolkit.accelerate.trainer import RecipeTrainer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
+from toolkit.intake.load import load_recipe
 from toolkit.models.huggingface import build_config, snapshot_folder
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 

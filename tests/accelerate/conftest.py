@@ -5,8 +5,8 @@ import torch
 
 from tests.e2e.conftest import Project, write_project
 from tests.e2e.product import curve
+from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
-from toolkit.recipe.load import load_recipe
 
 STEPS = 5
 FINETUNE = f"""

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import toolkit.accelerate
 from toolkit.errors import DmtError
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 EXAMPLES = Path(__file__).parents[2] / "launch" / "examples"

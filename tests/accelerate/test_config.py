@@ -19,8 +19,8 @@ from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.config import COMMON, render, render_common, script_config
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"

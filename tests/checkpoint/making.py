@@ -14,11 +14,11 @@ from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.data.tokenizers import byte_tokenizer
+from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ModelSection
-from toolkit.train import jsonl
-from toolkit.train.assignment import decide
+from toolkit.run import jsonl
+from toolkit.run.assignment import decide
 
 RECIPE = """\
 name: small

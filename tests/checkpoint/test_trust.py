@@ -28,14 +28,14 @@ from toolkit.data.indexed import IndexedWriter
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
 from toolkit.errors import DataError, DmtError, PlanError
+from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.convert.torch_dist import Reader, Writer
 from toolkit.plan.planner import model_config as plan_model_config
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
-from toolkit.train import jsonl
-from toolkit.train.assignment import decide, read_assignment, write
-from toolkit.train.wandb_follower import PostedState
+from toolkit.run import jsonl
+from toolkit.run.assignment import decide, read_assignment, write
+from toolkit.track.wandb_follower import PostedState
 
 TOOLKIT = Path(verify.__code__.co_filename).parents[1]
 

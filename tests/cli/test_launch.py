@@ -4,8 +4,8 @@ import os
 
 from tests.e2e.conftest import RECIPE
 from toolkit.cli import launch
-from toolkit.recipe.load import load_recipe
-from toolkit.train.assignment import decide, write
+from toolkit.intake.load import load_recipe
+from toolkit.run.assignment import decide, write
 
 
 def test_a_restart_takes_the_gpus_that_work(tmp_path, monkeypatch, capsys):

@@ -7,10 +7,10 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.conflicts import Report, against
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.train.assignment import decide
+from toolkit.run.assignment import decide
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 

@@ -9,7 +9,7 @@ from tests.conflicts.conftest import TINY
 from tests.processes import ROOT
 from toolkit.cli.main import main
 from toolkit.errors import PlanError
-from toolkit.train.assignment import assign
+from toolkit.run.assignment import assign
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from toolkit.cli.main import main
 from toolkit.data.build import build_data
 from toolkit.data.tokenizers import byte_tokenizer, train_bpe
 from toolkit.errors import DataError
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 

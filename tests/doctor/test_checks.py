@@ -17,8 +17,8 @@ from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import LAUNCHERS, Needs, needs_of
 from toolkit.doctor.probe import Answer
 from toolkit.errors import PlanError
+from toolkit.intake.load import load_recipe
 from toolkit.launchers.hostfile import read_hostfile
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import LaunchSection
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"

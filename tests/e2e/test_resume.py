@@ -18,9 +18,9 @@ from tests.e2e.product import (
     steps_logged,
 )
 from toolkit.checkpoint.manifest import Manifest
+from toolkit.run.directory import RunDirectory
 from toolkit.train.exporting import export_last
 from toolkit.train.phases import Phases
-from toolkit.train.run_dir import RunDirectory
 
 pytestmark = pytest.mark.slow
 

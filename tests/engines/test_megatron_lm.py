@@ -15,8 +15,8 @@ from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.megatron.pretrain_gpt import ArgumentList
 from toolkit.engines.megatron.pretrain_gpt_run import schedule_arguments
 from toolkit.errors import RecipeError
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import OptimizerSection, Recipe, ScheduleSection
 from toolkit.train.schedule import learning_rate
 

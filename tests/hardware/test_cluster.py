@@ -10,9 +10,9 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import default_cluster, link, parse_cluster
 from toolkit.hardware.cluster_file import find_cluster, load_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.load import load_recipe
 
 
 def test_the_short_form_names_nodes_accelerators_and_their_model() -> None:

@@ -9,10 +9,10 @@ from ruamel.yaml import YAML
 
 from tests.processes import HANG_S
 from toolkit.errors import DmtError
+from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Job
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import (
     ClusterSection,
     KubernetesSection,

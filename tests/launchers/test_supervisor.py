@@ -14,8 +14,8 @@ import pytest
 from tests.launchers.watching import alive
 from tests.processes import HANG_S, wait_until
 from toolkit.launchers import supervisor
-from toolkit.launchers.outcome import PEER_LOST
 from toolkit.launchers.supervisor import failure_reason, newest_step, working_gpus
+from toolkit.run.ending import PEER_LOST
 
 # Supervises a worker of one line: `$STARTS` counts its starts, `save(step)` commits.
 _SUPERVISE = """

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.hardware.cluster import Cluster, parse_cluster
-from toolkit.plan.model_rules import Job
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, explore, plan_recipe
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Search, search
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ClusterSection, ParallelSection, Recipe
 
 

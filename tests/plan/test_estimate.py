@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.plan.cost.memory import GIB, stage_memory
 from toolkit.plan.estimate import estimate_case
-from toolkit.plan.memory import GIB, stage_memory
 from toolkit.plan.published import Case
 
 GB = 1e9

@@ -9,11 +9,11 @@ import pytest
 from tests.plan.making import MIXTRAL, found, llama_8b, on, recipe, tiny
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
+from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.explain import SHOWN, Decision, decisions
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.remedies import over, prices, remedies
 from toolkit.plan.search import Search, evaluate, search
-from toolkit.plan.workload import planned_workload
 
 SEVENTY = ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from toolkit.errors import PlanError, Problem
+from toolkit.intake.checks import broken_rules
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.checks import broken_rules
 from toolkit.recipe.schema import Recipe
 
 INTENTS = 2000

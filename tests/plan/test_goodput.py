@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from toolkit.plan.goodput import (
+from toolkit.plan.failures.goodput import (
     Failures,
     Shares,
     best_interval_s,

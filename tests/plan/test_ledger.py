@@ -9,11 +9,11 @@ from tests.plan.making import MIXTRAL, TINY, recipe
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.models.families import model_spec
-from toolkit.plan import legality
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import plan_recipe
+from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
-from toolkit.train.announce import ledger_of
+from toolkit.run.announce import ledger_of
 
 ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"}
 

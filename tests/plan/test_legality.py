@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.plan.making import intent
-from toolkit.plan.legality import (
+from toolkit.plan.rules.legality import (
     TABLE,
     Pair,
     data_parallel,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.activations import LayerActivations, layer_activations
-from toolkit.plan.memory import (
+from toolkit.plan.cost.activations import LayerActivations, layer_activations
+from toolkit.plan.cost.memory import (
     GIB,
     Memory,
     host_bytes,
@@ -20,7 +20,7 @@ from toolkit.plan.memory import (
     peak_memory,
     stage_memory,
 )
-from toolkit.plan.workload import Workload
+from toolkit.plan.cost.workload import Workload
 
 SHAPE = {
     "model_type": "llama",

@@ -12,9 +12,9 @@ from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import default_cluster, link
 from toolkit.models.families import model_spec
-from toolkit.plan import legality
-from toolkit.plan.memory import GIB
+from toolkit.plan.cost.memory import GIB
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
+from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
 
 PSI_8B = 8_030_261_248
@@ -116,7 +116,7 @@ def test_what_is_illegal_by_now_is_refused() -> None:
 
 def test_legality_chooses_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = legality.Pair("ddp", "hf")
-    monkeypatch.setattr("toolkit.plan.legality.TABLE", {ddp: legality.TABLE[ddp]})
+    monkeypatch.setattr("toolkit.plan.rules.legality.TABLE", {ddp: legality.TABLE[ddp]})
     assert plan_recipe(recipe()).engine == "ddp"
 
 

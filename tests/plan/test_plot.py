@@ -14,11 +14,13 @@ from matplotlib.text import Text
 
 from toolkit.errors import EXIT_UNAVAILABLE, BackendUnavailable, PlanError
 from toolkit.hardware.cluster import parse_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.legality import EngineName, Pair
-from toolkit.plan.memory import GIB, peak_memory
-from toolkit.plan.plot import (
+from toolkit.plan.cost.memory import GIB, peak_memory
+from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.plot.bars import (
     STYLE,
     Candidate,
     draw,
@@ -27,10 +29,8 @@ from toolkit.plan.plot import (
     step_parts,
     write_plot,
 )
-from toolkit.plan.schedule import timetable
-from toolkit.plan.time import step_time
-from toolkit.plan.workload import planned_workload
-from toolkit.recipe.load import load_recipe
+from toolkit.plan.plot.timetable import timetable
+from toolkit.plan.rules.legality import EngineName, Pair
 from toolkit.units import seconds
 
 RECIPES = Path(__file__).parents[2] / "recipes"

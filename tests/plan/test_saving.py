@@ -3,8 +3,8 @@
 import pytest
 
 from toolkit.hardware.cluster import parse_cluster
-from toolkit.plan.goodput import expected_shares
-from toolkit.plan.saving import (
+from toolkit.plan.failures.goodput import expected_shares
+from toolkit.plan.failures.saving import (
     BARRIER_S,
     SIZES,
     Assumptions,

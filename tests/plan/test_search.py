@@ -26,11 +26,14 @@ from tests.plan.making import (
 from tests.work import calls
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, stage_layers
-from toolkit.plan.legality import TABLE, Pair
-from toolkit.plan.memory import model_states_gib, peak_memory
-from toolkit.plan.model_rules import Job
+from toolkit.plan.cost.memory import model_states_gib, peak_memory
+from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
+from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import (
     ROOMY,
     TIE,
@@ -43,9 +46,6 @@ from toolkit.plan.search import (
     shortage,
 )
 from toolkit.plan.space import frames
-from toolkit.plan.time import step_time
-from toolkit.plan.workload import planned_workload
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe, TrainingSection
 
 GPT3_175B = {

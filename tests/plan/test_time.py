@@ -11,12 +11,12 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.collectives import Group, network
-from toolkit.plan.efficiency import DEFAULT, TABLE
-from toolkit.plan.operators import device, matmul_s
-from toolkit.plan.stages import stage_share
-from toolkit.plan.time import StepTime, step_time
-from toolkit.plan.workload import Workload
+from toolkit.plan.cost.collectives import Group, network
+from toolkit.plan.cost.efficiency import DEFAULT, TABLE
+from toolkit.plan.cost.operators import device, matmul_s
+from toolkit.plan.cost.stages import stage_share
+from toolkit.plan.cost.time import StepTime, step_time
+from toolkit.plan.cost.workload import Workload
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelSpec:

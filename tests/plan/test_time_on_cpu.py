@@ -2,9 +2,9 @@
 
 from toolkit.hardware.catalogue import gpu
 from toolkit.models.families import model_spec
-from toolkit.plan.efficiency import DEFAULT
-from toolkit.plan.operators import Slice, device, layer_time, matmul_s
-from toolkit.plan.workload import Workload
+from toolkit.plan.cost.efficiency import DEFAULT
+from toolkit.plan.cost.operators import Slice, device, layer_time, matmul_s
+from toolkit.plan.cost.workload import Workload
 
 SPEC = model_spec(
     {

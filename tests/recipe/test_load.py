@@ -8,9 +8,9 @@ import pytest
 from tests.recipe.good import GOOD
 from tests.work import calls
 from toolkit.errors import Problem, RecipeError
+from toolkit.intake.load import load_recipe
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import HfSource, TextSource
 
 
@@ -300,7 +300,7 @@ class TestSeveral:
         path = write(tmp_path, "a.yaml", GOOD + keys)
         layers, found = read_layers(path, ()), list[Problem]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("toolkit.recipe.load.read_layers", lambda *_: layers)
+            patch.setattr("toolkit.intake.load.read_layers", lambda *_: layers)
             calls(lambda: found.extend(mistakes(path)), 1_500_000)
         assert len(found) == 101
         assert found[0].fix == "did you mean `optimizer.learning_rate`?"

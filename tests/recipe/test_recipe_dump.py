@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from tests.recipe.good import GOOD
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 CHARACTERS = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
@@ -43,7 +43,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 @pytest.fixture
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of this machine may make a generated text look like a secret."""
-    monkeypatch.setattr("toolkit.recipe.load.Redactor.looks_secret", lambda *_: False)
+    monkeypatch.setattr("toolkit.intake.load.Redactor.looks_secret", lambda *_: False)
 
 
 @pytest.mark.usefixtures("no_environment")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import RecipeError
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 
 GOOD = """\
 name: good

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import ROOT
 from tests.warm import REGISTER, SUBPROCESS, registered
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.rehearse.layouts import select
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Options, Outcome, prepare, run

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import ROOT
+from toolkit.intake.load import load_recipe
 from toolkit.models.config_check import check_config
 from toolkit.models.families import FAMILIES, model_spec, settings_of
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.load import load_recipe
 from toolkit.rehearse.rehearsal import Options, prepare
 from toolkit.rehearse.shrink import (
     SMALL_PARAMETERS,

@@ -8,7 +8,7 @@ import pytest
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
 from toolkit.report.goodput import PARTS, Goodput, goodput
 from toolkit.report.summary import summarize
-from toolkit.train.jsonl import parse
+from toolkit.run.jsonl import parse
 
 
 def parts(found: Goodput) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import pytest
 from tests.e2e.conftest import RECIPE
 from toolkit.cli.main import main
 from toolkit.errors import PlanError, RecipeError, RunFailed
+from toolkit.intake.load import load_recipe
 from toolkit.launchers.job import job_of
 from toolkit.recipe.dump import dump_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.train.assignment import assign, decide, decide_for_fewer, read_assignment, write
+from toolkit.run.assignment import assign, decide, decide_for_fewer, read_assignment, write
 
 
 def recipe_on(folder: Path, gpus: int, *changes: str) -> Recipe:

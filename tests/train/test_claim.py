@@ -16,17 +16,17 @@ import pytest
 from tests.e2e.conftest import RECIPE
 from tests.processes import HANG_S, ROOT
 from toolkit.errors import DirectoryInUse
-from toolkit.recipe.load import load_recipe
-from toolkit.train.assignment import decide, write
-from toolkit.train.claim import claim, refuse_if_claimed
-from toolkit.train.run_dir import RunDirectory
+from toolkit.intake.load import load_recipe
+from toolkit.run.assignment import decide, write
+from toolkit.run.claim import claim, refuse_if_claimed
+from toolkit.run.directory import RunDirectory
 
 _CLAIM = """
 import os, sys, time
 from pathlib import Path
 from toolkit.errors import DirectoryInUse
-from toolkit.train.claim import claim
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run.claim import claim
+from toolkit.run.directory import RunDirectory
 
 try:
     claim(RunDirectory(Path(sys.argv[1])), patience_s=float(sys.argv[2]))

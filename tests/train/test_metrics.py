@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.disks import make_room, small_file_system
-from toolkit.train import jsonl
-from toolkit.train.events import EventLog
-from toolkit.train.metrics import Metrics, MetricsLog, mfu
+from toolkit.run import jsonl
+from toolkit.run.events import EventLog
+from toolkit.track.metrics import Metrics, MetricsLog, mfu
 
 LINE = Metrics(
     step=1,
@@ -130,7 +130,7 @@ def test_events_hold_no_secret(events, monkeypatch):
 _WRITE_MANY = """
 import sys
 from pathlib import Path
-from toolkit.train.events import EventLog
+from toolkit.run.events import EventLog
 log = EventLog(Path(sys.argv[1]))
 for number in range(200):
     log.write("warning", writer=int(sys.argv[2]), number=number, filler="x" * 500)

@@ -11,11 +11,11 @@ import pytest
 
 from tests.processes import ROOT
 from toolkit.errors import RecipeError
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.train import assignment
-from toolkit.train.rank_log import setup_rank_logging
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run import assignment
+from toolkit.run.directory import RunDirectory
+from toolkit.run.rank_log import setup_rank_logging
 
 CANARY = "canary-7d1f2c9b"
 COMMAND = ["dmt", "launch", "a recipe.yaml"]
@@ -170,8 +170,8 @@ def test_other_ranks_do_not_write_to_the_console(tmp_path, capsys):
 
 def test_services_are_light():
     code = (
-        "import sys, toolkit.launchers, toolkit.train.run_dir, toolkit.train.events, "
-        "toolkit.train.wandb_service;"
+        "import sys, toolkit.launchers, toolkit.run.directory, toolkit.run.events, "
+        "toolkit.track.wandb_service;"
         "print({'torch', 'numpy', 'transformers', 'wandb', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

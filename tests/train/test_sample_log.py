@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from toolkit.train import jsonl
-from toolkit.train.run_dir import RunDirectory
-from toolkit.train.sample_log import SampleLog, drop_later_samples
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.track.sample_log import SampleLog, drop_later_samples
 
 
 def test_later_steps_of_every_rank_go(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from toolkit.errors import BackendUnavailable
-from toolkit.train.metrics import Metrics
-from toolkit.train.tensorboard import TensorBoardLog
+from toolkit.track.metrics import Metrics
+from toolkit.track.tensorboard import TensorBoardLog
 
 LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, None, 8, 1024, False, None)
 

@@ -18,14 +18,14 @@ import pytest
 from wandb.proto import wandb_internal_pb2
 
 from tests.processes import HANG_S, wait_until
-from toolkit.plan.prediction import Prediction
+from toolkit.plan.cost.prediction import Prediction
 from toolkit.recipe.schema import WandbSection
-from toolkit.train import jsonl
-from toolkit.train.comparison import Measured, event_fields
-from toolkit.train.events import EventLog
-from toolkit.train.metrics import Metrics, MetricsLog
-from toolkit.train.run_dir import RunDirectory
-from toolkit.train.wandb_service import WandbFollower
+from toolkit.run import jsonl
+from toolkit.run.comparison import Measured, event_fields
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
+from toolkit.track.metrics import Metrics, MetricsLog
+from toolkit.track.wandb_service import WandbFollower
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.processes import HANG_S, wait_until
 from tests.warm import WarmPython
-from toolkit.train import jsonl
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
 from toolkit.train.watchdog import Heartbeat, diagnosis, replayed
 
 RANK = Path(__file__).with_name("watched_rank.py")

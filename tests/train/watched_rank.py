@@ -15,9 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+from toolkit.run.directory import RunDirectory
 from toolkit.train import watchdog as module
 from toolkit.train.phases import WAITING
-from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.watchdog import Heartbeat, Watchdog
 

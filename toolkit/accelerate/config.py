@@ -18,8 +18,8 @@ from toolkit.engines.deepspeed.presets import preset_path
 from toolkit.engines.setup import render_engine_config
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
-from toolkit.plan.legality import DEGREES, EngineName
 from toolkit.plan.planner import Plan
+from toolkit.plan.rules.legality import DEGREES, EngineName
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
 

@@ -11,11 +11,11 @@ from toolkit.conflicts.accelerate import ENGINES
 from toolkit.conflicts.environment import SWITCHES
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
+from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import check_world
 from toolkit.terminal import tell
-from toolkit.train.assignment import check_world
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -22,11 +22,11 @@ from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
 from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
+from toolkit.intake.load import load_recipe, placed
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
-from toolkit.recipe.load import load_recipe, placed
 from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import decide
 from toolkit.terminal import printable
-from toolkit.train.assignment import decide
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def fits(
     parallel.zero.stage=3`
     """
     from toolkit.hardware.cluster_file import find_cluster
-    from toolkit.train.assignment import decide
+    from toolkit.run.assignment import decide
     from toolkit.train.fits import compare
 
     where = None if cluster is None else find_cluster(cluster)

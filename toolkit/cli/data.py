@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 

@@ -13,6 +13,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import (
     Estimate,
     estimate_case,
@@ -21,9 +22,8 @@ from toolkit.plan.estimate import (
     time_parts,
 )
 from toolkit.plan.planner import Plan
-from toolkit.plan.prediction import basis
+from toolkit.run.assignment import decide
 from toolkit.terminal import tell
-from toolkit.train.assignment import decide
 from toolkit.units import seconds
 
 

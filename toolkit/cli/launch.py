@@ -16,13 +16,13 @@ from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
 from toolkit.recipe.schema import Recipe
+from toolkit.run.announce import show_plan, show_run_directory
+from toolkit.run.directory import RunDirectory, refuse_other_run
+from toolkit.run.events import EventLog, process_age_s
 from toolkit.terminal import tell
-from toolkit.train.announce import show_plan, show_run_directory
-from toolkit.train.events import EventLog, process_age_s
-from toolkit.train.run_dir import RunDirectory, refuse_other_run
 
 if TYPE_CHECKING:
-    from toolkit.train.assignment import Assignment
+    from toolkit.run.assignment import Assignment
 
 
 def launch(
@@ -56,7 +56,7 @@ def launch(
 
     Example: dmt launch recipes/llama/llama-3.1-8b-pretrain.yaml --launcher slurm --dry-run
     """
-    from toolkit.train import assignment as assignments
+    from toolkit.run import assignment as assignments
 
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
@@ -91,7 +91,7 @@ def _oversee(
 ) -> int:
     """Write the run directory, start the ranks, and look after them to the end."""
     from toolkit.engines.setup import prepare_ops
-    from toolkit.train import assignment as assignments
+    from toolkit.run import assignment as assignments
 
     prepare_ops(assignment.plan.engine, assignment.engine_config, tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
@@ -129,7 +129,7 @@ def _still_possible(
     assignment: "Assignment", recipe: Recipe, where: Cluster | None
 ) -> "Assignment":
     """The assignment, or where devices were lost, one for those that are left."""
-    from toolkit.train import assignment as assignments
+    from toolkit.run import assignment as assignments
 
     planned = recipe.cluster.gpus_per_node
     if recipe.cluster.gpu == "cpu":

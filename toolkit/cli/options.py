@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.recipe.load import load_recipe
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe YAML.")]

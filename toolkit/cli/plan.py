@@ -19,19 +19,19 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
+from toolkit.plan.cost.prediction import basis
+from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
+from toolkit.plan.failures.saving import Assumptions, Job
 from toolkit.plan.ledger import KINDS, Entry, Kind
 from toolkit.plan.planner import Plan, explore, plan_of
-from toolkit.plan.prediction import basis
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
-from toolkit.plan.saving import Assumptions, Job
 from toolkit.plan.search import Candidate, Search, shortage
-from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
-from toolkit.train.announce import ledger_of
 from toolkit.units import seconds
 
 _DEGREES = {
@@ -359,7 +359,7 @@ def _print_comparison(planned: Sequence[Planned]) -> None:
 
 def _draw(planned: Planned, file: Path) -> None:
     """The picture of the chosen layout and its runners-up."""
-    from toolkit.plan import plot
+    from toolkit.plan.plot import bars as plot
 
     found = planned.search
     candidates = []

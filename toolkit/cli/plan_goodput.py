@@ -8,7 +8,7 @@ from rich.text import Text
 
 from toolkit.cli.bars import columns
 from toolkit.errors import PlanError
-from toolkit.plan.saving import (
+from toolkit.plan.failures.saving import (
     BARRIER_S,
     BYTES_PER_PARAMETER,
     DEFAULT_GBPS,

@@ -14,14 +14,14 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
+from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
-from toolkit.recipe.load import load_recipe
 from toolkit.rehearse.layouts import Candidate, select
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Options, Outcome, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
+from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
-from toolkit.train.announce import ledger_of
 
 
 def rehearse(

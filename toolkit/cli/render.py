@@ -13,13 +13,13 @@ from toolkit.engines.megatron import config as megatron_config
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.job import job_of
 from toolkit.plan.planner import Plan, plan_recipe
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.run.assignment import decide
 from toolkit.terminal import tell
-from toolkit.train.assignment import decide
 
 Target = Literal[
     "deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate", "slurm", "kubernetes"

@@ -15,9 +15,9 @@ from toolkit.cli.console import Console
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
 from toolkit.report.summary import Ending, Summary, summarize
-from toolkit.train import jsonl
-from toolkit.train.comparison import summary_numbers, told
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run import jsonl
+from toolkit.run.comparison import summary_numbers, told
+from toolkit.run.directory import RunDirectory
 from toolkit.units import duration
 
 _LABELS = {

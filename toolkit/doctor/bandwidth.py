@@ -22,7 +22,7 @@ from toolkit.doctor.calibrate import catalogue_name
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import default_cluster
-from toolkit.plan.collectives import Group
+from toolkit.plan.cost.collectives import Group
 
 BUDGET_S = 0.5
 """How long one operation of one size is measured."""

@@ -8,7 +8,7 @@ from toolkit.engines.deepspeed.ops import required_ops
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.schema import Recipe
-from toolkit.train.assignment import Assignment, decide
+from toolkit.run.assignment import Assignment, decide
 
 EVERY_RECIPE = "every recipe"
 SSH_PORT = 22

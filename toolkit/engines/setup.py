@@ -19,8 +19,8 @@ from toolkit.engines.megatron import config as megatron_config
 from toolkit.engines.torch import fsdp_config
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
-from toolkit.plan.legality import ModelName
 from toolkit.plan.planner import Plan
+from toolkit.plan.rules.legality import ModelName
 from toolkit.recipe.schema import OptimizerSection, Recipe
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from toolkit.errors import PlanError
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.redact import redact
-from toolkit.train import jsonl
-from toolkit.train.run_dir import RunDirectory, not_writable
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory, not_writable
 
 RENDEZVOUS_VARIABLES = (
     "RANK",

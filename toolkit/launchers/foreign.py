@@ -11,12 +11,7 @@ from shutil import which
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
 from toolkit.launchers.base import LaunchSpec, Outcome
-from toolkit.launchers.outcome import (
-    events_offset,
-    has_failed,
-    has_started,
-    outcome_from_events,
-)
+from toolkit.launchers.outcome import has_failed, has_started, outcome_from_events
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     ORPHAN_GRACE_S,
@@ -24,10 +19,10 @@ from toolkit.launchers.process import (
     Deadline,
     StopSignals,
     die_with_parent,
-    grace_over,
 )
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
-from toolkit.train.run_dir import RunDirectory
 
 _LOOK_S = 2.0
 """Between two looks into the events of a run whose ranks are elsewhere."""

@@ -29,10 +29,10 @@ from toolkit.launchers.process import (
     StopSignals,
     adopt_orphans,
     die_with_parent,
-    grace_over,
     show_stacks,
     wake_if_stopped,
 )
+from toolkit.run.ending import grace_over
 from toolkit.terminal import tell
 
 _LOOK_S = 1.0

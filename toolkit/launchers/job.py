@@ -4,7 +4,7 @@ from toolkit.engines.setup import environment
 from toolkit.launchers.base import Job
 from toolkit.plan.planner import settled
 from toolkit.recipe.dump import dump_recipe
-from toolkit.train.assignment import Assignment
+from toolkit.run.assignment import Assignment
 
 
 def job_of(assignment: Assignment, settle: bool = False) -> Job:

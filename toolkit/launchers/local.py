@@ -20,21 +20,21 @@ from toolkit.launchers.base import (
     one_machine,
     worker_env,
 )
-from toolkit.launchers.outcome import RankExit, events_offset, report_failure
+from toolkit.launchers.outcome import RankExit, report_failure
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     POLL_S,
     Deadline,
     StopSignals,
     die_with_parent,
-    grace_over,
     show_stacks,
     wake_if_stopped,
 )
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
-from toolkit.train.run_dir import RunDirectory
 
 
 class LocalLauncher:

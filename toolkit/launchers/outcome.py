@@ -15,12 +15,9 @@ from toolkit.errors import (
 )
 from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell
-from toolkit.train import jsonl
-from toolkit.train.run_dir import RunDirectory
-
-PEER_LOST = "lost contact with another rank, whose message or log says why"
-"""What a rank says of a failure that began elsewhere."""
 
 _KEPT_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
 _TAIL_LINES = 20
@@ -82,12 +79,6 @@ def _tail(path: Path) -> str:
     except OSError:
         return ""
     return redact("\n".join(text.splitlines()[-_TAIL_LINES:]))
-
-
-def events_offset(run_dir: Path) -> int:
-    """Return the present end of events.jsonl: events behind it belong to this launch."""
-    events = RunDirectory(run_dir).events
-    return events.stat().st_size if events.exists() else 0
 
 
 def outcome_from_events(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from toolkit.handlers import handling
+from toolkit.run.ending import STACKS_SIGNAL
 
 FAILED_GRACE_S = 5.0
 """How long the other ranks have after one failed: they cannot save any more."""
@@ -19,8 +20,6 @@ ORPHAN_GRACE_S = 30.0
 STACKS_S = 0.5
 """How long a rank has to write its stacks."""
 POLL_S = 0.05
-STACKS_SIGNAL = signal.SIGUSR2
-"""A training rank answers it with the stacks of all its threads, in its log, and goes on."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,11 +80,6 @@ def show_stacks(pids: Iterable[int]) -> None:
 def _ask_for_stacks(pid: int) -> None:
     os.kill(pid, STACKS_SIGNAL)
     os.kill(pid, signal.SIGCONT)
-
-
-def grace_over(grace_s: float) -> str:
-    """What the user reads when ranks are killed although they may still be saving."""
-    return f"not saved and gone within launch.grace_s ({grace_s:g} s): killed"
 
 
 class StopSignals:

@@ -30,9 +30,9 @@ from toolkit.launchers.local import copy_to_log
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
 from toolkit.redact import redact
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell
-from toolkit.train import jsonl
-from toolkit.train.run_dir import RunDirectory
 
 _POLL_S = 1.0
 _KEPT_VARIABLES = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_DEVICE_MAX_CONNECTIONS")

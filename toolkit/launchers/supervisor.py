@@ -13,12 +13,12 @@ from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import Launcher, LaunchSpec
-from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.launchers.process import POLL_S, StopSignals
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import PEER_LOST, events_offset
+from toolkit.run.events import EventLog
 from toolkit.terminal import tell
-from toolkit.train import jsonl
-from toolkit.train.events import EventLog
-from toolkit.train.run_dir import RunDirectory
 
 _LONGEST_PAUSE_S = 30.0
 _PROBE_LIMIT_S = 120.0

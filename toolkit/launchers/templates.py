@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from toolkit.generated import write_or_check
+from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.job import job_of
-from toolkit.recipe.load import load_recipe
-from toolkit.train.assignment import decide
+from toolkit.run.assignment import decide
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/llama/llama-3.1-8b-pretrain.yaml"

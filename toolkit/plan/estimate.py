@@ -11,15 +11,15 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.models.families import model_spec
-from toolkit.plan.formulas import StateCounts, deepspeed_estimator, zero_paper
-from toolkit.plan.legality import Pair
-from toolkit.plan.memory import GIB, Memory, stage_memory
+from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
+from toolkit.plan.cost.memory import GIB, Memory, stage_memory
+from toolkit.plan.cost.prediction import basis
+from toolkit.plan.cost.time import StepTime, step_time
+from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import Plan, model_config
-from toolkit.plan.prediction import basis
 from toolkit.plan.published import Case, Setup
+from toolkit.plan.rules.legality import Pair
 from toolkit.plan.search import demand, device_memory, shortage
-from toolkit.plan.time import StepTime, step_time
-from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import Recipe
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.layout import Layout, stage_layers
-from toolkit.plan.legality import TABLE, Pair
-from toolkit.plan.model_rules import Job
+from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
-from toolkit.plan.workload import planned_workload
 
 SHOWN = 2
 """Alternatives of a decision that its reason names."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from toolkit.layout import padded_vocab
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.legality import ANY, DEGREES, TABLE, Pair
 from toolkit.plan.planner import Plan
+from toolkit.plan.rules.legality import ANY, DEGREES, TABLE, Pair
 from toolkit.recipe.schema import Recipe
 
 Kind = Literal["exact", "approximated", "refused"]

@@ -14,15 +14,16 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import Layout
 from toolkit.models.config_check import check_config
-from toolkit.plan import legality, model_rules
+from toolkit.plan.cost.memory import building_gib, model_states_gib
+from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.explain import decisions
-from toolkit.plan.legality import EngineName, ModelName
-from toolkit.plan.memory import building_gib, model_states_gib
-from toolkit.plan.model_rules import Job
 from toolkit.plan.remedies import over, remedies
+from toolkit.plan.rules import legality
+from toolkit.plan.rules import models as model_rules
+from toolkit.plan.rules.legality import EngineName, ModelName
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Search, search
-from toolkit.plan.time import step_time
-from toolkit.plan.workload import planned_workload
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.untrusted import read_json
 

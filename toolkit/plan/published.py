@@ -16,10 +16,10 @@ from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
 from toolkit.layout import Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.formulas import EstimatorQuery
-from toolkit.plan.legality import EngineName
-from toolkit.plan.memory import GIB, peak_memory
-from toolkit.plan.workload import Precision, TensorOverlap, Workload
+from toolkit.plan.cost.formulas import EstimatorQuery
+from toolkit.plan.cost.memory import GIB, peak_memory
+from toolkit.plan.cost.workload import Precision, TensorOverlap, Workload
+from toolkit.plan.rules.legality import EngineName
 
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk where a source does not state the interleaving."""

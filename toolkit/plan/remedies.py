@@ -6,10 +6,11 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
-from toolkit.plan import legality, model_rules
 from toolkit.plan.explain import described
-from toolkit.plan.legality import ANY
-from toolkit.plan.model_rules import Job
+from toolkit.plan.rules import legality
+from toolkit.plan.rules import models as model_rules
+from toolkit.plan.rules.legality import ANY
+from toolkit.plan.rules.models import Job
 from toolkit.plan.search import TIE, Candidate, Search, search
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)

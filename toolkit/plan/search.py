@@ -14,8 +14,7 @@ from typing import NamedTuple
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Recompute
-from toolkit.plan.legality import TABLE, Pair
-from toolkit.plan.memory import (
+from toolkit.plan.cost.memory import (
     GIB,
     Memory,
     building_gib,
@@ -23,10 +22,11 @@ from toolkit.plan.memory import (
     nvme_bytes,
     peak_memory,
 )
-from toolkit.plan.model_rules import Job
+from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import Workload
+from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.models import Job
 from toolkit.plan.space import Frame, Resort, frames, no_degrees, resorts, uneven_batch
-from toolkit.plan.time import step_time
-from toolkit.plan.workload import Workload
 
 TIE = 0.01
 """Layouts whose predicted times differ by less are equally fast: the model is no better."""

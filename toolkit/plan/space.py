@@ -12,10 +12,10 @@ from math import gcd, isqrt
 
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, Placement, Recompute
-from toolkit.plan import legality
-from toolkit.plan.legality import TABLE, Pair, Stage, divisors
-from toolkit.plan.model_rules import Job, able_pairs, pair_problems
-from toolkit.plan.workload import Workload, planned_workload
+from toolkit.plan.cost.workload import Workload, planned_workload
+from toolkit.plan.rules import legality
+from toolkit.plan.rules.legality import TABLE, Pair, Stage, divisors
+from toolkit.plan.rules.models import Job, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
 
 Offload = tuple[Placement, Placement]

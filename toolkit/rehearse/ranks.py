@@ -17,7 +17,7 @@ from toolkit.launchers.outcome import RankExit
 from toolkit.launchers.process import POLL_S, StopSignals, die_with_parent
 from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run.directory import RunDirectory
 
 _TAIL_LINES = 20
 _ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.train import jsonl
+from toolkit.run import jsonl
 
 _STEPS = "steps.jsonl"
 

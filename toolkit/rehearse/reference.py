@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from toolkit.batch import IGNORE_INDEX
+from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import global_batch
 from toolkit.rehearse.record import write_step
-from toolkit.train.run_dir import RunDirectory
+from toolkit.run.directory import RunDirectory
 
 
 def train(recipe: Recipe, folder: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from toolkit.engines.setup import adopt_engine_config, prepare_ops
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
+from toolkit.intake.checks import broken_rules
 from toolkit.plan.planner import Plan, model_config, plan_recipe
-from toolkit.recipe.checks import broken_rules
 from toolkit.recipe.schema import (
     CheckpointSection,
     ClusterSection,
@@ -28,8 +28,8 @@ from toolkit.rehearse.shrink import (
     shrink_window,
     without_noise,
 )
+from toolkit.run.assignment import Assignment, decide, write
 from toolkit.terminal import tell
-from toolkit.train.assignment import Assignment, decide, write
 
 LEAST_BATCH = 8
 """Sequences per step: two data-parallel ranks with two micro batches of two, or four

@@ -12,7 +12,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.record import Record
 from toolkit.rehearse.rehearsal import Outcome, Rehearsal
 from toolkit.rehearse.shrink import without_noise
-from toolkit.train import jsonl
+from toolkit.run import jsonl
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
 _SIZES = {

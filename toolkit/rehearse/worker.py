@@ -18,8 +18,8 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.models import huggingface as hf
 from toolkit.rehearse.batches import global_batch, micro_batches
 from toolkit.rehearse.record import write_step
+from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.terminal import tell
-from toolkit.train.assignment import Assignment, read_assignment
 
 
 def train(assignment: Assignment, ranks: Ranks) -> None:

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
+from toolkit.intake.load import load_recipe
 from toolkit.models.config_keys import GENERIC
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import ShapeUnknown, model_config, placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
-from toolkit.recipe.load import load_recipe
 from toolkit.recipe.schema import ModelSection, Recipe
 
 Task = Literal["pretrain", "finetune"]

@@ -14,18 +14,18 @@ from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
+from toolkit.run import jsonl
+from toolkit.run.announce import short
+from toolkit.run.assignment import Assignment
+from toolkit.run.directory import RunDirectory, changes, may_change, shown
+from toolkit.run.environment import environment_report
+from toolkit.run.events import EventLog
 from toolkit.terminal import tell
-from toolkit.train import jsonl
-from toolkit.train.announce import short
-from toolkit.train.assignment import Assignment
-from toolkit.train.environment import environment_report
-from toolkit.train.events import EventLog
+from toolkit.track.wandb_follower import PostedState
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
-from toolkit.train.run_dir import RunDirectory, changes, may_change, shown
 from toolkit.train.together import PeerFailed
-from toolkit.train.wandb_follower import PostedState
 from toolkit.untrusted import read_json
 
 GB = 1e9

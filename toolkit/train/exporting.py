@@ -6,10 +6,10 @@ from pathlib import Path
 from toolkit.checkpoint.export import export, exported_bytes
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.failpoints import failpoint
-from toolkit.train import jsonl
-from toolkit.train.events import EventLog
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
 from toolkit.train.phases import Phases
-from toolkit.train.run_dir import RunDirectory
 
 
 def export_last(run: RunDirectory, step: int, phases: Phases) -> None:

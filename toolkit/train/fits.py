@@ -13,10 +13,10 @@ from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
-from toolkit.train import jsonl
-from toolkit.train.assignment import Assignment
-from toolkit.train.environment import environment_report
-from toolkit.train.run_dir import changes, may_change, shown
+from toolkit.run import jsonl
+from toolkit.run.assignment import Assignment
+from toolkit.run.directory import changes, may_change, shown
+from toolkit.run.environment import environment_report
 from toolkit.train.schedule import learning_rate
 
 Verdict = Literal["kept", "changed", "refused"]

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine, EvalResult, StepResult
 from toolkit.engines.distributed import Ranks
+from toolkit.plan.cost.prediction import Prediction
 from toolkit.plan.planner import Plan
-from toolkit.plan.prediction import Prediction
 from toolkit.recipe.schema import Recipe
+from toolkit.run.comparison import Measured, event_fields
+from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
 from toolkit.terminal import tell
+from toolkit.track.metrics import Metrics, MetricsLog, mfu
+from toolkit.track.progress import ProgressReport
+from toolkit.track.sample_log import SampleLog, drop_later_samples
+from toolkit.track.tensorboard import TensorBoardLog
+from toolkit.track.wandb_service import WandbFollower
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.comparison import Measured, event_fields
-from toolkit.train.events import EventLog
 from toolkit.train.loop import Progress, StepReport
-from toolkit.train.metrics import Metrics, MetricsLog, mfu
 from toolkit.train.phases import Mark
-from toolkit.train.progress import ProgressReport
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
-from toolkit.train.run_dir import RunDirectory
-from toolkit.train.sample_log import SampleLog, drop_later_samples
-from toolkit.train.tensorboard import TensorBoardLog
-from toolkit.train.wandb_service import WandbFollower
 
 GIB = 2**30
 WANDB_GRACE_S = 15.0

@@ -28,12 +28,12 @@ from types import TracebackType
 from typing import Any
 
 from toolkit.errors import EXIT_FAILED
-from toolkit.launchers.process import STACKS_SIGNAL, grace_over
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import STACKS_SIGNAL, grace_over
+from toolkit.run.events import EventLog
 from toolkit.terminal import tell
-from toolkit.train.events import EventLog
 from toolkit.train.loop import Hooks, Progress, StepReport
 from toolkit.train.phases import WAITING
-from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.untrusted import read_json
 

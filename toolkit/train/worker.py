@@ -37,22 +37,22 @@ from toolkit.errors import (
     Stopped,
 )
 from toolkit.failpoints import failpoint
-from toolkit.launchers.outcome import PEER_LOST, events_offset
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
+from toolkit.run.announce import show_results
+from toolkit.run.assignment import Assignment, assign, elastic_restarts, read_assignment
+from toolkit.run.claim import claim
+from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import PEER_LOST, events_offset
+from toolkit.run.events import EventLog, process_age_s
+from toolkit.run.rank_log import setup_rank_logging
 from toolkit.terminal import tell
-from toolkit.train.announce import show_results
-from toolkit.train.assignment import Assignment, assign, elastic_restarts, read_assignment
+from toolkit.track.progress import ProgressReport
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.claim import claim
-from toolkit.train.events import EventLog, process_age_s
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import Job, Progress, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
-from toolkit.train.progress import ProgressReport
-from toolkit.train.rank_log import setup_rank_logging
-from toolkit.train.run_dir import RunDirectory
 from toolkit.train.signals import StopRequest
 from toolkit.train.together import PeerFailed, Together
 from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed

@@ -1,0 +1,300 @@
+"""Rules that join settings: each one small, each naming the settings that it reads.
+
+The rules run on what is left of a recipe when single settings are wrong, so that all
+mistakes are reported at once; a rule that reads a wrong setting is left out. What is
+legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the model at hand, in
+`toolkit.plan.rules.models`, what a model config may say in `toolkit.models.spec`; here they
+are only asked.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from toolkit.errors import PlanError, Problem
+from toolkit.hardware.catalogue import Gpu, accelerator
+from toolkit.models.config_check import check_config
+from toolkit.models.families import model_spec
+from toolkit.plan.rules import legality
+from toolkit.plan.rules import models as model_rules
+from toolkit.plan.rules.models import Job
+from toolkit.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule, and the settings (or whole sections) that it reads."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Recipe], Iterable[Problem]]
+
+
+def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]:
+    """Every broken rule that reads none of the `wrong` settings (dotted keys).
+
+    The problems carry full dotted keys; file and line are left to the caller.
+    """
+    wrong = tuple(wrong)
+    for rule in RULES:
+        if not any(_touch(read, key) for read in rule.reads for key in wrong):
+            yield from rule.check(recipe)
+
+
+def _touch(one: str, other: str) -> bool:
+    """Is one setting the other, or a part of it?"""
+    shorter, longer = sorted((one, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
+
+
+def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
+    stated = [name for name in ("steps", "tokens", "epochs") if getattr(recipe.training, name)]
+    allowed = "exactly one of steps, tokens and epochs"
+    if not stated:
+        yield Problem("training", "none of the three", allowed, "add e.g. `steps: 1000`")
+    for extra in stated[1:]:
+        found = f"both {stated[0]} and {extra}"
+        fix = f"remove one (`{extra}: null` where it comes from `extends`)"
+        yield Problem(f"training.{extra}", found, allowed, fix)
+
+
+def _warmup(recipe: Recipe) -> Iterator[Problem]:
+    steps, schedule = recipe.training.total_steps(), recipe.schedule
+    if steps is None:
+        return
+    if schedule.warmup_steps > steps:
+        fix = f"set schedule.warmup_steps to {max(steps // 10, 1)}, or train longer"
+        found = f"{schedule.warmup_steps} of {steps} steps"
+        yield Problem("schedule.warmup_steps", found, "at most the steps of the run", fix)
+    elif schedule.decay_steps and schedule.warmup_steps + schedule.decay_steps > steps:
+        room = steps - schedule.warmup_steps
+        found = (
+            f"{schedule.warmup_steps} warm-up + {schedule.decay_steps} decay steps of {steps}"
+        )
+        fix = f"set schedule.decay_steps to {room}" if room else "shorten the warm-up"
+        yield Problem("schedule.decay_steps", found, f"at most {steps} together", fix)
+
+
+def _decay(recipe: Recipe) -> Iterator[Problem]:
+    name, decay = recipe.schedule.name, recipe.schedule.decay_steps
+    if name == "wsd" and decay is None:
+        allowed, fix = "an integer ≥ 1 with `name: wsd`", "add `decay_steps:` under `schedule`"
+        yield Problem("schedule.decay_steps", "nothing", allowed, fix)
+    if name != "wsd" and decay is not None:
+        fix = "remove it, or set schedule.name to wsd"
+        yield Problem("schedule.decay_steps", f"{decay} with `name: {name}`", "null", fix)
+
+
+def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
+    low, high = recipe.schedule.min_learning_rate, recipe.optimizer.learning_rate
+    if low > high:
+        allowed = f"at most optimizer.learning_rate ({high})"
+        fix = f"set schedule.min_learning_rate to {high / 10:g}"
+        yield Problem("schedule.min_learning_rate", str(low), allowed, fix)
+
+
+def _model_source(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.hub is None and model.init == "pretrained":
+        fix = "add `hub: <id or folder>`, or set model.init to random"
+        yield Problem("model.hub", "nothing with `init: pretrained`", "a hub id or folder", fix)
+    elif model.hub is None and model.config is None:
+        fix = "add `hub: <id or folder>` or `config: {model_type: …}`"
+        yield Problem("model", "neither hub nor config", "at least one of them", fix)
+    if (model.init == "checkpoint") != (model.checkpoint is not None):
+        found = f"{model.checkpoint or 'nothing'} with `init: {model.init}`"
+        allowed = "a checkpoint or a run directory with `init: checkpoint`, null otherwise"
+        fix = "add `checkpoint: <run directory>`, or change model.init"
+        if model.checkpoint is not None:
+            fix = "remove it, or set model.init to checkpoint"
+        yield Problem("model.checkpoint", found, allowed, fix)
+
+
+def _model_config(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.config is None:
+        return
+    for problem in check_config(recipe.model.config):
+        fix = problem.fix or f"write {problem.allowed}"
+        yield Problem(f"model.config.{problem.key}", problem.found, problem.allowed, fix)
+
+
+def _router_loss(recipe: Recipe) -> Iterator[Problem]:
+    """transformers adds the router's balancing loss; no engine trains it, since its value
+    depends on how a batch is split."""
+    if (recipe.model.config or {}).get("output_router_logits"):
+        yield Problem(
+            "model.config.output_router_logits",
+            "true",
+            "false: the router's balancing loss is not trained",
+            "remove output_router_logits from model.config",
+        )
+
+
+def _positions(recipe: Recipe) -> Iterator[Problem]:
+    """A sequence longer than the model's positions: an index error, or noise, at run time."""
+    config, length = recipe.model.config, recipe.training.sequence_length
+    if config is None or check_config(config):
+        return
+    spec = model_spec(config)
+    if length <= spec.max_positions or (not spec.learned_positions and _rope_scaled(config)):
+        return
+    raise_it = "model.config's largest position"
+    fix = f"set training.sequence_length to {spec.max_positions}, or raise {raise_it}"
+    if not spec.learned_positions:
+        fix += " or configure rope scaling"
+    allowed = f"at most {spec.max_positions}, the positions of this model"
+    yield Problem("training.sequence_length", str(length), allowed, fix)
+
+
+def _rope_scaled(config: dict[str, object]) -> bool:
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name)
+        if isinstance(rope, dict):
+            return rope.get("rope_type", rope.get("type", "default")) != "default"
+    return False
+
+
+def _parallel(recipe: Recipe) -> Iterator[Problem]:
+    yield from legality.problems(recipe.parallel, recipe.cluster)
+
+
+def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
+    """What the model's shape forbids of `parallel`; asked when each is right by itself."""
+    config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
+    if config is None or check_config(config) or legality.problems(parallel, cluster):
+        return
+    yield from model_rules.problems(Job(parallel, cluster, recipe.training, config))
+
+
+def _nvme(recipe: Recipe) -> Iterator[Problem]:
+    zero = recipe.parallel.zero
+    places = (zero.offload_optimizer, zero.offload_parameters)
+    if "nvme" in places and zero.nvme_path is None:
+        fix = "add `nvme_path: /path/on/a/fast/disk` under `parallel.zero`"
+        allowed = "a folder, for offload to nvme"
+        yield Problem("parallel.zero.nvme_path", "nothing", allowed, fix)
+    if not {"nvme", "auto"} & {*places} and zero.nvme_path is not None:
+        fix = "remove it, or set offload_optimizer or offload_parameters to nvme"
+        allowed = "null without offload to nvme"
+        yield Problem("parallel.zero.nvme_path", zero.nvme_path, allowed, fix)
+
+
+def _batch(recipe: Recipe) -> Iterator[Problem]:
+    """Every rank takes the same number of whole micro batches per step."""
+    ranks = legality.data_parallel(recipe.parallel, recipe.cluster)
+    if ranks is None:
+        return
+    batch, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
+    key = "training.global_batch_size"
+    if batch < ranks:
+        allowed = f"at least {ranks}: a sequence per rank and step"
+        fix = f"set {key} to {ranks}, or use at most {batch} ranks"
+        yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
+        return
+    unit = ranks if micro == "auto" else ranks * micro
+    if batch % unit:
+        below, above = batch // unit * unit, (batch // unit + 1) * unit
+        nearest = f"{below} or {above}" if below else str(above)
+        parts = f"{ranks} ranks" if micro == "auto" else f"micro batch {micro} · {ranks} ranks"
+        allowed = f"a multiple of {unit} ({parts})"
+        yield Problem(key, str(batch), allowed, f"set {key} to {nearest}")
+
+
+def _accelerator(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.cluster.gpu
+    try:
+        accelerator(stated)
+    except PlanError as error:
+        known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
+        key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
+        yield Problem(f"cluster.gpu{key}", name, known, error.fix)
+    else:
+        if not isinstance(stated, str) and stated.like.lower() == "cpu":
+            fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
+            yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
+
+
+def _precision(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        device = accelerator(recipe.cluster.gpu)
+    except PlanError:
+        return  # reported by `_accelerator`
+    precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
+    if precision in engines and _computes(device, precision):
+        return
+    here = [name for name in engines if _computes(device, name)]
+    found = f"{precision} on {device.name}{_why_not(device, precision)}"
+    fix = f"set training.precision to {here[-1]}"
+    yield Problem("training.precision", found, ", ".join(here), fix)
+
+
+def _computes(device: Gpu, precision: str) -> bool:
+    """Does the device compute in a precision?"""
+    if device.generation == "cpu":
+        return precision in ("fp32", "bf16")
+    return device.peak_flops(precision) is not None
+
+
+def _why_not(device: Gpu, precision: str) -> str:
+    if _computes(device, precision):
+        return f" (no engine of this release that fits the recipe trains in {precision})"
+    if device.generation == "cpu" and precision == "fp16":
+        return " (torch on CPU has no fp16 training path that DeepSpeed supports)"
+    return f" (it has no {precision} units)"
+
+
+def _validation_data(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    if recipe.evaluation.every_steps and not data.validation and not data.validation_fraction:
+        allowed = "null without validation data"
+        fix = "add `validation_fraction: 0.01` under `data`, or remove it"
+        found = f"{recipe.evaluation.every_steps}, but no validation data"
+        yield Problem("evaluation.every_steps", found, allowed, fix)
+    if data.validation and data.validation_fraction:
+        fix = "remove one of data.validation and data.validation_fraction"
+        found = f"{data.validation_fraction} beside data.validation"
+        yield Problem("data.validation_fraction", found, "one source of validation data", fix)
+
+
+def _restarts(recipe: Recipe) -> Iterator[Problem]:
+    restarts = recipe.launch.max_restarts
+    if restarts and recipe.checkpoint.resume == "never":
+        allowed = "auto with launch.max_restarts: a restart continues from a checkpoint"
+        fix = "set checkpoint.resume to auto, or launch.max_restarts to 0"
+        yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
+
+
+_LENGTH = ("training.steps", "training.tokens", "training.epochs")
+_STEPS = (*_LENGTH, "training.global_batch_size", "training.sequence_length")
+_SPREAD = (
+    "parallel",
+    "cluster.nodes",
+    "cluster.gpus_per_node",
+    "training.global_batch_size",
+    "training.micro_batch_size",
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule(_LENGTH, _length_of_run),
+    Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
+    Rule(("schedule.name", "schedule.decay_steps"), _decay),
+    Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
+    Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
+    Rule(("model.config",), _model_config),
+    Rule(("model.config",), _router_loss),
+    Rule(("model.config", "training.sequence_length"), _positions),
+    Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
+    Rule(
+        (*_SPREAD, "model.config", "training.sequence_length", "training.precision"),
+        _model_in_parallel,
+    ),
+    Rule(("parallel.zero",), _nvme),
+    Rule(_SPREAD, _batch),
+    Rule(("cluster.gpu",), _accelerator),
+    Rule(
+        ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
+    ),
+    Rule(
+        ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
+        _validation_data,
+    ),
+    Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
+)

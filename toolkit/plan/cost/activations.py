@@ -1,0 +1,244 @@
+"""Activations of one transformer layer that wait for the backward pass, by part.
+
+What is stored follows from autograd: a matrix product keeps its input, a norm its input,
+an activation function its input, attention its query, key, value and output. In 16 bits
+and without parallelism a GPT layer keeps 34·s·b·h bytes and 5·a·s²·b for unfused attention
+(Korthikanti et al. 2022, arXiv:2205.05198, eq. 1); `tests/plan/test_memory.py` checks the
+paper's equations 1 to 6 against this module.
+"""
+
+from dataclasses import dataclass
+
+from toolkit.layout import Recompute
+from toolkit.plan.cost.workload import Workload
+
+FP32_BYTES = 4
+MASK_BYTES = 1
+"""One element of a dropout mask."""
+EAGER_RMS_NORM_BYTES = 6
+"""What an RMSNorm of single PyTorch operators keeps besides its input and output, per
+element: the fp32 copy of its input and the scaled copy that its weight multiplies."""
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes on one rank for one micro batch and one layer (the mean over layers)."""
+
+    norms: float
+    """The residual stream: inputs and outputs of the norms, dropout masks."""
+    qkv: float
+    """Queries, keys and values."""
+    attention: float
+    """Attention's output and what its kernel keeps: scores, or their row sums."""
+    mlp: float
+    """Dense feed-forward, the mean over layers."""
+    experts: float
+    """Mixture of experts: dispatched tokens, expert activations, the mean over layers."""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return self.norms + self.qkv + self.attention + self.mlp + self.experts
+
+    def mixed(self, other: "LayerActivations", share: float) -> "LayerActivations":
+        """`share` of the layers like this one, the rest like `other`."""
+        return LayerActivations(
+            *(
+                share * getattr(self, part) + (1 - share) * getattr(other, part)
+                for part in ("norms", "qkv", "attention", "mlp", "experts")
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a rank keeps per layer, and what it needs besides during one layer's backward."""
+
+    stored: LayerActivations
+    workspace: float
+    """Bytes of the recomputed activations and of the gradients of one layer."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements of one layer on one rank."""
+
+    stream: float
+    """Of the residual stream."""
+    whole_stream: float
+    """Of the residual stream, gathered over the tensor group."""
+    query: float
+    key: float
+    """Of the keys; as many values."""
+    scores: float
+    rows: float
+    """Rows of the score matrices: one softmax each."""
+    inner: float
+    """Of one inner tensor of a dense MLP, or of the experts where all layers have them."""
+
+
+def compute_bytes(workload: Workload) -> int:
+    """Bytes of an activation; fp8 layers hand bf16 on to each other."""
+    return FP32_BYTES if workload.precision == "fp32" else 2
+
+
+def layer_activations(
+    workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
+) -> Activations:
+    """What one micro batch of `micro` sequences leaves on a rank per layer.
+
+    `tp`, `cp`: tensor and context parallel degrees; `sequence`: sequence parallel.
+    """
+    sizes = _sizes(workload, tp, cp, sequence, micro)
+    whole = _everything(workload, sizes, tp)
+    stored = whole
+    if recompute == "full":
+        stored = _layer_input(workload, sizes).mixed(whole, workload.recomputed_layers)
+    elif recompute == "selective" and workload.engine == "fsdp":
+        stored = _every_second_product(workload, sizes, tp)
+    elif recompute == "selective":
+        stored = _without_scores(workload, sizes, whole)
+    # The last recomputed layer is whole in memory again, beside the gradients.
+    again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
+    return Activations(stored, again + _gradients(workload, sizes))
+
+
+def _least(
+    workload: Workload, sizes: _Sizes, stored: LayerActivations, recompute: Recompute
+) -> float:
+    """What a layer that is recomputed keeps (not the mean with those that are not)."""
+    return (_layer_input(workload, sizes) if recompute == "full" else stored).total
+
+
+def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> _Sizes:
+    spec = workload.spec
+    tokens = micro * workload.sequence_length / cp
+    split = tokens / tp
+    inner = split * spec.intermediate
+    if spec.moe_layers == spec.layers:
+        inner = split * spec.experts_per_token * spec.expert_intermediate
+    return _Sizes(
+        stream=tokens * spec.hidden / (tp if sequence else 1),
+        whole_stream=tokens * spec.hidden,
+        query=split * spec.heads * spec.head_dim,
+        key=split * spec.kv_heads * spec.head_dim,
+        scores=split * spec.heads * workload.sequence_length,
+        rows=split * spec.heads,
+        inner=inner,
+    )
+
+
+def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
+    """Nothing is recomputed."""
+    spec, width = workload.spec, compute_bytes(workload)
+    # Autocast keeps the residual stream in fp32: every branch's output is added to it.
+    residual = FP32_BYTES if workload.engine == "ddp" else width
+    norm = residual * sizes.stream
+    if _eager_norms(workload):
+        norm += EAGER_RMS_NORM_BYTES * sizes.stream
+    # megatron-core gathers a norm's split output again in the backward pass; torch's tensor
+    # parallel keeps it gathered.
+    norm += width * (sizes.whole_stream if workload.engine == "fsdp" else sizes.stream)
+    masks = 2 * MASK_BYTES * sizes.stream if workload.dropout else 0.0
+    head_norms = sizes.query + sizes.key if spec.query_key_norm else 0.0
+    dense = 1 - spec.moe_layers / spec.layers
+    return LayerActivations(
+        norms=spec.norms_per_layer * norm + masks,
+        qkv=width * (sizes.query + 2 * sizes.key + head_norms),
+        attention=width * sizes.query + _kernel(workload, sizes),
+        mlp=dense * width * _inner_tensors(workload) * sizes.inner,
+        experts=_experts(workload, sizes, tp),
+    )
+
+
+def _eager_norms(workload: Workload) -> bool:
+    """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
+    plain = workload.engine != "megatron" and not workload.fused_elementwise
+    return plain and not workload.spec.layer_norm
+
+
+def _kernel(workload: Workload, sizes: _Sizes) -> float:
+    """What attention itself keeps between the query-key product and its output."""
+    if workload.attention == "fused":  # FlashAttention, arXiv:2205.14135: fp32 row sums
+        return FP32_BYTES * sizes.rows
+    width = compute_bytes(workload)
+    per_score = width  # the softmax's output
+    if workload.dropout:
+        per_score += MASK_BYTES + width  # the mask, and the product's input
+    if not workload.fused_elementwise and width < FP32_BYTES:
+        per_score += FP32_BYTES  # the softmax in fp32, rounded afterwards
+    return per_score * sizes.scores
+
+
+def _inner_tensors(workload: Workload) -> int:
+    """Tensors of the MLP's inner size that are kept.
+
+    Plain (GELU, squared ReLU): input and output of the activation function. Gated: gate, up
+    and their product; in single operators, also the activated gate.
+    """
+    if not workload.spec.gated_mlp:
+        return 2
+    return 3 if workload.fused_elementwise else 4
+
+
+def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
+    """Tokens times experts per token, spread evenly over ranks: balanced routing.
+
+    Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
+    fp32 probabilities.
+    """
+    spec, width = workload.spec, compute_bytes(workload)
+    if not spec.moe_layers:
+        return 0.0
+    tokens = sizes.stream / spec.hidden
+    pairs = tokens * spec.experts_per_token
+    inner = sizes.whole_stream / spec.hidden / tp * spec.experts_per_token
+    kept = (
+        2 * width * pairs * spec.hidden
+        + width * _inner_tensors(workload) * inner * spec.expert_intermediate
+        + FP32_BYTES * tokens * spec.experts
+    )
+    return kept * spec.moe_layers / spec.layers
+
+
+def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
+    """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
+    width = FP32_BYTES if workload.engine == "ddp" else compute_bytes(workload)
+    return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
+
+
+def _without_scores(
+    workload: Workload, sizes: _Sizes, whole: LayerActivations
+) -> LayerActivations:
+    """megatron-core's selective recompute of core attention (Korthikanti et al., section 5)."""
+    output = compute_bytes(workload) * sizes.query
+    return LayerActivations(whole.norms, whole.qkv, output, whole.mlp, whole.experts)
+
+
+def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
+    """torchtitan's selective recompute per operator: attention and every second product.
+
+    Of query, key, value, output, gate, up and down (or in and out), the odd ones are kept,
+    and the output of each reduce-scatter of the tensor group.
+    """
+    spec, width = workload.spec, compute_bytes(workload)
+    dense = 1 - spec.moe_layers / spec.layers
+    scattered = 2 if tp > 1 else 0
+    down = sizes.whole_stream if spec.gated_mlp else 0.0
+    return LayerActivations(
+        norms=(1 + scattered) * width * sizes.stream,
+        qkv=width * (sizes.query + sizes.key),
+        attention=width * sizes.query + _kernel(workload, sizes),
+        mlp=dense * width * (sizes.inner + down),
+        experts=_experts(workload, sizes, tp),
+    )
+
+
+def _gradients(workload: Workload, sizes: _Sizes) -> float:
+    """Gradients alive at once in a layer's backward: those of its largest part."""
+    width = compute_bytes(workload)
+    products = 3 if workload.spec.gated_mlp else 2
+    attention = 2 * (sizes.query + 2 * sizes.key)
+    if workload.attention == "unfused":
+        attention += 2 * sizes.scores
+    return width * (2 * sizes.whole_stream + max(products * sizes.inner, attention))

@@ -1,0 +1,120 @@
+"""Time of collectives by algorithm, message size, link and topology.
+
+Ranks are placed as `Layout.data_rank` says: tensor fastest, then context, data, pipeline.
+Bandwidth and latency terms are those of Thakur et al. 2005 (ring: n - 1 steps that move
+(n - 1)/n of the data; recursive doubling: log₂ n steps).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from toolkit.hardware.cluster import Cluster, Link
+from toolkit.plan.cost.efficiency import Efficiency
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, and what joins them."""
+
+    size: int
+    islands: int
+    """Nodes (or NVLink domains) that it spreads over."""
+    near_bytes_per_s: float
+    """What one member reaches within its island."""
+    far_bytes_per_s: float
+    """What one member reaches through the network."""
+    near_latency_s: float
+    far_latency_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What passes between neighbours of a ring.
+
+        A ring over several islands leaves each of them through all members' adapters at once:
+        NCCL builds as many rings as there are, each with another member at the border.
+        """
+        if self.islands == 1:
+            return self.near_bytes_per_s
+        rate = self.size / self.islands * self.far_bytes_per_s
+        return min(rate, self.near_bytes_per_s) if self.size > self.islands else rate
+
+    def all_gather_s(self, total_bytes: float) -> float:
+        """Every member ends up with `total_bytes`, of which it had 1/size."""
+        if self.size == 1:
+            return 0.0
+        near = (self.size - self.islands) * self.near_latency_s
+        far = (self.islands - 1) * self.far_latency_s
+        return total_bytes * (self.size - 1) / self.size / self.bytes_per_s + near + far
+
+    def reduce_scatter_s(self, total_bytes: float) -> float:
+        """Every member ends up with the sum of 1/size of `total_bytes`: an all-gather back."""
+        return self.all_gather_s(total_bytes)
+
+    def all_reduce_s(self, total_bytes: float) -> float:
+        """A ring, or a tree where steps count more than bytes."""
+        if self.size == 1:
+            return 0.0
+        ring = 2 * self.all_gather_s(total_bytes)
+        depth = (self.islands - 1).bit_length() * self.far_latency_s
+        chain = (self.size // self.islands - 1) * self.near_latency_s
+        tree = 2 * (total_bytes / self.bytes_per_s + depth + chain)
+        return min(ring, tree)
+
+    def all_to_all_s(self, total_bytes: float) -> float:
+        """Every member sends an equal part of `total_bytes` to each member."""
+        if self.size == 1:
+            return 0.0
+        away = (self.islands - 1) / self.islands
+        near = total_bytes * (1 / self.islands - 1 / self.size) / self.near_bytes_per_s
+        far = total_bytes * away / self.far_bytes_per_s
+        latency = self.far_latency_s if self.islands > 1 else self.near_latency_s
+        return max(near, far) + latency
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """The links of a cluster at the rates that collectives reach."""
+
+    island: int
+    """Ranks that reach each other without the network between nodes."""
+    near_bytes_per_s: float
+    far_bytes_per_s: float
+    near_latency_s: float
+    far_latency_s: float
+
+    @lru_cache(maxsize=4096)  # noqa: B019  there is one network per cluster
+    def group(self, size: int, stride: int) -> Group:
+        """`size` ranks that are `stride` ranks apart."""
+        together = max(1, min(size, self.island // stride))
+        return Group(
+            size,
+            -(-size // together),
+            self.near_bytes_per_s,
+            self.far_bytes_per_s,
+            self.near_latency_s,
+            self.far_latency_s,
+        )
+
+    def message_s(self, message_bytes: float, stride: int) -> float:
+        """One message to the rank that is `stride` ranks further."""
+        if stride < self.island:
+            return message_bytes / self.near_bytes_per_s + self.near_latency_s
+        return message_bytes / self.far_bytes_per_s + self.far_latency_s
+
+
+@lru_cache(maxsize=64)
+def network(cluster: Cluster, efficiency: Efficiency) -> Network:
+    """The links of `cluster` at the rates of the table."""
+    near, far = cluster.node_link, cluster.network
+    return Network(
+        cluster.island,
+        _rate(near, efficiency),
+        _rate(far, efficiency),
+        near.latency_s,
+        far.latency_s,
+    )
+
+
+def _rate(link: Link, efficiency: Efficiency) -> float:
+    """Bytes per second that large collectives reach."""
+    return link.measured_bytes_per_s or link.bytes_per_s * efficiency[f"link.{link.kind}"]

@@ -1,0 +1,383 @@
+"""Memory of one rank, by part.
+
+Every pipeline stage is a sum of model states (weights, gradients, optimizer), activations
+that wait for their backward pass, the logits and the loss, buffers of communication, and the
+working memory of the layer that is computed. The fullest stage counts.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from toolkit.layout import Layout, Recompute, padded_vocab
+from toolkit.plan.cost.activations import FP32_BYTES, compute_bytes, layer_activations
+from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.workload import Workload
+
+GIB = 2**30
+
+RESERVE_SHARE = 0.07
+"""Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
+it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
+peaks with torch.compile (Llama 3 8B on 8 and 128 H100)."""
+CONTEXT_BYTES = 1.0 * GIB
+"""Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
+channel buffers (10 MiB per channel and communicator)."""
+DEEPSPEED_BUCKET = 1e8
+"""Elements of the reduce and all-gather buckets of `ds_configs`."""
+DEEPSPEED_LIVE_PARAMETERS = 1e9
+"""Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
+NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
+"""Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
+FSDP_GATHERED_LAYERS = 2
+"""Layers whose weights FSDP holds gathered: the one in use and the one that is prefetched."""
+MESSAGES = 2
+"""Activations that a pipeline rank receives and sends while it computes."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a training step, by part."""
+
+    stage: int
+    """Pipeline rank, from 0."""
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """Of the micro batches that wait for their backward pass."""
+    logits: float
+    """Logits, their fp32 copies and gradients; 0 where a layer's backward needs more."""
+    workspace: float
+    """Recomputed activations and gradients of one layer; 0 where the logits need more."""
+    buffers: float
+    """Communication: buckets, gathered weights, pipeline messages."""
+    context: float = CONTEXT_BYTES
+    """What CUDA and NCCL hold outside the allocator."""
+
+    @property
+    def model_states(self) -> float:
+        """Weights, gradients and optimizer states."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """The peak of torch.cuda.max_memory_allocated."""
+        return (
+            self.model_states + self.activations + self.logits + self.workspace + self.buffers
+        )
+
+    @property
+    def reserve(self) -> float:
+        """What the allocator holds beyond that."""
+        return RESERVE_SHARE * self.allocated
+
+    @property
+    def reserved(self) -> float:
+        """The peak of torch.cuda.max_memory_reserved."""
+        return self.allocated + self.reserve
+
+    @property
+    def total(self) -> float:
+        """All that the device needs."""
+        return self.reserved + self.context
+
+
+class _Step(NamedTuple):
+    """What one micro batch leaves and needs on every stage."""
+
+    stored: float
+    """Activations of one layer."""
+    workspace: float
+    """Of one layer's backward."""
+    head: float
+    """Logits and loss."""
+    messages: float
+    """Of tensor, pipeline and context parallel."""
+
+
+def peak_memory(workload: Workload, layout: Layout) -> Memory:
+    """The fullest pipeline stage.
+
+    Later stages hold fewer micro batches, so with equal layers only the first, the last and
+    those with one layer more than it can be the fullest.
+    """
+    step = _step(workload, *_micro_batch(layout))
+    shares = _fullest_shares(workload, *_degrees(layout))
+    if len(shares) == 1:
+        return _memory(workload, layout, step, shares[0])
+    stages = [_memory(workload, layout, step, share) for share in shares]
+    return max(stages, key=lambda memory: memory.allocated)
+
+
+def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
+    """Memory of the ranks of one pipeline stage."""
+    step = _step(workload, *_micro_batch(layout))
+    return _memory(workload, layout, step, stage_share(workload.spec, *_degrees(layout), stage))
+
+
+def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) -> Memory:
+    """All parts of one stage."""
+    parameters, gradients, optimizer = _states(workload, layout, share)
+    logits = step.head if share.stage == layout.pp - 1 else 0.0
+    return Memory(
+        stage=share.stage,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=step.stored * share.layers / layout.vpp * _chunks_waiting(layout, share),
+        logits=logits if logits > step.workspace else 0.0,
+        workspace=0.0 if logits > step.workspace else step.workspace,
+        buffers=step.messages + _engine_buffers(workload, layout, share),
+    )
+
+
+def _degrees(layout: Layout) -> tuple[int, int, int, int]:
+    """What a rank's share of the parameters depends on."""
+    return layout.tp, layout.ep, layout.pp, layout.vpp
+
+
+def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute]:
+    """What one micro batch's memory on a rank depends on."""
+    return (
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        layout.sequence_parallel,
+        layout.micro_batch,
+        layout.recompute,
+    )
+
+
+# Model states
+
+
+def model_states_gib(workload: Workload, layout: Layout) -> float:
+    """GiB of weights, gradients and optimizer states on the fullest rank.
+
+    What is offloaded counts as away, although parts of it pass through the device.
+    """
+    shares = _fullest_shares(workload, *_degrees(layout))
+    return max(sum(_states(workload, layout, share)) for share in shares) / GIB
+
+
+def building_gib(workload: Workload, layout: Layout) -> float:
+    """GiB of weights on the fullest rank while the model is built.
+
+    megatron-core builds all that a tensor-parallel rank computes with; only then does
+    DeepSpeed shard or offload it. transformers' models are sharded while they are built.
+    """
+    if (workload.engine, workload.model) != ("deepspeed", "megatron"):
+        return 0.0
+    shares = _fullest_shares(workload, *_degrees(layout))
+    return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
+
+
+def states_peak_gib(workload: Workload, layout: Layout) -> float:
+    """The most that model states ever take: in training, or while the model is built."""
+    return max(model_states_gib(workload, layout), building_gib(workload, layout))
+
+
+class StateBytes(NamedTuple):
+    """Bytes per parameter before ZeRO."""
+
+    weight: float
+    gradient: float
+    optimizer: float
+
+
+def state_bytes(workload: Workload) -> StateBytes:
+    """Bytes per parameter of AdamW under an engine.
+
+    fp32, and autocast over fp32 weights (ddp, FSDP2's mixed precision): 4 + 4 + 8. In 16
+    bits: a weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the
+    distributed optimizer: 18 bytes, 6 + 12/d sharded; DeepSpeed with our presets'
+    `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
+    arXiv:1910.02054, figure 1).
+    """
+    if workload.precision == "fp32" or workload.engine in ("ddp", "fsdp"):
+        return _FP32_STATES
+    return _HALF_SUMS if workload.gradient_bytes == 2 else _MIXED_STATES
+
+
+_FP32_STATES = StateBytes(4.0, 4.0, 8.0)
+_MIXED_STATES = StateBytes(2.0, 4.0, 12.0)
+_HALF_SUMS = StateBytes(2.0, 2.0, 12.0)
+
+
+def _states(
+    workload: Workload, layout: Layout, share: StageShare
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
+    copies = layout.dp * layout.cp
+    # An expert's states are spread over the ranks that hold this expert.
+    expert_copies = max(1, copies * layout.tp // layout.ep) if layout.ep > 1 else copies
+
+    def held(per_parameter: float, stage: int) -> float:
+        if layout.zero_stage < stage:
+            return per_parameter * share.parameters
+        return per_parameter * (
+            (share.dense + share.vocabulary) / copies + share.experts / expert_copies
+        )
+
+    each = state_bytes(workload)
+    away = layout.offload_optimizer != "none"
+    # FSDP updates shards in stage 2 too; what it keeps gathered is in `_fsdp_window`.
+    whole_below = 2 if workload.engine == "fsdp" else 3
+    return (
+        0.0 if layout.offload_parameters != "none" else held(each.weight, whole_below),
+        # From stage 2 on, reduced gradients go where the optimizer is.
+        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2),
+        0.0 if away else held(each.optimizer, 1),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _fullest_shares(
+    workload: Workload, tp: int, ep: int, pp: int, vpp: int
+) -> list[StageShare]:
+    """Of the stages that can be the fullest: first, last, and the first with most layers."""
+    counts = layers_of_stages(workload.spec.layers, pp, vpp)
+    stages = sorted({0, counts.index(max(counts)), pp - 1})
+    return [stage_share(workload.spec, tp, ep, pp, vpp, stage) for stage in stages]
+
+
+# What comes and goes within a step
+
+
+def _chunks_waiting(layout: Layout, share: StageShare) -> int:
+    """Forward passes of one model chunk whose backward pass is still to come.
+
+    1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
+    2·(p - r - 1) + (v - 1)·p forward passes of one chunk and then one more: on the first
+    stage L·(1 + (p - 1)/(p·v)) layers of one micro batch (Korthikanti et al., section 4.2.3).
+    """
+    after = layout.pp - share.stage
+    if layout.vpp > 1:
+        after = 2 * (after - 1) + (layout.vpp - 1) * layout.pp + 1
+    return min(after, layout.gradient_accumulation * layout.vpp)
+
+
+@lru_cache(maxsize=4096)
+def _step(
+    workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
+    recompute: Recompute,
+) -> _Step:  # fmt: skip
+    spec, width = workload.spec, compute_bytes(workload)
+    layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
+    tokens = micro * workload.sequence_length / cp
+    whole = width * tokens * spec.hidden
+    stream = whole / (tp if sequence else 1)
+    messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence
+    if pp > 1:
+        messages += MESSAGES * stream
+    if cp > 1:  # keys and values of this and the next rank
+        messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
+    logits = tokens * padded_vocab(spec.vocab, tp) / tp
+    return _Step(
+        stored=layer.stored.total,
+        workspace=layer.workspace,
+        head=2 * stream + _bytes_per_logit(workload, tp) * logits,
+        messages=messages,
+    )
+
+
+def _bytes_per_logit(workload: Workload, tp: int) -> int:
+    """Bytes of logits and loss at their peak, per logit.
+
+    megatron-core casts to fp32 and turns that copy into the softmax and then the gradient in
+    place, beside a 16-bit tensor. PyTorch's cross entropy keeps the fp32 log softmax and
+    makes its gradient and the logits' beside it; over a tensor group (loss_parallel), the
+    softmax too. A fused kernel holds logits and gradients.
+    """
+    width = compute_bytes(workload)
+    if workload.fused_loss:
+        return 2 * width
+    if "megatron" in (workload.engine, workload.model):
+        return FP32_BYTES + (width if width < FP32_BYTES else 0)
+    return (4 if workload.engine == "fsdp" and tp > 1 else 3) * FP32_BYTES
+
+
+def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Buckets and gathered weights; megatron-core communicates in its gradient buffer."""
+    width, held = compute_bytes(workload), share.parameters
+    if workload.engine == "megatron" or layout.dp * layout.cp == 1:
+        return 0.0
+    if workload.engine == "deepspeed":
+        return _deepspeed_buckets(layout, width, held)
+    if workload.engine == "fsdp":
+        return _fsdp_window(layout, width, share)
+    return FP32_BYTES * held  # DDP copies gradients into buckets
+
+
+def _deepspeed_buckets(layout: Layout, width: int, held: float) -> float:
+    """Reduce buckets (two where communication overlaps) and gathered weights."""
+    bucket = width * min(DEEPSPEED_BUCKET, held)
+    if layout.zero_stage == 0:
+        return 0.0
+    if layout.zero_stage == 3:
+        return 2 * bucket + width * min(DEEPSPEED_LIVE_PARAMETERS, held)
+    return (2 if layout.zero_stage == 1 else 3) * bucket
+
+
+def _fsdp_window(layout: Layout, width: int, share: StageShare) -> float:
+    """Weights that FSDP gathers, and gradients before they are scattered.
+
+    Embedding and head stay gathered from the forward to the backward pass, and the head's
+    gradient until the embedding's is there; layers come and go. A layer's gradients are
+    there twice: in compute precision and, copied, in the fp32 of the reduce-scatter.
+    """
+    if layout.zero_stage < 2:
+        return 0.0
+    layer = (share.dense + share.experts) / share.layers
+    gathered = share.vocabulary + FSDP_GATHERED_LAYERS * layer
+    if layout.zero_stage == 2:
+        gathered = share.parameters
+    return width * (gathered + share.output) + (width + FP32_BYTES) * layer
+
+
+# What leaves the device
+
+
+def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
+    """Host memory of one node for what is offloaded to the CPU, or passes through it.
+
+    ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
+    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
+    sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) buffers of
+    `ds_configs` remain.
+    """
+    ranks = min(gpus_per_node, layout.world)
+    each = state_bytes(workload)
+    copies = 0 if workload.engine == "fsdp" else compute_bytes(workload)
+    share = _offloaded_parameters(workload, layout)
+    held = 0.0
+    if layout.offload_optimizer == "cpu":
+        held += (each.optimizer + each.gradient + copies) * share
+    elif layout.offload_optimizer == "nvme":
+        # Gradients stay in memory; four buffers of one sub-group pass by.
+        held += each.gradient * share
+        held += NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, share)
+    if layout.offload_parameters == "cpu":
+        held += each.weight * share
+    elif layout.offload_parameters == "nvme":
+        held += each.weight * min(NVME_LIVE_PARAMETERS, share)
+    return held * ranks
+
+
+def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
+    """Disk of one node for what is offloaded to NVMe."""
+    ranks = min(gpus_per_node, layout.world)
+    each, share = state_bytes(workload), _offloaded_parameters(workload, layout)
+    held = 0.0
+    if layout.offload_optimizer == "nvme":
+        held += (each.optimizer + each.gradient) * share
+    if layout.offload_parameters == "nvme":
+        held += each.weight * share
+    return held * ranks
+
+
+def _offloaded_parameters(workload: Workload, layout: Layout) -> float:
+    """Parameters whose states one rank keeps away: its ZeRO partition of the first stage."""
+    share = stage_share(workload.spec, *_degrees(layout), 0)
+    return share.parameters / (layout.dp if layout.zero_stage else 1)

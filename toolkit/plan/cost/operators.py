@@ -1,0 +1,429 @@
+"""Seconds of a layer's operators on one rank, by roofline, from their shapes.
+
+A matrix product takes its FLOPs at a rate that depends on its shape, or its bytes at the
+memory's; everything elementwise takes its bytes. Collectives are not here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import ceil
+
+from toolkit.errors import PlanError
+from toolkit.hardware.catalogue import Gpu
+from toolkit.layout import Recompute, padded_vocab
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.efficiency import Efficiency
+from toolkit.plan.cost.workload import Precision, Workload
+
+SPLITS = (1, 2, 4, 8)
+"""Parts of the inner dimension that different multiprocessors sum where tiles are few."""
+SAVED_PRODUCTS = 0.5
+"""Share of the matrix products that FSDP's selective recompute keeps: every second one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """An accelerator's sustained rates under a workload."""
+
+    matmul: float
+    """FLOP/s of large products in the workload's precision."""
+    matmul_width: int
+    """Bytes of one of their operands' elements."""
+    plain_matmul: float
+    """FLOP/s of logits and attention, which fp8 leaves in 16 bits."""
+    width: int
+    """Bytes of an activation's element."""
+    attention: float
+    """FLOP/s of the fused attention kernel on long sequences with heads of 128."""
+    memory: float
+    """Bytes per second of streaming kernels."""
+    multiprocessors: int
+    half_k: float
+    """Inner size of a matrix product at which half of its rate is reached."""
+    half_sequence: float
+    """Tokens at which the attention kernel reaches half of its rate."""
+    gap_s: float
+    """Between two kernels, whatever the host does."""
+    efficiency: Efficiency
+
+
+@lru_cache(maxsize=1024)
+def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
+    """The rates of `gpu`: measured, or a share of its peaks; a nominal CPU's where nothing is
+    known of one.
+
+    Raises PlanError for a precision that the accelerator lacks.
+    """
+    precision, share = workload.precision, efficiency[f"matmul.{gpu.like or gpu.name}"]
+    matmul = _matmul_flops(gpu, precision, efficiency)
+    plain = _matmul_flops(gpu, "bf16", efficiency) if precision == "fp8" else matmul
+    measured = gpu.measured and gpu.measured.memory_bytes_per_s
+    memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
+    kernel = efficiency[f"attention.{_attention_kernel(gpu, workload)}"]
+    of = ".cpu" if gpu.generation == "cpu" else ""
+    return Device(
+        matmul=matmul,
+        matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
+        plain_matmul=plain,
+        width=4 if precision == "fp32" else 2,
+        attention=plain / share * kernel,
+        memory=measured or memory * efficiency["memory"],
+        multiprocessors=gpu.multiprocessors,
+        half_k=efficiency[f"matmul.half_k{of}"],
+        half_sequence=efficiency[f"attention.half_sequence{of}"],
+        gap_s=efficiency[f"kernel.gap_s{of}"],
+        efficiency=efficiency,
+    )
+
+
+def _matmul_flops(gpu: Gpu, precision: Precision, efficiency: Efficiency) -> float:
+    """FLOP/s of large matrix products."""
+    if gpu.measured and (measured := gpu.measured.peak_flops(precision)):
+        return measured
+    peak = gpu.peak_flops(precision)
+    if peak is None and gpu.generation == "cpu":
+        peak = efficiency["cpu.flops"]
+    if peak is None:
+        raise PlanError(
+            f"training.precision: {gpu.name} has no {precision} units",
+            fix="choose another precision or accelerator",
+        )
+    share = efficiency[f"matmul.{gpu.like or gpu.name}"]
+    return peak * share * (efficiency["matmul.fp8"] if precision == "fp8" else 1.0)
+
+
+def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
+    """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
+    written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them."""
+    if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
+        return f"{gpu.generation}.1"
+    engine = workload.engine == "megatron" and workload.fused_elementwise
+    if engine and gpu.generation in ("hopper", "blackwell"):
+        return f"{gpu.generation}.te"
+    return gpu.generation
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of one micro batch that a rank computes."""
+
+    tokens: int
+    """Context parallel divides the sequence."""
+    tp: int
+    cp: int
+    ep: int
+    sequence_parallel: bool
+
+    @property
+    def stream(self) -> float:
+        """Tokens of the residual stream (norms, residual sums) on this rank."""
+        return self.tokens / self.tp if self.sequence_parallel else self.tokens
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass of one layer, by kind."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    """Time that the device waits for the host, or between kernels."""
+
+    @property
+    def total(self) -> float:
+        """All kinds."""
+        return self.matmul + self.attention + self.elementwise + self.launch
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """The passes of one layer; of a model with some expert layers, the mean over layers."""
+
+    forward: Pass
+    backward: Pass
+    recompute: Pass
+    """What the backward pass repeats of the forward pass first."""
+
+
+# Matrix products
+
+
+@lru_cache(maxsize=1 << 17)
+def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = False) -> float:
+    """Seconds of [m, k] · [k, n]: the best of some tilings, or the memory's limit.
+
+    Tiles are computed in waves, one per multiprocessor; the last wave and the tiles at the
+    border do less than they could. Along k, a tile spends as long as `half_k` products on its
+    start and its end.
+    """
+    rate = device.plain_matmul if plain else device.matmul
+    width = device.width if plain else device.matmul_width
+    half_k, units = device.half_k, device.multiprocessors
+    best = 0.0
+    for (rows, columns, quality), parts in product(_tiles(device.efficiency), SPLITS):
+        tiles = ceil(m / rows) * ceil(n / columns) * parts
+        waves = ceil(tiles / units)
+        useful = m * n * parts / (rows * columns)
+        best = max(best, quality * useful / (waves * units) * k / (k + parts * half_k))
+    moved = width * (m * k + k * n) + device.width * m * n
+    return max(2.0 * m * n * k / (rate * best), moved / device.memory)
+
+
+@lru_cache(maxsize=8)
+def _tiles(efficiency: Efficiency) -> tuple[tuple[int, int, float], ...]:
+    """Rows, columns and quality of the tiles, each lying and standing."""
+    shapes = ((256, 128), (128, 128), (128, 64))
+    values = [efficiency[f"tile.{name}"] for name in (256, 128, 64)]
+    lying = [(*shape, value) for shape, value in zip(shapes, values, strict=True)]
+    return (*lying, *((columns, rows, value) for rows, columns, value in lying))
+
+
+def _attention_products(spec: ModelSpec, part: Slice) -> Iterator[tuple[float, ...]]:
+    """Count, tokens, outputs and inputs of the projections of one rank."""
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield 1, part.tokens, (queries + 2 * keys) / part.tp, spec.hidden
+    yield 1, part.tokens, spec.hidden, queries / part.tp
+
+
+def _mlp_products(spec: ModelSpec, part: Slice, experts: bool) -> Iterator[tuple[float, ...]]:
+    """Count, tokens, outputs and inputs of a dense MLP, or of the experts on one rank."""
+    count, tokens, inner = 1.0, float(part.tokens), spec.intermediate / part.tp
+    if experts:
+        count = spec.experts / part.ep
+        tokens *= spec.experts_per_token / count
+        inner = spec.expert_intermediate
+        if part.ep > 1:
+            tokens /= part.tp  # an expert is whole, and tokens of the tensor group spread
+        else:
+            inner /= part.tp
+    yield count, tokens, (2 if spec.gated_mlp else 1) * inner, spec.hidden
+    yield count, tokens, spec.hidden, inner
+
+
+# Attention
+
+
+def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+    """Forward and backward of softmax(q·kᵀ)·v on one rank."""
+    if workload.attention == "fused":
+        return _fused_attention_s(workload, part, device)
+    spec, width = workload.spec, device.width
+    scores = part.tokens * workload.sequence_length * spec.heads / part.tp
+    flops = 2.0 * scores * spec.head_dim
+    # Each of two products reads or writes all scores; head_dim is too small to hide that.
+    one = max(flops / device.plain_matmul, width * scores / device.memory)
+    softmax = 2 * width * scores / device.memory
+    # Dropout reads and writes scores and a mask of one byte each.
+    dropout = (2 * width + 1) * scores / device.memory if workload.dropout else 0.0
+    return 2 * one + softmax + dropout, 4 * one + 1.5 * softmax + dropout
+
+
+def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+    """FlashAttention: no scores in memory; the masked half is skipped.
+
+    The backward pass computes five products where the forward pass computes two
+    (arXiv:2205.14135, appendix B).
+    """
+    spec, sequence = workload.spec, workload.sequence_length
+    efficiency = device.efficiency
+    flops = (
+        4.0 * part.tokens * spec.heads * spec.head_dim / part.tp * _mean_keys(spec, sequence)
+    )
+    on_rank = sequence / part.cp
+    small = efficiency["attention.head_64"]
+    head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)
+    filled = on_rank / (on_rank + device.half_sequence)
+    rate = device.attention * max(head, 0.5) * filled
+    return flops / rate, 2.5 * flops / (rate * efficiency["attention.backward"])
+
+
+def _mean_keys(spec: ModelSpec, sequence: int) -> float:
+    """Keys per query that mask and window leave, the mean over queries and layers."""
+    span = min(sequence, spec.sliding_window or sequence)
+    window = span * (1 - span / 2 / sequence)
+    share = spec.sliding_layers / spec.layers
+    return share * window + (1 - share) * sequence / 2
+
+
+# Elementwise
+
+
+def _elementwise_bytes(
+    workload: Workload, part: Slice, width: int, *, experts: bool
+) -> tuple[float, float]:
+    """Bytes that norms, residual sums, rotary positions, activation function, dropout and
+    biases move in the forward and in the backward pass of one layer.
+
+    Counted in elements per token, one for each operand read or written: fused kernels move
+    an operand once, single PyTorch operators once each. Backward, a norm reads its input and
+    the gradient twice, and every residual sum is a sum of two gradients.
+    """
+    spec, fused = workload.spec, workload.fused_elementwise
+    one_kernel = fused or spec.layer_norm  # PyTorch's RMSNorm is a chain, partly in fp32
+    norm, norm_back = (2, 4) if one_kernel else (13, 20)
+    forward = part.stream * spec.hidden * (2 * norm + 2 * 3)
+    backward = part.stream * spec.hidden * (2 * norm_back + 2 * 3)
+    inner = part.tokens * spec.intermediate / part.tp
+    if experts:
+        inner = part.tokens * spec.experts_per_token * spec.expert_intermediate / part.tp
+    gated, gated_back = (3, 5) if fused else (5, 8)
+    forward += inner * (gated if spec.gated_mlp else 2)
+    backward += inner * (gated_back if spec.gated_mlp else 3)
+    if not spec.learned_positions:
+        rotated = part.tokens * (spec.heads + spec.kv_heads) * spec.head_dim / part.tp
+        forward += rotated * (2 if fused else 12)
+        backward += rotated * (2 if fused else 12)
+    if spec.mlp_bias:  # gradients of biases are sums over all tokens
+        backward += inner + 2 * part.stream * spec.hidden
+    if workload.dropout:  # a mask of half an element; a kernel of its own backward
+        forward += part.stream * spec.hidden
+        backward += 2 * 2.5 * part.stream * spec.hidden
+    if experts:  # tokens are sorted by expert, and summed with their weights
+        routed = part.tokens * spec.experts_per_token * spec.hidden / part.tp
+        forward, backward = forward + 5 * routed, backward + 5 * routed
+    return width * forward, width * backward
+
+
+def _accumulated_bytes(workload: Workload, parameters: float) -> float:
+    """Bytes moved to add one micro batch's gradients of a layer to their fp32 sum.
+
+    Megatron and DeepSpeed keep the sum whole on the device; FSDP sums shards.
+    """
+    return 8.0 * parameters if workload.engine in ("megatron", "deepspeed") else 0.0
+
+
+def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
+    """Bytes moved to turn the products' inputs into fp8, also transposed for the backward."""
+    if workload.precision != "fp8":
+        return 0.0
+    return sum(4.0 * count * m * k for count, m, n, k in products)
+
+
+# Layers
+
+
+@lru_cache(maxsize=1 << 15)
+def layer_time(
+    workload: Workload, part: Slice, recompute: Recompute, device: Device
+) -> LayerTime:
+    """One layer of one micro batch."""
+    spec = workload.spec
+    share = spec.moe_layers / spec.layers
+    if share in (0, 1):
+        return _layer_time(workload, part, recompute, device, experts=share == 1)
+    with_experts = _layer_time(workload, part, recompute, device, experts=True)
+    dense = _layer_time(workload, part, recompute, device, experts=False)
+    return LayerTime(
+        *(
+            _mix(getattr(with_experts, name), getattr(dense, name), share)
+            for name in ("forward", "backward", "recompute")
+        )
+    )
+
+
+def _mix(one: Pass, other: Pass, share: float) -> Pass:
+    """`share` of one and the rest of the other."""
+    kinds = ("matmul", "attention", "elementwise", "launch")
+    return Pass(
+        *(share * getattr(one, kind) + (1 - share) * getattr(other, kind) for kind in kinds)
+    )
+
+
+def _layer_time(
+    workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
+) -> LayerTime:
+    spec = workload.spec
+    products = [*_attention_products(spec, part), *_mlp_products(spec, part, experts)]
+    matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
+    # Gradients of the inputs, then of the weights.
+    matmul_back = sum(
+        count * (matmul_s(m, k, n, device) + matmul_s(k, n, m, device))
+        for count, m, n, k in products
+    )
+    attention, attention_back = _attention_s(workload, part, device)
+    moved, moved_back = _elementwise_bytes(workload, part, device.width, experts=experts)
+    moved += _cast_bytes(workload, products)
+    moved_back += _cast_bytes(workload, products)
+    moved_back += _accumulated_bytes(workload, sum(c * n * k for c, _, n, k in products))
+    kernels = _kernels(workload, part, products)
+    forward = _timed(matmul, attention, moved / device.memory, kernels, device)
+    backward = _timed(
+        matmul_back, attention_back, moved_back / device.memory, 2 * kernels, device
+    )
+    return LayerTime(forward, backward, _recomputed(workload, recompute, forward))
+
+
+def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass:
+    """`selective` is Megatron's core attention, or FSDP's policy by operators, which keeps
+    attention and every second matrix product (torchtitan)."""
+    if recompute == "full":
+        return forward
+    if recompute == "none":
+        return Pass()
+    if workload.engine == "megatron":
+        return Pass(attention=forward.attention)
+    share = 1 - SAVED_PRODUCTS
+    return Pass(share * forward.matmul, 0.0, forward.elementwise, forward.launch)
+
+
+def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]]) -> float:
+    """Kernels of one layer's forward pass; an operator each where nothing is fused."""
+    others = 10.0 if workload.fused_elementwise else 36.0
+    if workload.attention == "unfused":
+        others += 6
+    if part.tp > 1:
+        others += 4  # collectives
+    return others + sum(count for count, *_ in products)
+
+
+def _timed(
+    matmul: float, attention: float, elementwise: float, kernels: float, device: Device
+) -> Pass:
+    """A pass whose kernels the host starts one by one."""
+    busy = matmul + attention + elementwise
+    started = kernels * device.efficiency["kernel.launch_s"]
+    launch = max(kernels * device.gap_s, started - busy)
+    return Pass(matmul, attention, elementwise, launch)
+
+
+# First and last stage
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What the first and the last stage do besides layers, forward and backward."""
+
+    embedding: tuple[Pass, Pass]
+    head: tuple[Pass, Pass]
+
+
+@lru_cache(maxsize=1 << 13)
+def ends_time(workload: Workload, part: Slice, device: Device) -> Ends:
+    """Embedding, and final logits with their loss, of one micro batch."""
+    moved = part.tokens * workload.spec.hidden / device.memory
+    # Rows are read and written; their gradients are read and added up in fp32.
+    lookup = Pass(elementwise=2 * device.width * moved)
+    summed = Pass(elementwise=(device.width + 8) * moved)
+    return Ends((lookup, summed), _head_time(workload, part, device))
+
+
+def _head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
+    """Logits and loss.
+
+    Per logit and pass: a fused loss reads and writes it once; else it is cast to fp32, and
+    maximum, exponential, sum and logarithm each read or write it.
+    """
+    spec, tokens = workload.spec, float(part.tokens)
+    rows = padded_vocab(spec.vocab, part.tp) / part.tp
+    forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
+    backward = matmul_s(tokens, spec.hidden, rows, device, plain=True)
+    backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
+    per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
+    moved = tokens * rows / device.memory
+    return (
+        Pass(matmul=forward, elementwise=per_logit * moved),
+        Pass(matmul=backward, elementwise=per_logit_back * moved),
+    )

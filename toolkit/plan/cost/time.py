@@ -1,0 +1,304 @@
+"""Seconds of one training step: what every rank computes, sends and waits for.
+
+A pipeline is as fast as its busiest stage; the others wait for it (the bubble). Closed forms
+throughout: no loop over layers or micro batches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log, sqrt
+
+from toolkit.hardware.cluster import Cluster
+from toolkit.layout import Layout, Recompute
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.collectives import network
+from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
+from toolkit.plan.cost.operators import (
+    SAVED_PRODUCTS,
+    Device,
+    Ends,
+    LayerTime,
+    Slice,
+    device,
+    ends_time,
+    layer_time,
+)
+from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
+from toolkit.plan.cost.traffic import (
+    LayerTraffic,
+    Place,
+    data_parallel_s,
+    layer_tensor_s,
+    layer_traffic,
+    pipeline_message_s,
+    tied_embedding_s,
+)
+from toolkit.plan.cost.update import offload_s, optimizer_s
+from toolkit.plan.cost.workload import Workload
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One pipeline rank and one micro batch, all its chunks together."""
+
+    forward_s: float
+    """With exposed collectives inside the layers."""
+    backward_s: float
+    """With recompute."""
+    message_s: float
+    """Sending one activation or gradient to the neighbour."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step on the busiest stage; the parts add up to `total_s`."""
+
+    compute: Mapping[str, float]
+    """By kind: matmul, attention, elementwise, launch, recompute, logits, embedding."""
+    communication: Mapping[str, float]
+    """Exposed: tensor, context, expert, pipeline, data_gather, data_reduce."""
+    bubble_s: float
+    """Waiting for other pipeline stages."""
+    optimizer_s: float
+    offload_s: float
+    """Transfers to and from host and NVMe beyond what runs beside computation."""
+    overhead_s: float
+    """Host work per step, and waiting for the slowest node."""
+    stages: tuple[StageTime, ...]
+    """By pipeline rank."""
+    tokens: int
+    """Of one step."""
+    gpus: int
+    peak_flops: float | None
+    """Of one device in the workload's precision."""
+    workload: Workload
+    recompute: Recompute
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return (
+            sum(self.compute.values())
+            + sum(self.communication.values())
+            + self.bubble_s
+            + self.optimizer_s
+            + self.offload_s
+            + self.overhead_s
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices."""
+        return self.tokens / self.total_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Of one device."""
+        return self.tokens_per_s / self.gpus
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """Model FLOPs utilization, attention counted as masked."""
+        return self._utilization("mfu_causal")
+
+    @property
+    def mfu_full(self) -> float | None:
+        """Model FLOPs utilization, every query with every key (Megatron's papers, NVIDIA)."""
+        return self._utilization("mfu_full")
+
+    @property
+    def hfu_causal(self) -> float | None:
+        """Hardware FLOPs utilization: recomputed FLOPs count too; attention as masked."""
+        return self._utilization("hfu_causal")
+
+    @property
+    def hfu_full(self) -> float | None:
+        """Hardware FLOPs utilization, every query with every key."""
+        return self._utilization("hfu_full")
+
+    def _utilization(self, convention: str) -> float | None:
+        if self.peak_flops is None:
+            return None
+        per_token = _flops_per_token(self.workload, self.recompute)[convention]
+        return self.tokens_per_s_per_gpu * per_token / self.peak_flops
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """What all stages have in common, and what the ends have besides."""
+
+    layer: LayerTime
+    traffic: LayerTraffic
+    recomputed: float
+    """Share of the layers that recompute covers."""
+    ends: Ends
+    ends_traffic_s: float
+    """Collectives of the embedding or of the logits, in each pass."""
+
+    def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float]]:
+        """Forward and backward of every stage for one micro batch, by its layers."""
+        again = self.layer.recompute.total + self.traffic.tensor_again
+        forward = self.layer.forward.total + self.traffic.forward
+        backward = self.layer.backward.total + self.traffic.backward + self.recomputed * again
+        found = [(count * forward, count * backward) for count in counts]
+        for stage, (ahead, back) in ((0, self.ends.embedding), (-1, self.ends.head)):
+            forward, backward = found[stage]
+            found[stage] = (
+                forward + ahead.total + self.ends_traffic_s,
+                backward + back.total + self.ends_traffic_s,
+            )
+        return found
+
+
+def step_time(
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency = DEFAULT
+) -> StepTime:
+    """Seconds of one step of `workload` in `layout` on `cluster`.
+
+    Raises PlanError where the accelerator lacks the workload's precision.
+    """
+    spec, pp = workload.spec, layout.pp
+    place = Place(workload, layout, cluster, efficiency, network(cluster, efficiency))
+    machine = device(cluster.gpu, workload, efficiency)
+    common = _common(place, machine)
+    counts = layers_of_stages(spec.layers, pp, layout.vpp)
+    passes = common.passes(counts)
+    times = [sum(pair) for pair in passes]
+    busiest = times.index(max(times))
+    share = stage_share(spec, layout.tp, layout.ep, pp, layout.vpp, busiest)
+    message = pipeline_message_s(place)
+    compute = _compute(common, layout, counts[busiest], busiest)
+    bubble = (sum(times) - times[busiest]) / layout.vpp
+    update = optimizer_s(place, share, machine)
+    return StepTime(
+        compute=compute,
+        communication=_communication(place, common, share, passes[busiest], message, busiest),
+        bubble_s=bubble,
+        optimizer_s=update,
+        offload_s=offload_s(place, share, update, *passes[busiest]),
+        overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
+        stages=tuple(StageTime(*pair, message) for pair in passes),
+        tokens=layout.global_batch * workload.sequence_length,
+        gpus=layout.world,
+        peak_flops=cluster.gpu.peak_flops(workload.precision),
+        workload=workload,
+        recompute=layout.recompute,
+    )
+
+
+def _common(place: Place, machine: Device) -> _Stages:
+    workload, layout = place.workload, place.layout
+    part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    layer = layer_time(workload, part, layout.recompute, machine)
+    return _Stages(
+        layer=layer,
+        traffic=layer_traffic(place, layer.forward.attention),
+        recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
+        ends=ends_time(workload, part, machine),
+        ends_traffic_s=layer_tensor_s(place) / 2,
+    )
+
+
+def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[str, float]:
+    """Seconds per step that a stage computes, by kind."""
+    layer, steps = common.layer, layout.gradient_accumulation
+    many = steps * layers
+    kinds = {
+        kind: many * (getattr(layer.forward, kind) + getattr(layer.backward, kind))
+        for kind in ("matmul", "attention", "elementwise", "launch")
+    }
+    ends = {"embedding": 0.0, "logits": 0.0}
+    if stage == 0:
+        ends["embedding"] = steps * sum(one.total for one in common.ends.embedding)
+    if stage == layout.pp - 1:
+        ends["logits"] = steps * sum(one.total for one in common.ends.head)
+    return {**kinds, "recompute": many * common.recomputed * layer.recompute.total, **ends}
+
+
+def _communication(
+    place: Place,
+    common: _Stages,
+    share: StageShare,
+    passes: tuple[float, float],
+    message_s: float,
+    stage: int,
+) -> dict[str, float]:
+    """Exposed seconds per step of the busiest stage's traffic, by kind."""
+    layout, traffic = place.layout, common.traffic
+    steps = layout.gradient_accumulation
+    many = steps * share.layers
+    ends = (stage == 0) + (stage == layout.pp - 1)
+    again = common.recomputed * traffic.tensor_again
+    tensor = traffic.tensor + traffic.tensor_back + again
+    gather, reduce = data_parallel_s(place, share, *passes)
+    return {
+        "tensor": many * tensor + steps * ends * 2 * common.ends_traffic_s,
+        "context": many * 3 * traffic.context,
+        "expert": many * 2 * traffic.expert,
+        "pipeline": _pipeline_s(place, message_s),
+        "data_gather": gather,
+        "data_reduce": reduce + tied_embedding_s(place),
+    }
+
+
+def _pipeline_s(place: Place, message_s: float) -> float:
+    """Messages of a rank that computation waits for.
+
+    1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
+    schedule of today's Megatron can do so beside the next chunk's computation. Filling and
+    draining the pipeline waits for every message.
+    """
+    layout = place.layout
+    waited = 1.0
+    if place.workload.pipeline_overlap and layout.vpp > 1:
+        waited = place.efficiency["overlap.megatron"]
+    running = waited * 2 * message_s * layout.vpp * layout.gradient_accumulation
+    return running + 2 * message_s * (layout.pp - 1)
+
+
+def _overhead_s(place: Place, computed_s: float) -> float:
+    """Host work, and waiting for the slowest of n nodes whose speeds spread by `straggler`:
+    the expected largest of n normal values is about √(2·ln n) standard deviations."""
+    nodes = place.layout.world / place.cluster.gpus_per_node
+    waited = 0.0
+    if nodes > 1:
+        waited = place.efficiency["straggler"] * sqrt(2 * log(nodes)) * computed_s
+    return place.efficiency["step.host_s"] + waited
+
+
+@lru_cache(maxsize=1024)
+def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
+    """FLOPs per token of training (mfu) and with what recompute repeats (hfu), attention
+    counted as masked (causal) or in full."""
+    spec, length = workload.spec, workload.sequence_length
+    counted = {
+        "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
+        "full": (spec.flops_per_token_full, spec.forward_flops_per_token_full),
+    }
+    found = {}
+    for convention, (training, forward) in counted.items():
+        again = _recomputed_flops(workload, recompute, forward(length))
+        found[f"mfu_{convention}"] = training(length)
+        found[f"hfu_{convention}"] = training(length) + again
+    return found
+
+
+def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
+    """Forward FLOPs per token that the backward pass repeats."""
+    spec = workload.spec
+    attention = forward - _weight_flops(spec)
+    products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
+    if recompute == "full":
+        return workload.recomputed_layers * (products + attention)
+    if recompute == "none":
+        return 0.0
+    if workload.engine == "megatron":
+        return attention
+    return (1 - SAVED_PRODUCTS) * products
+
+
+def _weight_flops(spec: ModelSpec) -> float:
+    """Forward FLOPs per token of everything but the scores: a sequence of one token has one
+    score per head and layer, and its product with the values."""
+    return spec.forward_flops_per_token_full(1) - 4 * spec.heads * spec.head_dim * spec.layers

@@ -1,0 +1,76 @@
+"""What is trained: all that memory and time depend on besides the layout and the cluster."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.rules.legality import EngineName, ModelName, Pair
+from toolkit.recipe.schema import TrainingSection
+
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Attention = Literal["fused", "unfused"]
+TensorOverlap = Literal["none", "backward", "all"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model under an engine, free of any layout."""
+
+    spec: ModelSpec
+    sequence_length: int
+    precision: Precision
+    engine: EngineName
+    model: ModelName = "hf"
+    """Whose modules compute: transformers' (or another implementation on PyTorch's own
+    operators), or megatron-core's."""
+    attention: Attention = "fused"
+    """fused: flash attention, which stores no scores; unfused: scores written to memory."""
+    flash_version: Literal[1, 2] = 2
+    """Generation of the fused kernel: 1 for FlashAttention (and its Triton port), 2 for
+    FlashAttention-2 and those that came after it."""
+    fused_elementwise: bool = True
+    """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
+    fusions, torch.compile); otherwise each reads and writes memory."""
+    recomputed_layers: float = 1.0
+    """Share of the layers that `recompute: full` covers."""
+    reduce_bytes: int | None = None
+    """Bytes per gradient element on the wire; None: what the engine does by itself."""
+    tensor_overlap: TensorOverlap = "backward"
+    """Collectives of tensor and sequence parallel that run beside matrix products. backward:
+    beside the gradients of the weights (Megatron since 2022); all: also cut into pieces beside
+    the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
+    parallel)."""
+    pipeline_overlap: bool = True
+    """Messages of the interleaved schedule run beside the next chunk."""
+    reduce_overlap: bool = True
+    """Gradients are reduced, and sharded parameters gathered, while others are computed."""
+    gradient_bytes: int | None = None
+    """Bytes per element that megatron-core sums gradients in; None: 4, its training script's
+    and this toolkit's choice with bf16. NeMo's recipes sum in 16 bits."""
+    dropout: bool = False
+    """Dropout over attention scores and both branches of a layer, whose masks are stored."""
+    fused_loss: bool = False
+    """Softmax and cross entropy in one kernel that works in the logits' own precision
+    (flash-attn's), instead of on fp32 copies."""
+
+
+def planned_workload(
+    spec: ModelSpec, training: TrainingSection, pair: Pair, *, dropout: bool = False
+) -> Workload:
+    """What a recipe trains, as this toolkit's engines run it.
+
+    Attention is torch's fused kernel; the other operators are single ones, without
+    Transformer Engine or torch.compile; megatron-core reduces after the backward pass, and
+    its pipeline waits for every message.
+    """
+    return Workload(
+        spec=spec,
+        sequence_length=training.sequence_length,
+        precision=training.precision,
+        engine=pair.engine,
+        model=pair.model,
+        fused_elementwise=False,
+        pipeline_overlap=False,
+        reduce_overlap=pair.engine != "megatron",
+        dropout=dropout,
+    )

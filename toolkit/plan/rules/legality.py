@@ -1,0 +1,399 @@
+"""What is legal: which engine can train which model implementation, and how.
+
+One table answers for everyone: `dmt check` (through `problems`), the planner (through
+`pairs`) and the ledger. A layout outside the table is refused with the nearest legal one.
+What a model's shape forbids besides is decided in `toolkit.plan.rules.models`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from toolkit.errors import Problem
+from toolkit.layout import Placement, Recompute
+from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
+
+EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]
+ModelName = Literal["hf", "megatron"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Stage = Literal[0, 1, 2, 3]
+
+ANY = 65536
+"""Largest degree of the schema: no limit of the pair's own."""
+
+_EVERYWHERE: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
+_ON_DEVICE: frozenset[Placement] = frozenset(("none",))
+_ON_DEVICE_OR_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8", "fp16", "bf16")
+_PLAIN_PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
+_MEGATRON_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+class Pair(NamedTuple):
+    """An engine and the model implementation that it trains."""
+
+    engine: EngineName
+    model: ModelName
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} with model {self.model}"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What one pair can do; the defaults are a plain data-parallel engine."""
+
+    tensor: int = 1
+    """Largest tensor-parallel degree; likewise below."""
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Sequence parallel inside the tensor group."""
+    zero_stages: tuple[Stage, ...] = (0,)
+    """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
+    zero_config: bool = False
+    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
+    offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_together: bool = False
+    """Are optimizer states and parameters always in the same place?"""
+    only_when_asked: bool = False
+    """Does `engine: auto` leave it out?"""
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    """Activation recompute; `selective` is megatron-core's own attention recompute."""
+    precisions: frozenset[Precision] = field(default=_PLAIN_PRECISIONS)
+    """What it computes in, where the device can."""
+
+
+TABLE: dict[Pair, Support] = {
+    Pair("deepspeed", "hf"): Support(
+        zero_stages=(0, 1, 2, 3),
+        zero_config=True,
+        offload_optimizer=_EVERYWHERE,
+        offload_parameters=_EVERYWHERE,
+    ),
+    Pair("ddp", "hf"): Support(),
+    # Left out of `auto`: what the planner knows of its speed was measured in other trainers,
+    # with torch.compile, and what it knows of DeepSpeed's is assumed to be the same. So it
+    # cannot tell which of the two is faster.
+    Pair("fsdp", "hf"): Support(
+        zero_stages=(2, 3),
+        offload_optimizer=_ON_DEVICE_OR_CPU,
+        offload_parameters=_ON_DEVICE_OR_CPU,
+        offload_together=True,
+        only_when_asked=True,
+    ),
+    # Context parallel needs an attention of its own over the context group: not yet. fp8
+    # needs Transformer Engine's layers: not yet.
+    Pair("megatron", "megatron"): Support(
+        tensor=ANY,
+        pipeline=ANY,
+        virtual_pipeline=ANY,
+        expert=ANY,
+        sequence=True,
+        zero_stages=(0, 1),
+        recompute=_MEGATRON_RECOMPUTE,
+    ),
+    Pair("deepspeed", "megatron"): Support(
+        tensor=ANY,
+        sequence=True,
+        zero_stages=(0, 1, 2, 3),
+        zero_config=True,
+        offload_optimizer=_ON_DEVICE_OR_CPU,
+        offload_parameters=_ON_DEVICE_OR_CPU,
+        recompute=_MEGATRON_RECOMPUTE,
+    ),
+}
+"""Every legal pair, the preferred one first."""
+
+DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+"""The degrees of `parallel`, which are also fields of `Support`."""
+_PIPELINE_AND_ZERO = (
+    "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
+    "still accumulates"
+)
+_NOT_YET = {"context": "; context parallelism is not in this release"}
+
+
+def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
+    """The pairs that can carry out what `parallel` asks for, preferred first.
+
+    With a `precision`, only those that compute in it.
+    """
+    return [
+        pair
+        for pair, support in TABLE.items()
+        if _matches(parallel, pair)
+        and not _violations(parallel, pair)
+        and (precision is None or precision in support.precisions)
+    ]
+
+
+def precisions(parallel: ParallelSection) -> list[Precision]:
+    """What the pairs that can carry out `parallel` compute in, the most usual last.
+
+    Where no pair can, which `problems` reports, what any pair computes in.
+    """
+    able = pairs(parallel) or TABLE
+    return [name for name in _PRECISIONS if any(name in TABLE[p].precisions for p in able)]
+
+
+def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
+    """The ZeRO stages in which `pair` can do the asked offload, lowest first.
+
+    Only the asked one where `parallel` names it; at least one where `problems` finds none.
+    """
+
+    def in_stage(stage: Stage) -> ParallelSection:
+        zero = parallel.zero.model_copy(update={"stage": stage})
+        return parallel.model_copy(update={"zero": zero})
+
+    return [
+        stage
+        for stage in TABLE[pair].zero_stages
+        if parallel.zero.stage in ("auto", stage) and not list(_needs(in_stage(stage)))
+    ]
+
+
+def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem]:
+    """Everything illegal about the intent, each with the nearest legal alternative.
+
+    Keys are full dotted paths; file and line are left to the caller.
+    """
+    found = [*_needs(parallel)]
+    wrong = {problem.key for problem in found}
+    found += [p for p in _table_problems(parallel) if p.key not in wrong]
+    return found or list(_world_problems(parallel, cluster))
+
+
+def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
+    """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline·context).
+
+    An `auto` counts as 1 where the preferred pair can do no more. None while the planner
+    still has a choice, or when the degrees do not divide the world.
+    """
+    product = 1
+    for name in ("tensor", "pipeline", "context"):
+        degree = _known_degree(parallel, name)
+        if degree is None:
+            return None
+        product *= degree
+    dp, rest = divmod(cluster.world_size, product)
+    return None if rest else dp
+
+
+def _known_degree(parallel: ParallelSection, name: str) -> int | None:
+    value = getattr(parallel, name)
+    if isinstance(value, int):
+        return value
+    preferred = next(iter(pairs(parallel)), None)
+    return 1 if preferred is not None and getattr(TABLE[preferred], name) == 1 else None
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number` that are legal degrees, ascending; none of 0."""
+    return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
+
+
+def nearest(wanted: int, fit: Iterable[int]) -> int | None:
+    """The nearest of `fit`, the smaller of two; None of nothing."""
+    return min(fit, key=lambda degree: (abs(degree - wanted), degree), default=None)
+
+
+def _needs(parallel: ParallelSection) -> Iterator[Problem]:
+    """Settings that make sense only together with another one."""
+    zero = parallel.zero
+    if _above_one(parallel.virtual_pipeline) and parallel.pipeline == 1:
+        yield Problem(
+            "parallel.virtual_pipeline",
+            f"{parallel.virtual_pipeline} with parallel.pipeline: 1",
+            "1 without pipeline stages",
+            "set parallel.virtual_pipeline to auto, or parallel.pipeline to 2 or more",
+        )
+    if parallel.sequence is True and parallel.tensor == 1:
+        yield Problem(
+            "parallel.sequence",
+            "true with parallel.tensor: 1",
+            "true only inside a tensor-parallel group",
+            "set parallel.sequence to auto, or parallel.tensor to 2 or more",
+        )
+    if zero.offload_optimizer == "nvme" and zero.stage not in (3, "auto"):
+        yield Problem(
+            "parallel.zero.offload_optimizer",
+            f"nvme with stage: {zero.stage}",
+            "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory silently",
+            "set parallel.zero.stage to 3 (or auto)",
+        )
+    elif zero.offload_optimizer not in ("none", "auto") and zero.stage == 0:
+        yield Problem(
+            "parallel.zero.offload_optimizer",
+            f"{zero.offload_optimizer} with stage: 0",
+            "none in stage 0, which shards no optimizer states",
+            "set parallel.zero.stage to 2 (or auto)",
+        )
+    if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
+        yield Problem(
+            "parallel.zero.offload_parameters",
+            f"{zero.offload_parameters} with stage: {zero.stage}",
+            "none below stage 3, which alone shards parameters",
+            "set parallel.zero.stage to 3 (or auto)",
+        )
+
+
+def _table_problems(parallel: ParallelSection) -> list[Problem]:
+    """What the legal pair that comes nearest cannot do."""
+    legal = [pair for pair in TABLE if _matches(parallel, pair)]
+    if not legal:
+        return [_illegal_pair(parallel)]
+    return min((_violations(parallel, pair) for pair in legal), key=len)
+
+
+def _illegal_pair(parallel: ParallelSection) -> Problem:
+    """Both engine and model are named, and do not go together."""
+    asked = (parallel.engine, parallel.model)
+    near = [pair for pair in TABLE if (pair[0] == asked[0]) != (pair[1] == asked[1])]
+    best = near[0]
+    kept = 0 if best[0] == asked[0] else 1
+    name, other = Pair._fields[1 - kept], Pair._fields[kept]
+    fits = ", ".join(pair[1 - kept] for pair in near if pair[kept] == asked[kept])
+    return Problem(
+        f"parallel.{name}",
+        f"{asked[1 - kept]} with {other}: {asked[kept]}",
+        f"{fits} with {other}: {asked[kept]}",
+        f"set parallel.{name} to {best[1 - kept]}",
+    )
+
+
+def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
+    """tensor · pipeline · context must divide the number of ranks."""
+    degrees = {name: _known_degree(parallel, name) or 1 for name in (*DEGREES[:2], "context")}
+    product, world = math.prod(degrees.values()), cluster.world_size
+    if world % product == 0:
+        return
+    largest = max(degrees, key=lambda name: degrees[name])
+    shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
+    near = _nearest_degrees(degrees, world)
+    changes = [f"parallel.{n} to {near[n]}" for n in degrees if near[n] != degrees[n]]
+    yield Problem(
+        f"parallel.{largest}",
+        f"{shown} = {product} on {world} ranks",
+        f"a product that divides nodes · gpus_per_node = {world}",
+        f"set {' and '.join(changes)}",
+    )
+
+
+def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
+    """The nearest degrees whose product divides `world`.
+
+    The largest gives way first: the others are settled before it, smallest first, and
+    change only where they divide no ranks that are left.
+    """
+    near, room = {}, world
+    for name in sorted(degrees, key=lambda name: degrees[name]):
+        near[name] = nearest(degrees[name], divisors(room)) or 1
+        room //= near[name]
+    return near
+
+
+def _matches(parallel: ParallelSection, pair: Pair) -> bool:
+    if parallel.engine == "auto" and TABLE[pair].only_when_asked:
+        return False
+    return parallel.engine in ("auto", pair.engine) and parallel.model in ("auto", pair.model)
+
+
+def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
+    """The settings that this pair cannot carry out; `auto` suits every pair."""
+    support, zero = TABLE[pair], parallel.zero
+    found: list[Problem] = []
+
+    def refuse(key: str, value: object, allowed: str, instead: str, why: str = "") -> None:
+        found.append(
+            Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
+        )
+
+    for name in DEGREES:
+        degree, most = getattr(parallel, name), getattr(support, name)
+        if degree != "auto" and degree > most:
+            exclusive = name == "pipeline" and zero.stage in (2, 3)
+            why = _PIPELINE_AND_ZERO if exclusive else _NOT_YET.get(name, "")
+            instead = f"set parallel.{name} to {most}{_or_pair(parallel, name, degree)}"
+            refuse(name, degree, str(most), instead, why)
+    if parallel.sequence is True and not support.sequence:
+        refuse("sequence", "true", "false", "set parallel.sequence to auto")
+    or_engine = "" if pair.engine == "deepspeed" else _or_deepspeed(parallel)
+    if zero.stage != "auto" and zero.stage not in support.zero_stages:
+        stages = ", ".join(map(str, support.zero_stages))
+        why = _PIPELINE_AND_ZERO if _above_one(parallel.pipeline) else ""
+        instead = f"set parallel.zero.stage to auto{or_engine}"
+        refuse("zero.stage", zero.stage, stages, instead, why)
+    for name in ("offload_optimizer", "offload_parameters"):
+        place, places = getattr(zero, name), getattr(support, name)
+        if place != "auto" and place not in places:
+            near = "cpu" if "cpu" in places else "none"
+            fix = f"set parallel.zero.{name} to {near}{or_engine}"
+            refuse(f"zero.{name}", place, ", ".join(sorted(places)), fix)
+    if support.offload_together and not found and (problem := _apart(zero, pair, or_engine)):
+        found.append(problem)
+    recompute = parallel.recompute
+    if recompute != "auto" and recompute not in support.recompute:
+        ways = ", ".join(support.recompute)
+        why = ": selective is megatron-core's, and the model here is transformers'"
+        refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
+    if zero.config is not None and not support.zero_config:
+        refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
+    return found
+
+
+def _apart(zero: ZeroSection, pair: Pair, or_engine: str) -> Problem | None:
+    """An offload that keeps optimizer states and parameters apart, or would have to."""
+    optimizer, parameters = zero.offload_optimizer, zero.offload_parameters
+    if optimizer == "cpu" and zero.stage not in (3, "auto"):
+        return Problem(
+            "parallel.zero.offload_optimizer",
+            f"cpu with stage: {zero.stage}",
+            f"none below stage 3 for {pair}, which moves optimizer and parameters together",
+            f"set parallel.zero.stage to 3 (or auto){or_engine}",
+        )
+    if "auto" in (optimizer, parameters) or optimizer == parameters:
+        return None
+    alone, other = "optimizer", "parameters"
+    if optimizer == "none":
+        alone, other = other, alone
+    return Problem(
+        f"parallel.zero.offload_{alone}",
+        f"cpu with offload_{other}: none",
+        f"both cpu or both none for {pair}, which moves optimizer and parameters together",
+        f"set parallel.zero.offload_{other} to cpu{or_engine}",
+    )
+
+
+def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
+    """The other way out of a degree that is too large: a pair that can do it, if any."""
+    if name == "pipeline" and parallel.zero.stage in (2, 3):
+        return ", or parallel.zero.stage to 1"
+    asked = (parallel.engine, parallel.model)
+    able = [p for p in TABLE if getattr(TABLE[p], name) >= degree]
+    if not able:
+        return ""
+    other = min(
+        able, key=lambda p: sum(a not in ("auto", b) for a, b in zip(asked, p, strict=True))
+    )
+    changes = [
+        f"parallel.{field} to {value}"
+        for field, value, stated in zip(Pair._fields, other, asked, strict=True)
+        if stated not in ("auto", value)
+    ]
+    return f", or {' and '.join(changes)}" if changes else ""
+
+
+def _or_deepspeed(parallel: ParallelSection) -> str:
+    """DeepSpeed as the other way out, where the degrees leave it."""
+    degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
+    return "" if any(map(_above_one, degrees)) else ", or set parallel.engine to deepspeed"
+
+
+def _above_one(degree: object) -> bool:
+    return isinstance(degree, int) and degree > 1

@@ -1,0 +1,247 @@
+"""What a model's shape and batch forbid: the rules of megatron-core, asked before it is.
+
+`toolkit.plan.rules.legality` decides what a pair of engine and model can do at all; here,
+whether this model can be cut that way. Every rule names the line of megatron-core 0.16 that
+would stop the run, or go wrong silently, and the nearest legal value.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+from toolkit.errors import Problem
+from toolkit.models.families import model_spec, unsupported
+from toolkit.models.spec import ModelSpec
+from toolkit.plan.rules import legality
+from toolkit.plan.rules.legality import Pair, divisors, nearest
+from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the rules read of a recipe; `config` has no problem of its own."""
+
+    parallel: ParallelSection
+    cluster: ClusterSection
+    training: TrainingSection
+    config: Mapping[str, object]
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's shape."""
+        return model_spec(self.config)
+
+    @cached_property
+    def inexpressible(self) -> str | None:
+        """Why megatron-core cannot compute this model exactly; None when it can."""
+        return unsupported(self.config)
+
+    def asking(self, parallel: ParallelSection) -> "Job":
+        """The same job with another intent; what follows from the config is kept."""
+        other = replace(self, parallel=parallel)
+        other.__dict__.update(spec=self.spec, inexpressible=self.inexpressible)
+        return other
+
+
+def able_pairs(job: Job) -> list[Pair]:
+    """The pairs that can train this model as `job` asks, preferred first."""
+    asked = legality.pairs(job.parallel, job.training.precision)
+    return [pair for pair in asked if not pair_problems(job, pair)]
+
+
+def problems(job: Job) -> list[Problem]:
+    """Why no pair can train this model as asked, each with the nearest legal value.
+
+    Of the pairs that legality leaves, the one that comes nearest speaks. Keys are full
+    dotted paths; file and line are left to the caller.
+    """
+    asked = legality.pairs(job.parallel, job.training.precision)
+    found = [pair_problems(job, pair) for pair in asked]
+    return min(found, key=len, default=[])
+
+
+def pair_problems(job: Job, pair: Pair) -> list[Problem]:
+    """What keeps `pair` from training this model, one problem per setting."""
+    if pair.model != "megatron":
+        return []
+    if reason := job.inexpressible:
+        return [_inexpressible(job, pair, reason)]
+    if job.spec.moe_layers and pair.engine == "deepspeed":
+        return [_experts_in_deepspeed(job, pair)]
+    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
+    rules.append(_half_precision_stage if pair.engine == "deepspeed" else _loss_scale)
+    return [problem for rule in rules for problem in rule(job)]
+
+
+def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:
+    family = job.config["model_type"]
+    return Problem(
+        "model.config",
+        f"{family} with {pair}",
+        f"what megatron-core computes exactly as transformers does: {reason}",
+        "set parallel.model to hf, without tensor, pipeline or expert parallel",
+    )
+
+
+def _experts_in_deepspeed(job: Job, pair: Pair) -> Problem:
+    """DeepSpeed averages every gradient over all ranks; experts need groups of their own."""
+    stated = job.parallel.engine != "auto"
+    found = "deepspeed" if stated else "what only DeepSpeed has"
+    return Problem(
+        "parallel.engine" if stated else "parallel.zero",
+        f"{found} with model megatron and experts",
+        f"a model without experts for {pair}",
+        "set parallel.engine to megatron and leave parallel.zero out, or parallel.model to hf "
+        "and parallel.tensor to 1",
+    )
+
+
+def _expert(job: Job) -> Iterator[Problem]:
+    """moe_layer.py: each rank holds as many experts; parallel_state.py: with experts whole
+    on their rank, expert · pipeline divides the world."""
+    ep, spec = _known(job.parallel.expert), job.spec
+    if ep is None or ep == 1:
+        return
+    if not spec.moe_layers:
+        yield _refuse("expert", ep, "1 for a model without experts", 1)
+        return
+    ranks = job.cluster.world_size // (_known(job.parallel.pipeline) or 1)
+    if spec.experts % ep or ranks % ep:
+        allowed = f"a divisor of the {spec.experts} experts and of {ranks} ranks per stage"
+        yield _refuse("expert", ep, allowed, nearest(ep, divisors(gcd(spec.experts, ranks))))
+
+
+def _tensor(job: Job) -> Iterator[Problem]:
+    tp = _known(job.parallel.tensor)
+    if tp is None or not (objections := _objections(job, tp)):
+        return
+    others = _known(job.parallel.pipeline) or 1
+    fit = [d for d in divisors(job.cluster.world_size // others) if not _objections(job, d)]
+    yield _refuse("tensor", tp, " and ".join(objections), nearest(tp, fit))
+
+
+def _objections(job: Job, tp: int) -> list[str]:
+    """What a tensor-parallel degree of this model has to be, and `tp` is not."""
+    spec, parallel = job.spec, job.parallel
+    found = []
+    if spec.heads % tp:  # transformer_config.py
+        found.append(f"a divisor of the {spec.heads} attention heads")
+    elif spec.kv_heads % tp and tp % spec.kv_heads:  # transformer_config.py
+        found.append(f"a multiple or a divisor of the {spec.kv_heads} key/value heads")
+    elif (spec.heads + 2 * spec.kv_heads) * spec.head_dim % tp:  # attention.py: linear_qkv
+        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        found.append(f"a divisor of the {rows} rows of queries, keys and values")
+    if spec.moe_layers < spec.layers and spec.intermediate % tp:  # mlp.py: linear_fc1
+        found.append(f"a divisor of the MLP's intermediate size {spec.intermediate}")
+    if not spec.moe_layers:
+        return found
+    if parallel.expert == 1 and spec.expert_intermediate % tp:  # the same, expert by expert
+        found.append(f"a divisor of the experts' intermediate size {spec.expert_intermediate}")
+    if parallel.sequence == "auto" and job.training.sequence_length % tp:  # moe_layer.py
+        length = job.training.sequence_length
+        found.append(
+            f"a divisor of the sequence length {length}, since experts under tensor parallel "
+            "need sequence parallel"
+        )
+    return found
+
+
+def _sequence(job: Job) -> Iterator[Problem]:
+    """moe_layer.py refuses experts under tensor parallel alone; mappings.py cuts the
+    sequence into equal parts."""
+    tp, length = _known(job.parallel.tensor), job.training.sequence_length
+    if tp is None or tp == 1:
+        return
+    if job.parallel.sequence is False and job.spec.moe_layers:
+        yield Problem(
+            "parallel.sequence",
+            f"false with parallel.tensor: {tp} and experts",
+            "true: megatron-core trains experts under tensor parallel only with it",
+            "set parallel.sequence to true (or auto)",
+        )
+    if job.parallel.sequence is True and length % tp:
+        below, above = length // tp * tp, (length // tp + 1) * tp
+        lengths = f"{below} or {above}" if below > 1 else str(above)
+        otherwise = "" if job.spec.moe_layers else ", or parallel.sequence to false"
+        yield Problem(
+            "parallel.sequence",
+            f"true with parallel.tensor: {tp} and sequences of {length} tokens",
+            f"true where tensor divides training.sequence_length: {lengths}",
+            f"set training.sequence_length to {lengths.split(' or ')[0]}{otherwise}",
+        )
+
+
+def _pipeline(job: Job) -> Iterator[Problem]:
+    """Every stage has at least one layer."""
+    pp, layers = _known(job.parallel.pipeline), job.spec.layers
+    if pp is None or pp <= layers:
+        return
+    ranks = job.cluster.world_size // (_known(job.parallel.tensor) or 1)
+    fit = [d for d in divisors(ranks) if d <= layers]
+    yield _refuse("pipeline", pp, f"at most the {layers} layers", nearest(pp, fit))
+
+
+def _virtual_pipeline(job: Job) -> Iterator[Problem]:
+    """Every chunk has at least one layer; schedules.py interleaves micro batches in groups
+    of one per stage."""
+    pp, vpp = _known(job.parallel.pipeline), _known(job.parallel.virtual_pipeline)
+    layers = job.spec.layers
+    if pp is None or vpp is None or vpp == 1 or pp > layers:
+        return
+    if pp * vpp > layers:
+        allowed = f"at most {layers // pp}: a layer per chunk, {layers} layers on {pp} stages"
+        yield _refuse("virtual_pipeline", vpp, allowed, layers // pp)
+        return
+    dp = legality.data_parallel(job.parallel, job.cluster)
+    micro, batch = _known(job.training.micro_batch_size) or 1, job.training.global_batch_size
+    if dp is None or batch % (dp * micro) or batch // (dp * micro) % pp == 0:
+        return  # an uneven batch is reported where batches are
+    unit = dp * micro * pp
+    batches = " or ".join(str(b) for b in (batch // unit * unit, -(-batch // unit) * unit) if b)
+    yield Problem(
+        "parallel.virtual_pipeline",
+        f"{vpp} with {batch // (dp * micro)} micro batches per step on {pp} stages",
+        f"1, or micro batches in a multiple of {pp}: the interleaved schedule's groups",
+        f"set parallel.virtual_pipeline to 1, or training.global_batch_size to {batches}",
+    )
+
+
+def _half_precision_stage(job: Job) -> Iterator[Problem]:
+    """DeepSpeed's unfused_optimizer.py takes the norm of a flattened copy of the gradients,
+    which no longer says that the tensor is split: each rank clips by its own norm."""
+    precision, tensor = job.training.precision, job.parallel.tensor
+    # An open degree is settled where this allows it: at 1, but not under sequence parallel.
+    splits = job.parallel.sequence is True or (_known(tensor) or 1) > 1
+    if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
+        yield Problem(
+            "parallel.zero.stage",
+            f"0 with precision: {precision} and parallel.tensor: {tensor}",
+            "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
+            "tensor-parallel rank",
+            "set parallel.zero.stage to 1 (or auto)",
+        )
+
+
+def _loss_scale(job: Job) -> Iterator[Problem]:
+    """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
+    their own, and each optimizer a dynamic loss scale: all skip a step that overflows, but
+    only the one in which it did lowers its scale."""
+    if job.training.precision == "fp16" and (_known(job.parallel.expert) or 1) > 1:
+        yield Problem(
+            "training.precision",
+            f"fp16 with parallel.expert: {job.parallel.expert}",
+            "bf16 or fp32: in fp16, megatron-core scales the losses of experts and of the rest "
+            "apart, and they drift after an overflow",
+            "set training.precision to bf16, or parallel.expert to 1",
+        )
+
+
+def _refuse(name: str, found: int, allowed: str, near: int | None) -> Problem:
+    fix = f"set parallel.{name} to {near}" if near else f"use fewer ranks for parallel.{name}"
+    return Problem(f"parallel.{name}", str(found), allowed, fix)
+
+
+def _known(degree: int | str) -> int | None:
+    """A stated number; None for `auto`."""
+    return degree if isinstance(degree, int) else None

@@ -1,0 +1,67 @@
+"""What people read of a run besides its steps, whatever starts its ranks.
+
+Whoever plans a run shows the plan and names the run directory: `dmt launch`, or rank 0 under
+another launcher. Rank 0 says how far the run is when it starts, and where everything is when it
+ends.
+"""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.engines.setup import render_engine_config
+from toolkit.models.families import model_spec
+from toolkit.plan.ledger import Entry, ledger, summary
+from toolkit.plan.planner import Plan, model_config
+from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
+from toolkit.run.comparison import told
+from toolkit.run.directory import RunDirectory
+from toolkit.terminal import tell
+
+if TYPE_CHECKING:
+    from toolkit.run.assignment import Assignment
+
+
+def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
+    """What this plan keeps exactly, approximates and refuses."""
+    config = model_config(recipe.model)
+    engine_config = render_engine_config(recipe, plan)
+    return ledger(recipe, plan, model_spec(config), config, engine_config)
+
+
+def show_plan(assignment: "Assignment") -> None:
+    """What was decided and why, and what it keeps of the plain run."""
+    recipe, plan = assignment.recipe, assignment.plan
+    for line in [*plan.reasons, *summary(ledger_of(recipe, plan))]:
+        tell(line)
+
+
+def show_run_directory(run: RunDirectory) -> None:
+    """Where the run writes."""
+    tell(f"run directory {short(run.path)}")
+
+
+def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
+    """What this start measured next to the plan's prediction; for a run that is `done`, where
+    everything is. `offset` in events.jsonl is where this start began."""
+    for event in jsonl.read(run.events, offset):
+        if event.get("kind") == "prediction":
+            for quantity, text in told(event):
+                tell(f"{quantity:<12} {text}")
+    shown = {
+        "metrics": run.metrics,
+        "events": run.events,
+        "checkpoints": run.checkpoints,
+        "export": run.export,
+    }
+    for name, path in shown.items():
+        if done and path.exists():
+            tell(f"{name:<12} {short(path)}")
+
+
+def short(path: Path) -> str:
+    """The path relative to the working directory where that is shorter, for a shell."""
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))

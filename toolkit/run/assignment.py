@@ -1,0 +1,233 @@
+"""What the ranks of a run are given: recipe, plan and backend configuration, made once."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.locate import locate
+from toolkit.conflicts import preflight
+from toolkit.data.local import local_problems
+from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.errors import (
+    CheckpointError,
+    DmtError,
+    PlanError,
+    Problem,
+    RecipeError,
+    RunFailed,
+)
+from toolkit.hardware.cluster import Cluster
+from toolkit.intake.load import load_recipe, placed
+from toolkit.plan.cost.prediction import Prediction, predict
+from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.planner import Plan, placed_on, plan_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.run.announce import show_plan, show_run_directory
+from toolkit.run.claim import refuse_if_claimed
+from toolkit.run.directory import RunDirectory
+from toolkit.terminal import tell
+from toolkit.untrusted import read_json
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One run, decided."""
+
+    recipe: Recipe
+    plan: Plan
+    engine_config: dict[str, Any]
+    """The backend's rendered configuration; empty for ddp."""
+    run_dir: Path
+    prediction: Prediction | None
+    """What the plan promises; the run's end says what came of it. None in run directories
+    of releases that made no prediction."""
+
+
+def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
+    """Plan a recipe and render its backend's configuration; writes nothing.
+
+    With a `cluster`, the recipe is carried out there instead of on its own.
+    """
+    run_dir = (run_dir or Path("runs") / recipe.name).absolute()
+    recipe = _with_start(adopt_engine_config(recipe), run_dir)
+    if cluster is not None:
+        recipe = placed_on(recipe, cluster)
+    plan = plan_recipe(recipe, cluster)
+    found = estimate_plan(recipe, plan, cluster)
+    return Assignment(
+        recipe,
+        plan,
+        render_engine_config(recipe, plan),
+        run_dir,
+        predict(found.memory, found.time, found.setup.cluster),
+    )
+
+
+def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe with the very checkpoint that it starts from: restarts must see the same one,
+    also when that run has saved more, or is gone, meanwhile.
+
+    Raises RecipeError when there is none.
+    """
+    model = recipe.model
+    if model.checkpoint is None or recipe.launch.launcher == "kubernetes":
+        return recipe
+    stated, chosen = Path(model.checkpoint), None
+    with suppress(DmtError):
+        chosen = load_recipe(RunDirectory(run_dir).recipe).model.checkpoint
+    if chosen is None or stated not in (Path(chosen), *Path(chosen).parents):
+        try:
+            chosen = str(locate(stated).folder)
+        except CheckpointError as error:
+            allowed = "a finished checkpoint, or a run directory with one"
+            problem = Problem("model.checkpoint", error.message, allowed, error.fix)
+            raise RecipeError([problem]) from error
+    model = model.model_copy(update={"checkpoint": chosen})
+    return recipe.model_copy(update={"model": model})
+
+
+def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
+    """Write the run directory, or continue the one that is there.
+
+    Raises DirectoryInUse, with nothing written, when a run is going on in it.
+    """
+    refuse_if_claimed(RunDirectory(assignment.run_dir))
+    return RunDirectory.create(
+        assignment.run_dir,
+        assignment.recipe,
+        {**assignment.plan.to_dict(), "predicted": _stored(assignment.prediction)},
+        command,
+        assignment.engine_config,
+    )
+
+
+def _stored(prediction: Prediction | None) -> dict[str, Any] | None:
+    return None if prediction is None else asdict(prediction)
+
+
+def read_assignment(path: Path, world: int) -> Assignment:
+    """Read what `write` wrote, for `world` ranks.
+
+    Raises PlanError when `path` is not a run directory or was planned for other ranks.
+    """
+    run = RunDirectory(path.absolute())
+    try:
+        fields = read_json(run.plan)
+        stored = fields.pop("predicted", None)
+        prediction = None if stored is None else Prediction(**stored)
+        plan = Plan.from_dict(fields)
+        config = {}
+        if plan.engine != "ddp":
+            file = run.engine_config(plan.engine)
+            config = read_json(file)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PlanError(
+            f"{path} is not a run directory: {error}",
+            fix="`dmt launch RECIPE` writes one and starts it",
+        ) from error
+    recipe = load_recipe(run.recipe)
+    if _came_back_resized(recipe, world):
+        return _assign_anew(recipe, run.path, ["dmt", *sys.argv[1:]], world)
+    check_world(recipe, world)
+    return Assignment(recipe, plan, config, run.path, prediction)
+
+
+def assign(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    run_dir: Path | None,
+    command: Sequence[str],
+    world: int,
+) -> Assignment:
+    """Plan and write the run directory of `world` ranks that a foreign launcher started.
+
+    Raises PlanError when the recipe's cluster has another number, or the environment says
+    differently from the recipe what would spoil the run.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    if _came_back_resized(recipe, world):
+        return _assign_anew(recipe, run_dir, command, world)
+    check_world(recipe, world)
+    assignment = decide(recipe, run_dir)
+    check_local_files(recipe, recipe_path, overrides)
+    run = RunDirectory(assignment.run_dir)
+    # What `dmt launch` left for the ranks, it has shown itself.
+    if recipe_path.absolute() != run.handed_over and not elastic_restarts():
+        show_plan(assignment)
+    preflight(assignment.recipe, assignment.plan, "worker", tell)
+    show_run_directory(write(assignment, command))
+    return assignment
+
+
+def check_local_files(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
+    """Raises RecipeError for files that the recipe at `path` names and that are missing here
+    or cannot be used."""
+    if problems := [placed(one, path, overrides) for one in local_problems(recipe)]:
+        raise RecipeError(problems)
+
+
+def elastic_restarts() -> int:
+    """How often torchrun's agent has started these ranks again; 0 under other launchers."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _came_back_resized(recipe: Recipe, world: int) -> bool:
+    """Did an elastic agent (`torchrun --nnodes MIN:MAX`) come back with other ranks?"""
+    return elastic_restarts() > 0 and recipe.cluster.world_size != world
+
+
+def _assign_anew(
+    recipe: Recipe, run_dir: Path | None, command: Sequence[str], world: int
+) -> Assignment:
+    """Plan for the ranks that are there, with the same global batch."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        per_node = 1  # Machines with unequal numbers: nothing may rely on being on one.
+    before = recipe.cluster.world_size
+    assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
+    write(assignment, command)
+    tell(f"dmt: {world} ranks instead of {before}: planned again")
+    show_plan(assignment)
+    return assignment
+
+
+def decide_for_fewer(
+    recipe: Recipe, run_dir: Path | None, cluster: Cluster | None, gpus: int
+) -> Assignment:
+    """Plan a recipe for one machine on which at most `gpus` accelerators are left.
+
+    The global batch stays. Takes as many as a layout that fits can use; writes nothing.
+    Raises RunFailed when there is none.
+    """
+    for count in range(gpus, 0, -1):
+        smaller = None if cluster is None else replace(cluster, gpus_per_node=count)
+        with suppress(PlanError, RecipeError):
+            assignment = decide(_resized(recipe, 1, count), run_dir, smaller)
+            if assignment.plan.fits:
+                return assignment
+    raise RunFailed(
+        f"{gpus} of {recipe.cluster.world_size} devices work, and no layout of the recipe is "
+        f"legal and fits there",
+        fix="repair the machine, or leave more of `parallel` at auto",
+    )
+
+
+def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    section = recipe.cluster.model_copy(update=size)
+    return recipe.model_copy(update={"cluster": section})
+
+
+def check_world(recipe: Recipe, world: int) -> None:
+    """Raises PlanError when the recipe's cluster has not `world` processes."""
+    cluster = recipe.cluster
+    if cluster.world_size != world:
+        raise PlanError(
+            f"the recipe's cluster has {cluster.nodes} node(s) with {cluster.gpus_per_node} "
+            f"process(es) each, the launcher started {world}",
+            fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M",
+        )

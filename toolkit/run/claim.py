@@ -1,0 +1,104 @@
+"""One run per directory: rank 0 holds a lock on RUN/lock for as long as it lives.
+
+Two runs in one directory would write each step twice and delete each other's half-written
+checkpoints. The lock is the kernel's (flock): however its holder ends, it is free then, so
+there is nothing to clean up. The file's text only says who the holder is.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+
+from toolkit.errors import DirectoryInUse
+from toolkit.run.directory import RunDirectory, not_writable
+from toolkit.terminal import tell
+from toolkit.untrusted import read_json
+
+PATIENCE_S = 5.0
+"""How long a restarted run waits for the end of the rank 0 before it."""
+_RETRY_S = 0.1
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+"""What file systems say that know no locks."""
+
+
+def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
+    """Lock the run directory until this process ends, however it ends.
+
+    Raises DirectoryInUse when another process still holds it after `patience_s` seconds.
+    Where the file system knows no locks, a warning on standard error says so. Raises
+    RecipeError when the lock file cannot be written.
+    """
+    try:
+        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise not_writable(run.lock, error) from error
+    deadline = time.monotonic() + patience_s
+    while not _locked(descriptor, fcntl.LOCK_EX, warn=True):
+        if time.monotonic() >= deadline:
+            os.close(descriptor)
+            raise _in_use(run)
+        time.sleep(_RETRY_S)
+    # Left open for good. A forked child that outlives this process must not hold the lock.
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    with suppress(OSError):  # On a full disk the lock counts all the same.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _holder().encode(), 0)
+
+
+def refuse_if_claimed(run: RunDirectory) -> None:
+    """Raise DirectoryInUse when a run holds the directory now; writes and waits nothing."""
+    try:
+        descriptor = os.open(run.lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise not_writable(run.lock, error) from error
+    try:
+        # Shared: two that only look do not take each other for a run.
+        if not _locked(descriptor, fcntl.LOCK_SH):
+            raise _in_use(run)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int, *, warn: bool = False) -> bool:
+    """Try to lock, without waiting; also true where there are no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if warn:
+            tell(
+                f"warning: the run directory's file system knows no locks ({error.strerror}): "
+                f"nothing keeps a second run out of it"
+            )
+    return True
+
+
+def _holder() -> str:
+    """This process, as the text of the lock file."""
+    since = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    fields = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    return json.dumps(fields) + "\n"
+
+
+def _in_use(run: RunDirectory) -> DirectoryInUse:
+    try:
+        holder = read_json(run.lock)
+        pid = int(holder["pid"])
+        who = f"process {pid} on {holder['host']}, since {holder['since']}"
+        stop = f"stop it (on {holder['host']}: kill -TERM {pid}; it saves first)"
+    except (OSError, ValueError, TypeError, KeyError):
+        who, stop = "a process that has not said its name", "stop it"
+    return DirectoryInUse(
+        f"{run.path} belongs to a run that is going on: {who}",
+        fix=f"wait for its end, {stop}, or --run-dir OTHER",
+    )

@@ -1,0 +1,85 @@
+"""A plan's prediction beside what its run measured."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.plan.cost.prediction import Prediction
+from toolkit.units import seconds, size
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took since it started."""
+
+    step_time_s: float
+    """Median of its steps, without the first one where there are more."""
+    steps: int
+    """How many that are."""
+    memory_gib: float | None
+    """Peak of the allocator on the fullest device; None on CPU, where nobody counts it."""
+    process_gib: float | None
+    """On CPU: peak of the largest process as a whole, Python and its libraries included."""
+
+
+def event_fields(predicted: Prediction, measured: Measured) -> dict[str, Any]:
+    """The `prediction` event: both sides, and measured over predicted where that says
+    something."""
+    return {
+        "predicted": asdict(predicted),
+        "measured": asdict(measured),
+        "measured_over_predicted": {
+            "step_time": _ratio(measured.step_time_s, _believed(predicted)),
+            "memory": _ratio(measured.memory_gib, predicted.memory_gib),
+        },
+    }
+
+
+def _believed(predicted: Prediction) -> float | None:
+    """Nothing is compared with a nominal processor: it is no machine."""
+    return None if predicted.basis == "nominal" else predicted.step_time_s
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured is not None and predicted else None
+
+
+def summary_numbers(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A `prediction` event as flat names for a tracker: `predicted/step_time_s`, …"""
+    sides = ("predicted", "measured", "measured_over_predicted")
+    return {
+        f"{side}/{key}": value
+        for side in sides
+        for key, value in event.get(side, {}).items()
+        if value is not None
+    }
+
+
+def told(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Rows of (quantity, text) for people."""
+    predicted, measured = event["predicted"], event["measured"]
+    ratios = event["measured_over_predicted"]
+    yield "step time", _step(predicted, measured, ratios["step_time"])
+    if measured["memory_gib"] is not None:
+        text = f"{size(measured['memory_gib'])} measured, "
+        text += f"{size(predicted['memory_gib'])} predicted{_off(ratios['memory'])}"
+        yield "peak memory", text
+    elif measured["process_gib"] is not None:
+        text = f"{size(measured['process_gib'])} measured with all libraries, "
+        text += f"{size(predicted['memory_gib'])} predicted for the training alone"
+        yield "peak memory", text
+
+
+def _step(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any], ratio: float | None
+) -> str:
+    found, promised = seconds(measured["step_time_s"]), predicted["step_time_s"]
+    text = f"{found} measured, {seconds(promised)} predicted"
+    if predicted["basis"] == "nominal":
+        return f"{text} for a nominal CPU, not for this one (see `dmt doctor --calibrate`)"
+    source = {"calibrated": "measured speeds", "data sheet": "data sheets"}
+    return f"{text} from {source[predicted['basis']]}{_off(ratio)}"
+
+
+def _off(ratio: float | None) -> str:
+    return "" if ratio is None else f" ({ratio - 1:+.0%})"

@@ -1,0 +1,257 @@
+"""The run directory: everything that one run reads and writes, in one layout."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe.schema import Recipe
+from toolkit.redact import redact
+from toolkit.run import jsonl
+from toolkit.run.environment import environment_report, json_text
+
+MAY_CHANGE = (
+    "training.steps",
+    "training.tokens",
+    "training.epochs",
+    "training.micro_batch_size",
+    "data.cache",
+    "evaluation",
+    "logging",
+    "checkpoint",
+    "guard",
+    "cluster",
+    "parallel",
+    "launch",
+)
+"""Settings that a resumed run may change: how long, how fast, on what, how it is logged.
+Any other would make it a different run: other weights, data or losses."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Typed paths of a run directory; `create` fills it, workers only read it."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe, every default written out."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan that was made once, for every rank and restart."""
+        return self.path / "plan.json"
+
+    def engine_config(self, engine: str) -> Path:
+        """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
+        return self.path / f"{engine}.json"
+
+    @property
+    def command(self) -> Path:
+        """The command of each start, quoted for a shell, one per line."""
+        return self.path / "command.txt"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by rank 0 while the run goes on; says who that is."""
+        return self.path / "lock"
+
+    @property
+    def stop(self) -> Path:
+        """When this file appears, all ranks save and stop, as after SIGTERM."""
+        return self.path / "stop"
+
+    @property
+    def environment(self) -> Path:
+        """Versions of what the last start ran with."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object per event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the log files."""
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of the sample logs."""
+        return self.path / "samples"
+
+    @property
+    def wandb(self) -> Path:
+        """Folder that W&B writes."""
+        return self.path / "wandb"
+
+    @property
+    def wandb_state(self) -> Path:
+        """W&B run id and what was posted; outside `wandb/`, so it survives its removal."""
+        return self.path / "wandb.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def heartbeats(self) -> Path:
+        """Folder in which every rank says that it lives, and what it does."""
+        return self.path / "heartbeats"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The exported Hugging Face model."""
+        return self.path / "export"
+
+    @property
+    def handed_over(self) -> Path:
+        """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
+        return self.path / "launch" / "recipe.yaml"
+
+    def rank_log(self, rank: int) -> Path:
+        """Log file of one rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        recipe: Recipe,
+        plan: Mapping[str, Any],
+        command: Sequence[str],
+        engine_config: Mapping[str, Any],
+    ) -> "RunDirectory":
+        """Write recipe, plan and configuration; continue in the directory of the same run.
+
+        Every file is replaced in one step and holds no secret: texts go through
+        redaction first. Raises RecipeError when `path` cannot be a directory, or when it
+        belongs to a run whose recipe differs in more than `MAY_CHANGE`.
+        """
+        run = cls(path)
+        refuse_other_run(run, recipe)
+        _make_folders(run)
+        jsonl.write_atomically(run.plan, json_text(jsonl.plain(plan)))
+        if engine_config:
+            config_file = run.engine_config(plan["engine"])
+            jsonl.write_atomically(config_file, json_text(jsonl.plain(engine_config)))
+        jsonl.write_atomically(run.environment, json_text(jsonl.plain(environment_report())))
+        before = run.command.read_text(encoding="utf-8") if run.command.exists() else ""
+        jsonl.write_atomically(run.command, before + _quoted(command) + "\n")
+        # Last: a directory with a recipe is a complete one.
+        jsonl.write_atomically(run.recipe, redact(dump_recipe(recipe)))
+        return run
+
+
+def _quoted(command: Sequence[str]) -> str:
+    # Masked word by word, before quoting could split a secret.
+    return redact(shlex.join(redact(word) for word in command))
+
+
+def _make_folders(run: RunDirectory) -> None:
+    try:
+        for folder in (run.path, run.logs, run.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise not_writable(run.path, error) from error
+
+
+def not_writable(path: Path, error: OSError) -> RecipeError:
+    """What to raise when something of a run directory cannot be written."""
+    problem = Problem(
+        key="--run-dir",
+        found=f"{path} ({error.strerror})",
+        allowed="a folder that can be written",
+        fix="--run-dir OTHER",
+    )
+    return RecipeError([problem])
+
+
+def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
+    """Raise RecipeError when the directory belongs to a run with another recipe."""
+    if not run.recipe.exists():
+        return
+    try:
+        old = YAML(typ="safe").load(run.recipe.read_text(encoding="utf-8"))
+    except (YAMLError, OSError, UnicodeDecodeError):
+        old = None
+    if not isinstance(old, dict):
+        raise RecipeError([_unreadable(run)])
+    new = YAML(typ="safe").load(redact(dump_recipe(recipe)))
+    problems = [
+        Problem(
+            key=key,
+            found=shown(new_value),
+            allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
+            fix="--run-dir OTHER for a new run, or the old value to resume",
+        )
+        for key, old_value, new_value in changes(old, new)
+        if not may_change(key)
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _unreadable(run: RunDirectory) -> Problem:
+    return Problem(
+        key="--run-dir",
+        found=f"{run.recipe}, which is not a recipe",
+        allowed="the directory of this run, or a new one",
+        fix="--run-dir OTHER",
+    )
+
+
+_ABSENT = object()
+
+
+def shown(value: object) -> str:
+    """A setting's value for a message."""
+    return "nothing" if value is _ABSENT else repr(value)
+
+
+def is_stated(value: object) -> bool:
+    """Is this, of two values that `differences` found, one that is there?"""
+    return value is not _ABSENT
+
+
+def may_change(key: str) -> bool:
+    """May a resumed run have another value of this setting?"""
+    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+
+
+def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """`differences` of two recipes, without what only a newer release can state: a release
+    that did not know a setting had its default. The model's config has no defaults of ours."""
+    for key, before, now in differences(old, new):
+        if is_stated(before) or key.startswith("model.config"):
+            yield key, before, now
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, old value, new value) of every setting that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            inner = f"{prefix}.{key}" if prefix else str(key)
+            yield from differences(old.get(key, _ABSENT), new.get(key, _ABSENT), inner)
+    elif old != new:
+        yield prefix, old, new

@@ -1,0 +1,65 @@
+"""`events.jsonl`: what happened to a run, one object per event."""
+
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
+from toolkit.run import jsonl
+
+EventKind = Literal[
+    "launch",
+    "start",
+    "load",
+    "save",
+    "export",
+    "resume",
+    "restart",
+    "replay",
+    "hang",
+    "skip",
+    "evaluation",
+    "prediction",
+    "signal",
+    "warning",
+    "end",
+]
+
+
+class EventLog:
+    """Appends to `events.jsonl`. Any process of the run may: a line is one write.
+
+    Launchers and the W&B follower read these events; they rely on
+
+    - `end` with `exit_code` (and `rank`, and `error` when it failed): written by rank 0
+      however the run ends, and by any other rank that fails; `retry: false` where another
+      start would meet the same failure, or do harm;
+    - `launch` when `dmt launch` was started, `start` (with `seconds` since the process began,
+      and those of each of rank 0's `phases`) when the first step is ready, `restart` when a
+      run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
+      where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
+      before ranks end because one hangs;
+    - `export` (with `files`, their names and bytes) when RUN/export is complete;
+    - `step` (optimizer steps done) in every event that belongs to a step.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with suppress(OSError):  # `write` tells of a file that cannot be written.
+            jsonl.mend_tail(path)
+        self.path = path
+
+    def write(self, kind: EventKind, **fields: Any) -> None:
+        """Append the event with the present time (UTC, ISO 8601), unless `time` is given in
+        seconds since 1970; texts are redacted. Raises nothing on a full disk: an event
+        must not end a run, nor hide the error that it is about."""
+        at = datetime.fromtimestamp(fields.pop("time", time.time()), UTC)
+        stamp = at.isoformat(timespec="milliseconds")
+        jsonl.append_where_room(self.path, {"time": stamp, "kind": kind, **fields})
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, Python's own start included."""
+    return max(0.0, time.time() - float(psutil.Process().create_time()))

@@ -1,0 +1,79 @@
+"""`metrics.jsonl`: one object per logged step, each step once, also after a resume."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toolkit.run import jsonl
+from toolkit.run.events import EventLog
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One line of `metrics.jsonl`. NaN and infinity are written as strings (see jsonl)."""
+
+    step: int
+    """Optimizer steps done, counting this one: the first step's line says 1."""
+    loss: float
+    """Mean cross entropy (nats) over the unmasked tokens of the global batch."""
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping."""
+    lr: float
+    """Learning rate of this step."""
+    tokens: int
+    """Unmasked tokens of this step's global batch."""
+    tokens_per_s: float
+    """Tokens per second over all ranks since the last line."""
+    step_time_s: float
+    """Mean seconds per step since the last line."""
+    mfu: float | None
+    """Model FLOPs utilisation, 0 … 1; null when the device's peak is unknown."""
+    consumed_samples: int
+    """Sequences consumed since step 0: the data cursor."""
+    consumed_tokens: int | None
+    """Sum of `tokens` over every step since step 0, logged or not, skipped or not; the same in
+    every layout. Null in a run that continues from a checkpoint that does not state it."""
+    skipped: bool
+    """True when the update was skipped; events.jsonl says why."""
+    memory_gib: float | None
+    """Peak device memory of the fullest rank; null on CPU."""
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def resume(cls, path: Path, step: int, events: EventLog) -> "MetricsLog":
+        """Continue behind `step` (0: from the start).
+
+        Lines of later steps, left by a run that was stopped after its last checkpoint,
+        are dropped together with a torn last line: these steps are done again. An event
+        `resume` at `step` says so, also where nothing was saved (step 0).
+        """
+        dropped = jsonl.drop_later_steps(path, step)
+        if step > 0 or dropped:
+            events.write("resume", step=step, dropped_metrics_lines=dropped)
+        return cls(path)
+
+    def write(self, metrics: Metrics) -> None:
+        """Append one line; it is in the file when this returns, if there was room for it."""
+        jsonl.append_where_room(self.path, asdict(metrics))
+
+
+def mfu(
+    flops_per_token: float,
+    tokens_per_s: float,
+    peak_flops_per_gpu: float | None,
+    world: int,
+) -> float | None:
+    """Return model FLOPs utilisation: needed FLOPs per second over peak FLOPs per second.
+
+    `flops_per_token` counts forward and backward once, recompute not; `tokens_per_s` is
+    the sum over all `world` devices. Source: arXiv:2204.02311 (PaLM), appendix B. None
+    when the device's peak is unknown, as it is for CPUs.
+    """
+    if peak_flops_per_gpu is None:
+        return None
+    return flops_per_token * tokens_per_s / (peak_flops_per_gpu * world)

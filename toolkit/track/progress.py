@@ -1,0 +1,107 @@
+"""What a user sees of a running training: a bar on a terminal, else a line per logged step."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from toolkit.terminal import printable, tell
+from toolkit.track.metrics import Metrics
+
+
+class _MetricsColumn(ProgressColumn):
+    """Loss, speed and MFU of the last logged step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["summary"], style="cyan", no_wrap=True)
+
+
+class ProgressReport:
+    """Rank 0's view of the run on standard error; a context manager.
+
+    `advance` belongs into every step, `logged` behind every line of metrics.jsonl.
+    """
+
+    def __init__(self, total_steps: int, done_steps: int, console: Console) -> None:
+        self._console = console
+        self._total = total_steps
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                MofNCompleteColumn(),
+                BarColumn(bar_width=10),
+                _MetricsColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                speed_estimate_period=600,  # seconds; steps may take minutes
+            )
+            # The time left comes from steps of this process only, not of resumed ones.
+            self._task = self._bar.add_task(
+                "train", total=total_steps, completed=done_steps, summary=""
+            )
+
+    def __enter__(self) -> "ProgressReport":
+        if self._bar is not None:
+            self._bar.start()
+            self._console.show_cursor(True)  # a rank that is killed cannot give it back
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Show that `step` optimizer steps are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def logged(self, metrics: Metrics) -> None:
+        """Show the numbers of a logged step."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics.step, summary=_summary(metrics))
+        else:
+            step = f"step {metrics.step}/{self._total}"
+            self._plain(f"{step}  {_summary(metrics)}  {_details(metrics)}")
+
+    def message(self, text: str) -> None:
+        """Show one line for the user: a save, an evaluation, a warning."""
+        if self._bar is not None:
+            self._console.print(Text(printable(text)))
+        else:
+            self._plain(text)
+
+    def _plain(self, text: str) -> None:
+        # Not through the console: it would wrap lines at 80 columns in a log file.
+        tell(text, self._console.file)
+
+
+def _summary(metrics: Metrics) -> str:
+    """What fits beside a bar in 80 columns."""
+    parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_s:,.0f} tokens/s"]
+    if metrics.mfu is not None:
+        parts.append(f"MFU {metrics.mfu:.1%}")
+    return "  ".join(parts)
+
+
+def _details(metrics: Metrics) -> str:
+    parts = [f"grad norm {metrics.grad_norm:.3g}", f"lr {metrics.lr:.2e}"]
+    if metrics.memory_gib is not None:
+        parts.append(f"{metrics.memory_gib:.1f} GiB")
+    if metrics.skipped:
+        parts.append("skipped")
+    return "  ".join(parts)
