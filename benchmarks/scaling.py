@@ -13,11 +13,11 @@ from pathlib import Path
 
 import document  # beside this script
 
+from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.workload import planned_workload
-from toolkit.plan.rules.legality import Pair
 from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection

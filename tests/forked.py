@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from tests.processes import wait_until
+from toolkit.backend import BACKENDS
 from toolkit.engines.distributed import end_process
-from toolkit.engines.setup import ENGINES
 from toolkit.launchers.base import free_port
 
 Result = TypeVar("Result")
@@ -28,7 +28,10 @@ Result = TypeVar("Result")
 SERVER = multiprocessing.get_context("forkserver")
 """One for each process that runs tests."""
 SERVER.set_forkserver_preload(
-    ["toolkit.train.worker", *(place.partition(":")[0] for place in ENGINES.values())]
+    [
+        "toolkit.train.worker",
+        *(BACKENDS[name].engine.partition(":")[0] for name in BACKENDS.names),
+    ]
 )
 
 

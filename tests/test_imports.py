@@ -30,7 +30,8 @@ PROGRAMS = ("toolkit.launchers.ray_job",)
 LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
-     "toolkit.untrusted", "toolkit.registry", "toolkit.batch", "toolkit.layout"),
+     "toolkit.untrusted", "toolkit.registry", "toolkit.backend",
+     "toolkit.batch", "toolkit.layout"),
     ("toolkit.recipe",),
     ("toolkit.hardware",),
     ("toolkit.models",),

@@ -17,7 +17,7 @@ from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.config import COMMON, render, render_common, script_config
-from toolkit.engines.setup import adopt_engine_config, render_engine_config
+from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
@@ -80,7 +80,7 @@ def test_deepspeeds_whole_json_arrives(
     for variable in environment.keys() - os.environ.keys():
         monkeypatch.setenv(variable, environment[variable])
     plugin = DeepSpeedPlugin()
-    expected = dict(script_config(render_engine_config(recipe, plan)))
+    expected = dict(script_config(plan.backend.render(recipe, plan.layout)))
     assert "optimizer" not in expected and "auto" not in json.dumps(expected)
     found: dict[str, Any] = plugin.deepspeed_config
     assert found.pop("steps_per_print") == float("inf")  # Accelerate's own

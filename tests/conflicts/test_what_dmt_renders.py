@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,19 +12,20 @@ from tests.processes import ROOT
 from toolkit.conflicts import against, places_in
 from toolkit.engines.deepspeed.config import OWNED
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
-from toolkit.engines.setup import render_engine_config
 from toolkit.errors import RecipeError
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+
+
+def engine_config(planned: Planned) -> dict[str, Any]:
+    return planned.plan.backend.render(planned.recipe, planned.plan.layout)
 
 
 def rendered(planned: Planned, folder: Path) -> Path | None:
     """The file that the recipe's own engine reads; None where Megatron-LM cannot say it."""
     if planned.plan.engine == "deepspeed":
         file = folder / "ds_config.json"
-        file.write_text(
-            json.dumps(render_engine_config(planned.recipe, planned.plan), indent=1)
-        )
+        file.write_text(json.dumps(engine_config(planned), indent=1))
         return file
     assert planned.plan.engine == "megatron"
     file = folder / "args.txt"
@@ -91,7 +93,7 @@ def test_every_setting_that_the_recipe_owns_is_tried() -> None:
 def test_each_changed_word_of_a_deepspeed_config_is_found(
     key: str, tiny: Planned, tmp_path: Path
 ) -> None:
-    config = render_engine_config(tiny.recipe, tiny.plan)
+    config = engine_config(tiny)
     *blocks, name = key.split(".")
     block = config
     for step in blocks:
@@ -134,7 +136,7 @@ def test_each_changed_number_of_megatron_arguments_is_found(tmp_path: Path) -> N
 
 
 def test_the_recipes_own_file_is_refused(tmp_path: Path, tiny: Planned) -> None:
-    config = render_engine_config(tiny.recipe, tiny.plan) | {"train_batch_size": 999}
+    config = engine_config(tiny) | {"train_batch_size": 999}
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(config))
     zero = tiny.recipe.parallel.zero.model_copy(update={"config": str(file)})
@@ -154,7 +156,7 @@ def test_auto_takes_the_recipes_value(tiny: Planned) -> None:
 
 def test_the_place_of_the_recipes_value_is_told(tmp_path: Path, tiny: Planned) -> None:
     file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(render_engine_config(tiny.recipe, tiny.plan)))
+    file.write_text(json.dumps(engine_config(tiny)))
     (report,) = against(str(file), tiny.recipe, tiny.plan, places_in(TINY))
     origins = {row.key: row.origin for row in report.compared}
     lines = TINY.read_text().splitlines()

@@ -21,7 +21,7 @@ from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
 from toolkit.engines.distributed import Ranks, join, leave
-from toolkit.engines.setup import EngineSetup, build_engine, render_engine_config
+from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
@@ -175,7 +175,7 @@ def new_engine(
     weights: WeightSource = hf.weight_source(wanted.model, config, seed)
     if saved is not None:
         weights = SavedWeights(saved, hf.parameter_shapes(config))
-    rendered = render_engine_config(wanted, plan)
+    rendered = plan.backend.render(wanted, plan.layout)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     return build_engine(plan.engine, setup), plan.layout
 

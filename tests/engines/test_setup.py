@@ -7,7 +7,6 @@ import pytest
 
 from tests.engines.parity_worker import CONFIG, Case, recipe
 from toolkit.engines.megatron.config import loaded_model
-from toolkit.engines.setup import environment
 from toolkit.errors import PlanError
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection
@@ -22,11 +21,13 @@ def test_one_queue_to_the_gpu_for_tensor_parallel_alone(
     monkeypatch.delenv(name, raising=False)
     split = plan_recipe(recipe(Case("megatron", 2, parallel={"tensor": 2}), world=2))
     whole = replace(split, layout=replace(split.layout, tp=1))
-    assert environment(split, "h100-80gb") == {name: "1"}
-    assert environment(whole, "h100-80gb") == {}
-    assert environment(split, "cpu") == {}
+    assert split.backend.environment(split.layout, "h100-80gb") == {name: "1"}
+    assert whole.backend.environment(whole.layout, "h100-80gb") == {}
+    assert split.backend.environment(split.layout, "cpu") == {}
     monkeypatch.setenv(name, "8")
-    assert environment(split, "h100-80gb") == {}, "the user's own value stays"
+    assert split.backend.environment(split.layout, "h100-80gb") == {}, (
+        "the user's own value stays"
+    )
 
 
 @pytest.mark.parametrize(

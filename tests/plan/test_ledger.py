@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
+from toolkit.backend import adopt_engine_config
 from toolkit.engines.deepspeed.presets import PRESETS
-from toolkit.engines.setup import adopt_engine_config
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import plan_recipe

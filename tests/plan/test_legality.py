@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tests.plan.making import intent
+from toolkit.backend import Pair
 from toolkit.plan.rules.legality import (
-    TABLE,
-    Pair,
     data_parallel,
     pairs,
     precisions,
     problems,
+    table,
     zero_stages,
 )
 from toolkit.recipe.schema import ClusterSection
@@ -20,7 +20,7 @@ EIGHT = ClusterSection(gpus_per_node=8)
 
 
 def test_table_is_the_designs() -> None:
-    assert set(TABLE) == {
+    assert set(table()) == {
         ("deepspeed", "hf"), ("deepspeed", "megatron"), ("megatron", "megatron"),
         ("fsdp", "hf"), ("ddp", "hf"),
     }  # fmt: skip

@@ -6,10 +6,10 @@ import pytest
 
 from tests.plan.families import GEMMA, LLAMA, MIXTRAL
 from tests.plan.making import intent
+from toolkit.backend import Pair
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.legality import Pair
 from toolkit.plan.rules.models import Job, able_pairs, problems
 from toolkit.plan.space import frames, resorts
 from toolkit.recipe.schema import ClusterSection, TrainingSection

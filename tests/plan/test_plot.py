@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from toolkit.backend import EngineName, Pair
 from toolkit.errors import EXIT_UNAVAILABLE, BackendUnavailable, PlanError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
@@ -30,7 +31,6 @@ from toolkit.plan.plot.bars import (
     write_plot,
 )
 from toolkit.plan.plot.timetable import timetable
-from toolkit.plan.rules.legality import EngineName, Pair
 from toolkit.units import seconds
 
 RECIPES = Path(__file__).parents[2] / "recipes"

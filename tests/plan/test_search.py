@@ -24,6 +24,7 @@ from tests.plan.making import (
     tiny,
 )
 from tests.work import calls
+from toolkit.backend import Pair
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.intake.load import load_recipe
@@ -32,7 +33,7 @@ from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
-from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import Job
 from toolkit.plan.search import (
     ROOMY,
@@ -84,7 +85,7 @@ def enumerated(job: Job, cluster: Cluster) -> Iterator[Candidate]:
     """Layouts of a coarse grid that fit, without any of the search's rules or shortcuts."""
     spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
     powers = [2**power for power in range(8)]
-    for pair, support in TABLE.items():
+    for pair, support in table().items():
         workload = planned_workload(spec, job.training, pair)
         grid = product(
             [tp for tp in powers if tp <= min(support.tensor, cluster.gpus_per_node)],
@@ -441,7 +442,7 @@ def layouts() -> list[tuple[Job, Candidate]]:
 def test_more_zero_never_needs_more_for_model_states() -> None:
     for job, one in layouts():
         workload = planned_workload(job.spec, job.training, one.pair)
-        stages = TABLE[one.pair].zero_stages
+        stages = table()[one.pair].zero_stages
         needs = [model_states_gib(workload, replace(one.layout, zero_stage=s)) for s in stages]
         assert needs == sorted(needs, reverse=True)
 
@@ -459,7 +460,7 @@ def test_memory_grows_with_the_micro_batch_and_shrinks_with_recompute() -> None:
             for size in sizes
         ]
         assert needs == sorted(needs)
-        ways = TABLE[one.pair].recompute
+        ways = table()[one.pair].recompute
         less = [peak_memory(workload, replace(one.layout, recompute=way)).total for way in ways]
         assert less == sorted(less, reverse=True)
 
@@ -469,7 +470,7 @@ def test_recompute_never_makes_a_step_faster() -> None:
     cluster = default_cluster(8, 8, "h100-80gb")
     for job, one in layouts():
         workload = planned_workload(job.spec, job.training, one.pair)
-        ways = TABLE[one.pair].recompute
+        ways = table()[one.pair].recompute
         times = [
             step_time(workload, replace(one.layout, recompute=way), cluster).total_s
             for way in ways

@@ -14,12 +14,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.backend import EngineName
 from toolkit.engines.deepspeed.presets import preset_path
-from toolkit.engines.setup import render_engine_config
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.plan.planner import Plan
-from toolkit.plan.rules.legality import DEGREES, EngineName
+from toolkit.plan.rules.legality import DEGREES
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
 
@@ -57,7 +57,7 @@ def render(recipe: Recipe, plan: Plan) -> str:
     recipe's own DeepSpeed file disagrees with the recipe.
     """
     refuse_megatron(recipe, plan)
-    deepspeed = render_engine_config(recipe, plan) if plan.engine == "deepspeed" else {}
+    deepspeed = plan.backend.render(recipe, plan.layout) if plan.engine == "deepspeed" else {}
     precision = MIXED_PRECISION[recipe.training.precision]
     body = _body(plan.engine, plan.layout, recipe.cluster, precision, script_config(deepspeed))
     return "".join(f"# {line}\n" for line in _heading(recipe, plan)) + body

@@ -23,7 +23,6 @@ from toolkit.accelerate.patches import complete_deepspeed, complete_fsdp
 from toolkit.conflicts.environment import accelerate_settings
 from toolkit.engines.deepspeed.models import import_deepspeed
 from toolkit.engines.distributed import join
-from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import Plan
@@ -54,7 +53,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
         )
         if plan.engine == "deepspeed":
             with self.local_main_process_first():
-                prepare_ops("deepspeed", render_engine_config(recipe, plan), tell)
+                plan.backend.prepare(plan.backend.render(recipe, plan.layout), tell)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """`Accelerator.prepare`, with the plan's recompute, checked.
@@ -116,7 +115,7 @@ def fsdp_settings(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
     Prefetching is left to torch.
     """
-    config = render_engine_config(recipe, plan)
+    config = plan.backend.render(recipe, plan.layout)
     return {
         "reshard_after_forward": config["reshard_after_forward"],
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -133,7 +132,7 @@ def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
 def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """Accelerate forgets DeepSpeed when it is given a CPU; the backend alone may say so."""
     plugin = DeepSpeedPlugin(
-        hf_ds_config=script_config(render_engine_config(recipe, plan)),
+        hf_ds_config=script_config(plan.backend.render(recipe, plan.layout)),
         zero3_init_flag=plan.layout.zero_stage == 3,
     )
     gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]

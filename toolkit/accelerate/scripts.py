@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.accelerate.config import refuse_megatron
+from toolkit.backend import adopt_engine_config
 from toolkit.conflicts import preflight
 from toolkit.conflicts.accelerate import ENGINES
 from toolkit.conflicts.environment import SWITCHES
-from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe

@@ -14,7 +14,6 @@ from transformers import Trainer, TrainingArguments
 from toolkit.accelerate.config import script_config
 from toolkit.accelerate.planned import fsdp_settings, prepare_process
 from toolkit.accelerate.samples import TrainingSamples
-from toolkit.engines.setup import prepare_ops, render_engine_config
 from toolkit.errors import PlanError
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
@@ -53,7 +52,7 @@ def arguments_of(
     arguments = config_class(**{**said, **more})
     if plan.engine == "deepspeed":
         with arguments.main_process_first(local=True):
-            prepare_ops("deepspeed", render_engine_config(recipe, plan), tell)
+            plan.backend.prepare(plan.backend.render(recipe, plan.layout), tell)
     return arguments
 
 
@@ -91,7 +90,7 @@ def _engine(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """The plan's engine in the fields that TrainingArguments has for it."""
     stated: dict[str, Any] = {"use_cpu": not torch.cuda.is_available()}
     if plan.engine == "deepspeed":
-        config = copy.deepcopy(script_config(render_engine_config(recipe, plan)))
+        config = copy.deepcopy(script_config(plan.backend.render(recipe, plan.layout)))
         for name in _FILLED:
             *section, key = name.split(".")
             within = config.setdefault(section[0], {}) if section else config

@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from toolkit.backend import adopt_engine_config
 from toolkit.cli.conflict_tables import record, show
 from toolkit.cli.console import Console
 from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
-from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe, placed
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe

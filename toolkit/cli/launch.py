@@ -90,10 +90,10 @@ def _oversee(
     where: Cluster | None,
 ) -> int:
     """Write the run directory, start the ranks, and look after them to the end."""
-    from toolkit.engines.setup import prepare_ops
+
     from toolkit.run import assignment as assignments
 
-    prepare_ops(assignment.plan.engine, assignment.engine_config, tell)
+    assignment.plan.backend.prepare(assignment.engine_config, tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
     show_run_directory(run)
     EventLog(run.events).write("launch", time=time.time() - process_age_s())

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from toolkit.backend import adopt_engine_config
 from toolkit.cli import plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
 from toolkit.cli.options import Overrides, load_on
-from toolkit.engines.setup import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from toolkit.accelerate import config as accelerate_config
+from toolkit.backend import adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
-from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
@@ -99,7 +99,7 @@ def _require(recipe: Path, plan: Plan, target: Target, able: bool) -> None:
 def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:
     """`deepspeed.json` or `fsdp.json`."""
     _require(recipe, plan, target, plan.engine == target)
-    return render_engine_config(loaded, plan)
+    return plan.backend.render(loaded, plan.layout)
 
 
 def _megatron(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """From a decided run to the job that a launcher is asked to start."""
 
-from toolkit.engines.setup import environment
 from toolkit.launchers.base import Job
 from toolkit.plan.planner import settled
 from toolkit.recipe.dump import dump_recipe
@@ -20,5 +19,5 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
         launch=recipe.launch,
         name=recipe.name,
         recipe=dump_recipe(settled(recipe, plan) if settle else recipe),
-        env=environment(plan, str(recipe.cluster.gpu)),
+        env=plan.backend.environment(plan.layout, str(recipe.cluster.gpu)),
     )

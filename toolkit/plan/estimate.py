@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
@@ -18,7 +19,6 @@ from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.published import Case, Setup
-from toolkit.plan.rules.legality import Pair
 from toolkit.plan.search import demand, device_memory, shortage
 from toolkit.recipe.schema import Recipe
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
 from toolkit.plan.cost.workload import planned_workload
-from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
 
@@ -64,7 +65,7 @@ def decisions(search: Search) -> list[Decision]:
 
 def _is_open(search: Search, field: str) -> bool:
     """Could the chosen pair do anything else here?"""
-    support, layout = TABLE[search.best.pair], search.best.layout
+    support, layout = table()[search.best.pair], search.best.layout
     return {
         "tp": support.tensor > 1,
         "sequence_parallel": layout.tp > 1,
@@ -168,7 +169,7 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
     """Values that the search leaves out because they cannot be best, but that one may ask
     about: recompute without need."""
     if field == "recompute":
-        return TABLE[search.best.pair].recompute
+        return table()[search.best.pair].recompute
     return ()
 
 
@@ -308,7 +309,7 @@ def _why_offloaded(search: Search) -> str:
     """Why something leaves the device that the recipe leaves open."""
     zero = search.job.parallel.zero
     stated = {zero.offload_optimizer, zero.offload_parameters} - {"auto"}
-    if stated and TABLE[search.best.pair].offload_together:
+    if stated and table()[search.best.pair].offload_together:
         return "; the engine moves optimizer and parameters together"
     return "; nothing fits without"
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.backend import ANY, Pair
 from toolkit.layout import padded_vocab
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import Plan
-from toolkit.plan.rules.legality import ANY, DEGREES, TABLE, Pair
+from toolkit.plan.rules.legality import DEGREES, table
 from toolkit.recipe.schema import Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
@@ -50,7 +51,7 @@ def ledger(
         "exact": _exact(recipe, plan, spec),
         "approximated": [
             *_approximated(recipe, plan, spec, random),
-            *_sent_in_fewer_bits(plan, recipe.training.precision, engine_config or {}),
+            *plan.backend.approximations(plan, recipe.training.precision, engine_config or {}),
         ],
         "refused": _refused(Pair(plan.engine, plan.model), spec),
     }
@@ -113,33 +114,6 @@ def _approximated(
         for key, strength in random.items():
             if strength:
                 yield key, f"{strength}, but its random numbers differ between layouts"
-    if layout.offload_optimizer != "none":
-        whose = "torch's fused one" if plan.engine == "fsdp" else "DeepSpeed's own"
-        yield "offloaded AdamW", f"{whose} on the CPU, which rounds in another order"
-
-
-def _sent_in_fewer_bits(
-    plan: Plan, precision: str, engine_config: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """What DeepSpeed rounds to send it: the other engines send gradients in fp32.
-
-    Its `data_types.grad_accum_dtype` is only that of each rank's own sum.
-    """
-    ranks = plan.layout.dp
-    if plan.engine != "deepspeed" or ranks == 1:
-        return
-    zero = engine_config.get("zero_optimization", {})
-    # engine.py, `communication_data_type`: the training precision unless told otherwise.
-    sent_in = engine_config.get("communication_data_type") or precision
-    if zero.get("zero_quantized_gradients"):
-        sent_in = "quantized blocks"
-    if sent_in != "fp32":
-        yield (
-            "gradient reduction",
-            f"gradients are summed over {ranks:,} data-parallel ranks in {sent_in}",
-        )
-    if zero.get("zero_quantized_weights"):
-        yield "gathered weights", f"in quantized blocks, from {ranks:,} data-parallel ranks"
 
 
 def _split_sums(plan: Plan) -> str:
@@ -158,8 +132,8 @@ def _split_sums(plan: Plan) -> str:
 
 def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """What the legality table has in some other pair, but not in this one."""
-    support = TABLE[pair]
-    others = TABLE.values()
+    support = table()[pair]
+    others = table().values()
     ones = [name.replace("_", " ") for name in DEGREES if getattr(support, name) == 1]
     if ones:
         yield f"{', '.join(ones)} above 1", f"not in {pair}"

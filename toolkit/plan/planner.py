@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.backend import BACKENDS, Backend, EngineName, ModelName
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import Layout
@@ -21,7 +22,6 @@ from toolkit.plan.explain import decisions
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.legality import EngineName, ModelName
 from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import ModelSection, Recipe
@@ -62,6 +62,11 @@ class Plan:
     """The same with what recompute repeats."""
     remedies: tuple[str, ...] = ()
     """Where nothing fits: the smallest changes with which something does."""
+
+    @property
+    def backend(self) -> Backend:
+        """The engine, for everyone who does not train with it."""
+        return BACKENDS[self.engine]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `plan.json`."""

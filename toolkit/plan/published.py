@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from toolkit.backend import EngineName, Precision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
@@ -18,8 +19,7 @@ from toolkit.layout import Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.formulas import EstimatorQuery
 from toolkit.plan.cost.memory import GIB, peak_memory
-from toolkit.plan.cost.workload import Precision, TensorOverlap, Workload
-from toolkit.plan.rules.legality import EngineName
+from toolkit.plan.cost.workload import TensorOverlap, Workload
 
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk where a source does not state the interleaving."""

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.backend import ANY
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan.explain import described
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.legality import ANY
 from toolkit.plan.rules.models import Job
 from toolkit.plan.search import TIE, Candidate, Search, search
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, Recompute
@@ -24,7 +25,7 @@ from toolkit.plan.cost.memory import (
 )
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.rules.legality import TABLE, Pair
+from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import Job
 from toolkit.plan.space import Frame, Resort, frames, no_degrees, resorts, uneven_batch
 
@@ -259,7 +260,7 @@ def _preferred(equal: list[Candidate]) -> Candidate:
     Nominal speeds do not tell engines apart, so the preferred one is taken, and of its
     layouts the fastest; where these are equal, the one with the smallest model states.
     """
-    order = list(TABLE)
+    order = list(table())
     first = min(order.index(one.pair) for one in equal)
     return min(
         (one for one in equal if order.index(one.pair) == first),

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import gcd, isqrt
 
+from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, Placement, Recompute
 from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.legality import TABLE, Pair, Stage, divisors
+from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import Job, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
 
@@ -163,17 +164,16 @@ def _settled(job: Job, pair: Pair, resort: Resort) -> Iterator[ParallelSection]:
 
 
 def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
-    """ZeRO stages to try. In 16 bits, DeepSpeed's stage 0 sums micro batches in 16 bits:
-    only where it is asked for."""
+    """ZeRO stages to try."""
     stages = legality.zero_stages(asked, pair)
-    if asked.zero.stage == "auto" and pair.engine == "deepspeed" and precision != "fp32":
-        return [stage for stage in stages if stage > 0]
+    if asked.zero.stage == "auto" and precision != "fp32":
+        return [one for one in stages if one in table()[pair].auto_stages_16_bit]
     return stages
 
 
 def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
     """Tensor, pipeline and virtual pipeline, less communication first."""
-    asked, support, layers = job.parallel, TABLE[pair], job.spec.layers
+    asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size // asked.context
     every = divisors(ranks)
     for pipeline in _open(asked.pipeline, every, min(support.pipeline, layers)):
@@ -206,7 +206,7 @@ def _experts(job: Job, pair: Pair, pipeline: int) -> list[int]:
     asked, spec = job.parallel.expert, job.spec
     ranks = job.cluster.world_size // pipeline
     every = divisors(gcd(spec.experts, ranks)) if spec.moe_layers else [1]
-    return _open(asked, every, TABLE[pair].expert)
+    return _open(asked, every, table()[pair].expert)
 
 
 def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
@@ -218,7 +218,7 @@ def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
 def _recomputes(asked: ParallelSection, pair: Pair) -> tuple[Recompute, ...]:
     if asked.recompute != "auto":
         return (asked.recompute,)
-    return tuple(one for one in _RECOMPUTE if one in TABLE[pair].recompute)
+    return tuple(one for one in _RECOMPUTE if one in table()[pair].recompute)
 
 
 def _layout(job: Job, parallel: ParallelSection) -> Layout:

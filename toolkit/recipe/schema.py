@@ -7,9 +7,16 @@ two settings in `checks.py`, file reading and error texts in `load.py`.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from toolkit.backend import BACKENDS
+
+if TYPE_CHECKING:
+    EngineChoice: TypeAlias = str
+else:
+    EngineChoice = Literal["auto", *BACKENDS.names]
 
 
 @dataclass(frozen=True)
@@ -300,7 +307,7 @@ class ZeroSection(Section):
 class ParallelSection(Section):
     """How to spread the model: intent, free of any backend's spelling."""
 
-    engine: Literal["auto", "deepspeed", "megatron", "fsdp", "ddp"] = "auto"
+    engine: EngineChoice = "auto"
     """What owns gradients, optimizer and sharding. `auto` leaves `fsdp` (torch's FSDP2) out:
     the planner cannot tell whether it or DeepSpeed is faster, so it has to be asked for."""
     model: Literal["auto", "hf", "megatron"] = "auto"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
 
-from toolkit.engines.setup import adopt_engine_config, prepare_ops
+from toolkit.backend import adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
 from toolkit.intake.checks import broken_rules
 from toolkit.plan.planner import Plan, model_config, plan_recipe
@@ -196,7 +196,7 @@ def _run_layout(
         return Outcome(candidate, skipped=_reason(error))
     plan = assignment.plan
     try:
-        prepare_ops(plan.engine, assignment.engine_config, tell)
+        plan.backend.prepare(assignment.engine_config, tell)
     except BackendUnavailable as error:
         return Outcome(candidate, plan, skipped=error.message)
     write(assignment, ["dmt", "rehearse"])

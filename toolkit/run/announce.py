@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.engines.setup import render_engine_config
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import Entry, ledger, summary
 from toolkit.plan.planner import Plan, model_config
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
     """What this plan keeps exactly, approximates and refuses."""
     config = model_config(recipe.model)
-    engine_config = render_engine_config(recipe, plan)
+    engine_config = plan.backend.render(recipe, plan.layout)
     return ledger(recipe, plan, model_spec(config), config, engine_config)
 
 

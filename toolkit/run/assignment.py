@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.backend import adopt_engine_config
 from toolkit.checkpoint.locate import locate
 from toolkit.conflicts import preflight
 from toolkit.data.local import local_problems
-from toolkit.engines.setup import adopt_engine_config, render_engine_config
 from toolkit.errors import (
     CheckpointError,
     DmtError,
@@ -61,7 +61,7 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
     return Assignment(
         recipe,
         plan,
-        render_engine_config(recipe, plan),
+        plan.backend.render(recipe, plan.layout),
         run_dir,
         predict(found.memory, found.time, found.setup.cluster),
     )

@@ -28,7 +28,7 @@ from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
-from toolkit.engines.setup import EngineSetup, build_engine, prepare_ops
+from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -345,7 +345,7 @@ class _Worker:
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.phases.begin("building operators")
-        self.together.leaders_first(lambda: prepare_ops(plan.engine, engine_config, tell))
+        self.together.leaders_first(lambda: plan.backend.prepare(engine_config, tell))
         self.phases.begin(BUILDING)
         weights = self.together.run(lambda: self._weights(config, checkpoints))
         self.phases.begin(BUILDING)

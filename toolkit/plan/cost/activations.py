@@ -10,9 +10,9 @@ paper's equations 1 to 6 against this module.
 from dataclasses import dataclass
 
 from toolkit.layout import Recompute
+from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.workload import Workload
 
-FP32_BYTES = 4
 MASK_BYTES = 1
 """One element of a dropout mask."""
 EAGER_RMS_NORM_BYTES = 6
@@ -94,7 +94,7 @@ def layer_activations(
     stored = whole
     if recompute == "full":
         stored = _layer_input(workload, sizes).mixed(whole, workload.recomputed_layers)
-    elif recompute == "selective" and workload.engine == "fsdp":
+    elif recompute == "selective" and workload.cost.selective == "products":
         stored = _every_second_product(workload, sizes, tp)
     elif recompute == "selective":
         stored = _without_scores(workload, sizes, whole)
@@ -131,14 +131,13 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
 def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
     spec, width = workload.spec, compute_bytes(workload)
-    # Autocast keeps the residual stream in fp32: every branch's output is added to it.
-    residual = FP32_BYTES if workload.engine == "ddp" else width
+    residual = FP32_BYTES if workload.cost.fp32_residual else width
     norm = residual * sizes.stream
     if _eager_norms(workload):
         norm += EAGER_RMS_NORM_BYTES * sizes.stream
     # megatron-core gathers a norm's split output again in the backward pass; torch's tensor
     # parallel keeps it gathered.
-    norm += width * (sizes.whole_stream if workload.engine == "fsdp" else sizes.stream)
+    norm += width * (sizes.whole_stream if workload.cost.gathers_norms else sizes.stream)
     masks = 2 * MASK_BYTES * sizes.stream if workload.dropout else 0.0
     head_norms = sizes.query + sizes.key if spec.query_key_norm else 0.0
     dense = 1 - spec.moe_layers / spec.layers
@@ -153,7 +152,7 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
 
 def _eager_norms(workload: Workload) -> bool:
     """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
-    plain = workload.engine != "megatron" and not workload.fused_elementwise
+    plain = not workload.cost.megatron_kernels and not workload.fused_elementwise
     return plain and not workload.spec.layer_norm
 
 
@@ -203,7 +202,7 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    width = FP32_BYTES if workload.engine == "ddp" else compute_bytes(workload)
+    width = FP32_BYTES if workload.cost.fp32_residual else compute_bytes(workload)
     return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
 
 

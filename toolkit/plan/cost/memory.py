@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from toolkit.layout import Layout, Recompute, padded_vocab
-from toolkit.plan.cost.activations import FP32_BYTES, compute_bytes, layer_activations
+from toolkit.plan.cost.activations import compute_bytes, layer_activations
+from toolkit.plan.cost.engine import in_place_logit_bytes
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.workload import Workload
 
@@ -23,14 +24,8 @@ peaks with torch.compile (Llama 3 8B on 8 and 128 H100)."""
 CONTEXT_BYTES = 1.0 * GIB
 """Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
 channel buffers (10 MiB per channel and communicator)."""
-DEEPSPEED_BUCKET = 1e8
-"""Elements of the reduce and all-gather buckets of `ds_configs`."""
-DEEPSPEED_LIVE_PARAMETERS = 1e9
-"""Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
 NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
 """Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
-FSDP_GATHERED_LAYERS = 2
-"""Layers whose weights FSDP holds gathered: the one in use and the one that is prefetched."""
 MESSAGES = 2
 """Activations that a pipeline rank receives and sends while it computes."""
 
@@ -162,12 +157,8 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
 
 def building_gib(workload: Workload, layout: Layout) -> float:
-    """GiB of weights on the fullest rank while the model is built.
-
-    megatron-core builds all that a tensor-parallel rank computes with; only then does
-    DeepSpeed shard or offload it. transformers' models are sharded while they are built.
-    """
-    if (workload.engine, workload.model) != ("deepspeed", "megatron"):
+    """GiB of weights on the fullest rank while the model is built, where that is whole."""
+    if not workload.cost.builds_whole(workload.model):
         return 0.0
     shares = _fullest_shares(workload, *_degrees(layout))
     return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
@@ -195,7 +186,7 @@ def state_bytes(workload: Workload) -> StateBytes:
     `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
     arXiv:1910.02054, figure 1).
     """
-    if workload.precision == "fp32" or workload.engine in ("ddp", "fsdp"):
+    if workload.precision == "fp32" or workload.cost.fp32_states:
         return _FP32_STATES
     return _HALF_SUMS if workload.gradient_bytes == 2 else _MIXED_STATES
 
@@ -222,10 +213,9 @@ def _states(
 
     each = state_bytes(workload)
     away = layout.offload_optimizer != "none"
-    # FSDP updates shards in stage 2 too; what it keeps gathered is in `_fsdp_window`.
-    whole_below = 2 if workload.engine == "fsdp" else 3
+    sharded = workload.cost.sharded_weights_from
     return (
-        0.0 if layout.offload_parameters != "none" else held(each.weight, whole_below),
+        0.0 if layout.offload_parameters != "none" else held(each.weight, sharded),
         # From stage 2 on, reduced gradients go where the optimizer is.
         0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2),
         0.0 if away else held(each.optimizer, 1),
@@ -285,55 +275,21 @@ def _step(
 def _bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
-    megatron-core casts to fp32 and turns that copy into the softmax and then the gradient in
-    place, beside a 16-bit tensor. PyTorch's cross entropy keeps the fp32 log softmax and
-    makes its gradient and the logits' beside it; over a tensor group (loss_parallel), the
-    softmax too. A fused kernel holds logits and gradients.
+    A fused kernel holds logits and gradients; otherwise it is the model's or the engine's.
     """
     width = compute_bytes(workload)
     if workload.fused_loss:
         return 2 * width
-    if "megatron" in (workload.engine, workload.model):
-        return FP32_BYTES + (width if width < FP32_BYTES else 0)
-    return (4 if workload.engine == "fsdp" and tp > 1 else 3) * FP32_BYTES
+    if workload.model == "megatron":
+        return in_place_logit_bytes(width)
+    return workload.cost.logit_bytes(width, tp)
 
 
 def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Buckets and gathered weights; megatron-core communicates in its gradient buffer."""
-    width, held = compute_bytes(workload), share.parameters
-    if workload.engine == "megatron" or layout.dp * layout.cp == 1:
+    """Buckets and gathered weights; none where there is nobody to send to."""
+    if layout.dp * layout.cp == 1:
         return 0.0
-    if workload.engine == "deepspeed":
-        return _deepspeed_buckets(layout, width, held)
-    if workload.engine == "fsdp":
-        return _fsdp_window(layout, width, share)
-    return FP32_BYTES * held  # DDP copies gradients into buckets
-
-
-def _deepspeed_buckets(layout: Layout, width: int, held: float) -> float:
-    """Reduce buckets (two where communication overlaps) and gathered weights."""
-    bucket = width * min(DEEPSPEED_BUCKET, held)
-    if layout.zero_stage == 0:
-        return 0.0
-    if layout.zero_stage == 3:
-        return 2 * bucket + width * min(DEEPSPEED_LIVE_PARAMETERS, held)
-    return (2 if layout.zero_stage == 1 else 3) * bucket
-
-
-def _fsdp_window(layout: Layout, width: int, share: StageShare) -> float:
-    """Weights that FSDP gathers, and gradients before they are scattered.
-
-    Embedding and head stay gathered from the forward to the backward pass, and the head's
-    gradient until the embedding's is there; layers come and go. A layer's gradients are
-    there twice: in compute precision and, copied, in the fp32 of the reduce-scatter.
-    """
-    if layout.zero_stage < 2:
-        return 0.0
-    layer = (share.dense + share.experts) / share.layers
-    gathered = share.vocabulary + FSDP_GATHERED_LAYERS * layer
-    if layout.zero_stage == 2:
-        gathered = share.parameters
-    return width * (gathered + share.output) + (width + FP32_BYTES) * layer
+    return workload.cost.buffers(layout, compute_bytes(workload), share)
 
 
 # What leaves the device
@@ -349,7 +305,7 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
     """
     ranks = min(gpus_per_node, layout.world)
     each = state_bytes(workload)
-    copies = 0 if workload.engine == "fsdp" else compute_bytes(workload)
+    copies = 0 if workload.cost.sends_fp32_weights else compute_bytes(workload)
     share = _offloaded_parameters(workload, layout)
     held = 0.0
     if layout.offload_optimizer == "cpu":

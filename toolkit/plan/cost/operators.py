@@ -10,12 +10,13 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
+from toolkit.backend import Precision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.efficiency import Efficiency
-from toolkit.plan.cost.workload import Precision, Workload
+from toolkit.plan.cost.workload import Workload
 
 SPLITS = (1, 2, 4, 8)
 """Parts of the inner dimension that different multiprocessors sum where tiles are few."""
@@ -99,7 +100,7 @@ def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
     written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them."""
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.1"
-    engine = workload.engine == "megatron" and workload.fused_elementwise
+    engine = workload.cost.megatron_kernels and workload.fused_elementwise
     if engine and gpu.generation in ("hopper", "blackwell"):
         return f"{gpu.generation}.te"
     return gpu.generation
@@ -292,7 +293,7 @@ def _accumulated_bytes(workload: Workload, parameters: float) -> float:
 
     Megatron and DeepSpeed keep the sum whole on the device; FSDP sums shards.
     """
-    return 8.0 * parameters if workload.engine in ("megatron", "deepspeed") else 0.0
+    return 8.0 * parameters if workload.cost.sums_whole_gradients else 0.0
 
 
 def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
@@ -363,7 +364,7 @@ def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass
         return forward
     if recompute == "none":
         return Pass()
-    if workload.engine == "megatron":
+    if workload.cost.selective == "attention":
         return Pass(attention=forward.attention)
     share = 1 - SAVED_PRODUCTS
     return Pass(share * forward.matmul, 0.0, forward.elementwise, forward.launch)

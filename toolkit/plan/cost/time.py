@@ -293,7 +293,7 @@ def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) 
         return workload.recomputed_layers * (products + attention)
     if recompute == "none":
         return 0.0
-    if workload.engine == "megatron":
+    if workload.cost.selective == "attention":
         return attention
     return (1 - SAVED_PRODUCTS) * products
 

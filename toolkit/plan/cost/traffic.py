@@ -70,7 +70,7 @@ def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
     again = 0.0
     if layout.recompute == "full":
         again = tensor + expert
-    elif layout.recompute == "selective" and place.workload.engine == "fsdp":
+    elif layout.recompute == "selective" and place.workload.cost.selective == "products":
         again = 0.5 * tensor  # gathers are repeated, sums are kept
     return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
@@ -140,11 +140,7 @@ def reduce_bytes(workload: Workload) -> int:
     """Bytes per gradient element on the wire."""
     if workload.reduce_bytes is not None:
         return workload.reduce_bytes
-    if workload.precision == "fp32" or workload.engine in ("fsdp", "ddp"):
-        return 4
-    if workload.engine == "megatron":
-        return 2 if workload.precision == "fp16" else 4
-    return 2
+    return workload.cost.reduce_bytes(workload.precision)
 
 
 def data_parallel_s(
@@ -172,7 +168,7 @@ def _sharded_s(
     gather = layers * ring.all_gather_s(place.width * share.parameters / layers)
     size = reduce_bytes(place.workload) * share.parameters
     reduce = layers * ring.reduce_scatter_s(size / layers)
-    slowed = place.efficiency[f"overlap.{place.workload.engine}"]
+    slowed = place.efficiency[place.workload.cost.overlap]
     before = _exposed(gather, forward_s, slowed)
     after = _exposed(gather + reduce, backward_s, slowed)
     steps = layout.gradient_accumulation
@@ -199,8 +195,8 @@ def _replicated_s(
         times = layout.gradient_accumulation  # gradients are never whole: reduced every time
     if not workload.reduce_overlap:
         return gather, times * reduce
-    slowed = place.efficiency[f"overlap.{workload.engine}"]
-    if workload.engine != "deepspeed":
+    slowed = place.efficiency[workload.cost.overlap]
+    if workload.cost.gathers_beside_forward:
         gather = _exposed(gather, forward_s, slowed)
     return gather, times * _exposed(reduce, backward_s, slowed)
 

@@ -1,6 +1,7 @@
 """The optimizer's step, and what is kept away from the device: CPU and NVMe offload."""
 
 from toolkit.layout import Layout
+from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.traffic import Place, reduce_bytes
@@ -9,12 +10,6 @@ UPDATE_BYTES = 50
 """Bytes that AdamW moves per parameter: gradient, weight and two moments in fp32 read, the
 last three written (28), the 16-bit weight written (2), the gradient scaled (8), its norm (4),
 its buffer copied and cleared (8)."""
-CPU_UPDATE_BYTES = 32
-"""The same on the host, where norm and scale are part of one kernel."""
-TORCH_CPU_UPDATE_BYTES = 48
-"""The same with torch's fused AdamW, which FSDP runs there: the norm reads the gradient,
-writes and reads its square (12), clipping reads and writes the gradient (8)."""
-FP32_BYTES = 4
 STATE_BYTES = 12
 """fp32 weight and two moments, which NVMe offload reads and writes every step."""
 
@@ -36,8 +31,7 @@ def optimizer_s(place: Place, share: StageShare, device: Device) -> float:
     cluster, efficiency = place.cluster, place.efficiency
     on_node = min(cluster.gpus_per_node, place.layout.world)
     memory = cluster.host_memory_bytes_per_s * efficiency["host.memory"] / on_node
-    moved = TORCH_CPU_UPDATE_BYTES if place.workload.engine == "fsdp" else CPU_UPDATE_BYTES
-    return moved * parameters / memory
+    return place.workload.cost.cpu_update_bytes * parameters / memory
 
 
 def offload_s(
@@ -56,17 +50,17 @@ def offload_s(
     disk = place.cluster.nvme_bytes_per_s * efficiency["link.nvme"] / on_node
     shard = updated_parameters(layout, share)
     steps = layout.gradient_accumulation
-    fsdp = place.workload.engine == "fsdp"
+    fp32_weights = place.workload.cost.sends_fp32_weights
     added = 0.0
     if layout.offload_optimizer != "none":
         times = steps if layout.zero_stage >= 2 else 1
         leave = reduce_bytes(place.workload) * shard / host
         added += times * max(0.0, leave - backward_s)
-        added += 0.0 if fsdp else place.width * shard / host
+        added += 0.0 if fp32_weights else place.width * shard / host
     if layout.offload_optimizer == "nvme":
         added += max(0.0, 2 * STATE_BYTES * shard / disk - optimizer_s)
     if layout.offload_parameters != "none":
-        width = FP32_BYTES if fsdp else place.width
+        width = FP32_BYTES if fp32_weights else place.width
         read = width * shard / (disk if layout.offload_parameters == "nvme" else host)
         added += steps * (max(0.0, read - forward_s) + max(0.0, read - backward_s))
     return added

@@ -1,13 +1,15 @@
 """What is trained: all that memory and time depend on besides the layout and the cluster."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from toolkit.backend import BACKENDS, EngineName, ModelName, Pair, Precision
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.rules.legality import EngineName, ModelName, Pair
 from toolkit.recipe.schema import TrainingSection
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+if TYPE_CHECKING:
+    from toolkit.plan.cost.engine import EngineCost
+
 Attention = Literal["fused", "unfused"]
 TensorOverlap = Literal["none", "backward", "all"]
 
@@ -53,6 +55,11 @@ class Workload:
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
 
+    @property
+    def cost(self) -> "EngineCost":
+        """What its engine's way of working costs."""
+        return BACKENDS[self.engine].cost
+
 
 def planned_workload(
     spec: ModelSpec, training: TrainingSection, pair: Pair, *, dropout: bool = False
@@ -71,6 +78,6 @@ def planned_workload(
         model=pair.model,
         fused_elementwise=False,
         pipeline_overlap=False,
-        reduce_overlap=pair.engine != "megatron",
+        reduce_overlap=BACKENDS[pair.engine].cost.reduces_beside_backward,
         dropout=dropout,
     )

@@ -7,107 +7,25 @@ What a model's shape forbids besides is decided in `toolkit.plan.rules.models`.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import cache
 
+from toolkit.backend import ANY, BACKENDS, Pair, Precision, Stage, Support
 from toolkit.errors import Problem
-from toolkit.layout import Placement, Recompute
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
-EngineName = Literal["deepspeed", "megatron", "fsdp", "ddp"]
-ModelName = Literal["hf", "megatron"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-Stage = Literal[0, 1, 2, 3]
-
-ANY = 65536
-"""Largest degree of the schema: no limit of the pair's own."""
-
-_EVERYWHERE: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
-_ON_DEVICE: frozenset[Placement] = frozenset(("none",))
-_ON_DEVICE_OR_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8", "fp16", "bf16")
-_PLAIN_PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
-_MEGATRON_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-class Pair(NamedTuple):
-    """An engine and the model implementation that it trains."""
+@cache
+def table() -> Mapping[Pair, Support]:
+    """Every legal pair and what it can do, the preferred one first."""
+    found = {
+        Pair(name, model): support
+        for name in BACKENDS.names
+        for model, support in BACKENDS[name].supports.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1].preference))
 
-    engine: EngineName
-    model: ModelName
-
-    def __str__(self) -> str:
-        return f"engine {self.engine} with model {self.model}"
-
-
-@dataclass(frozen=True)
-class Support:
-    """What one pair can do; the defaults are a plain data-parallel engine."""
-
-    tensor: int = 1
-    """Largest tensor-parallel degree; likewise below."""
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence: bool = False
-    """Sequence parallel inside the tensor group."""
-    zero_stages: tuple[Stage, ...] = (0,)
-    """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
-    zero_config: bool = False
-    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
-    offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
-    offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
-    offload_together: bool = False
-    """Are optimizer states and parameters always in the same place?"""
-    only_when_asked: bool = False
-    """Does `engine: auto` leave it out?"""
-    recompute: tuple[Recompute, ...] = ("none", "full")
-    """Activation recompute; `selective` is megatron-core's own attention recompute."""
-    precisions: frozenset[Precision] = field(default=_PLAIN_PRECISIONS)
-    """What it computes in, where the device can."""
-
-
-TABLE: dict[Pair, Support] = {
-    Pair("deepspeed", "hf"): Support(
-        zero_stages=(0, 1, 2, 3),
-        zero_config=True,
-        offload_optimizer=_EVERYWHERE,
-        offload_parameters=_EVERYWHERE,
-    ),
-    Pair("ddp", "hf"): Support(),
-    # Left out of `auto`: what the planner knows of its speed was measured in other trainers,
-    # with torch.compile, and what it knows of DeepSpeed's is assumed to be the same. So it
-    # cannot tell which of the two is faster.
-    Pair("fsdp", "hf"): Support(
-        zero_stages=(2, 3),
-        offload_optimizer=_ON_DEVICE_OR_CPU,
-        offload_parameters=_ON_DEVICE_OR_CPU,
-        offload_together=True,
-        only_when_asked=True,
-    ),
-    # Context parallel needs an attention of its own over the context group: not yet. fp8
-    # needs Transformer Engine's layers: not yet.
-    Pair("megatron", "megatron"): Support(
-        tensor=ANY,
-        pipeline=ANY,
-        virtual_pipeline=ANY,
-        expert=ANY,
-        sequence=True,
-        zero_stages=(0, 1),
-        recompute=_MEGATRON_RECOMPUTE,
-    ),
-    Pair("deepspeed", "megatron"): Support(
-        tensor=ANY,
-        sequence=True,
-        zero_stages=(0, 1, 2, 3),
-        zero_config=True,
-        offload_optimizer=_ON_DEVICE_OR_CPU,
-        offload_parameters=_ON_DEVICE_OR_CPU,
-        recompute=_MEGATRON_RECOMPUTE,
-    ),
-}
-"""Every legal pair, the preferred one first."""
 
 DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 """The degrees of `parallel`, which are also fields of `Support`."""
@@ -125,7 +43,7 @@ def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list
     """
     return [
         pair
-        for pair, support in TABLE.items()
+        for pair, support in table().items()
         if _matches(parallel, pair)
         and not _violations(parallel, pair)
         and (precision is None or precision in support.precisions)
@@ -137,8 +55,8 @@ def precisions(parallel: ParallelSection) -> list[Precision]:
 
     Where no pair can, which `problems` reports, what any pair computes in.
     """
-    able = pairs(parallel) or TABLE
-    return [name for name in _PRECISIONS if any(name in TABLE[p].precisions for p in able)]
+    able = pairs(parallel) or table()
+    return [name for name in _PRECISIONS if any(name in table()[p].precisions for p in able)]
 
 
 def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
@@ -153,7 +71,7 @@ def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
 
     return [
         stage
-        for stage in TABLE[pair].zero_stages
+        for stage in table()[pair].zero_stages
         if parallel.zero.stage in ("auto", stage) and not list(_needs(in_stage(stage)))
     ]
 
@@ -190,7 +108,7 @@ def _known_degree(parallel: ParallelSection, name: str) -> int | None:
     if isinstance(value, int):
         return value
     preferred = next(iter(pairs(parallel)), None)
-    return 1 if preferred is not None and getattr(TABLE[preferred], name) == 1 else None
+    return 1 if preferred is not None and getattr(table()[preferred], name) == 1 else None
 
 
 def divisors(number: int) -> list[int]:
@@ -245,7 +163,7 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
     """What the legal pair that comes nearest cannot do."""
-    legal = [pair for pair in TABLE if _matches(parallel, pair)]
+    legal = [pair for pair in table() if _matches(parallel, pair)]
     if not legal:
         return [_illegal_pair(parallel)]
     return min((_violations(parallel, pair) for pair in legal), key=len)
@@ -254,7 +172,7 @@ def _table_problems(parallel: ParallelSection) -> list[Problem]:
 def _illegal_pair(parallel: ParallelSection) -> Problem:
     """Both engine and model are named, and do not go together."""
     asked = (parallel.engine, parallel.model)
-    near = [pair for pair in TABLE if (pair[0] == asked[0]) != (pair[1] == asked[1])]
+    near = [pair for pair in table() if (pair[0] == asked[0]) != (pair[1] == asked[1])]
     best = near[0]
     kept = 0 if best[0] == asked[0] else 1
     name, other = Pair._fields[1 - kept], Pair._fields[kept]
@@ -299,14 +217,14 @@ def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 def _matches(parallel: ParallelSection, pair: Pair) -> bool:
-    if parallel.engine == "auto" and TABLE[pair].only_when_asked:
+    if parallel.engine == "auto" and table()[pair].only_when_asked:
         return False
     return parallel.engine in ("auto", pair.engine) and parallel.model in ("auto", pair.model)
 
 
 def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     """The settings that this pair cannot carry out; `auto` suits every pair."""
-    support, zero = TABLE[pair], parallel.zero
+    support, zero = table()[pair], parallel.zero
     found: list[Problem] = []
 
     def refuse(key: str, value: object, allowed: str, instead: str, why: str = "") -> None:
@@ -323,7 +241,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             refuse(name, degree, str(most), instead, why)
     if parallel.sequence is True and not support.sequence:
         refuse("sequence", "true", "false", "set parallel.sequence to auto")
-    or_engine = "" if pair.engine == "deepspeed" else _or_deepspeed(parallel)
+    or_engine = "" if support.zero_config else _or_zero(parallel)
     if zero.stage != "auto" and zero.stage not in support.zero_stages:
         stages = ", ".join(map(str, support.zero_stages))
         why = _PIPELINE_AND_ZERO if _above_one(parallel.pipeline) else ""
@@ -375,7 +293,7 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     if name == "pipeline" and parallel.zero.stage in (2, 3):
         return ", or parallel.zero.stage to 1"
     asked = (parallel.engine, parallel.model)
-    able = [p for p in TABLE if getattr(TABLE[p], name) >= degree]
+    able = [p for p in table() if getattr(table()[p], name) >= degree]
     if not able:
         return ""
     other = min(
@@ -389,10 +307,13 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
     return f", or {' and '.join(changes)}" if changes else ""
 
 
-def _or_deepspeed(parallel: ParallelSection) -> str:
+def _or_zero(parallel: ParallelSection) -> str:
     """DeepSpeed as the other way out, where the degrees leave it."""
     degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
-    return "" if any(map(_above_one, degrees)) else ", or set parallel.engine to deepspeed"
+    if any(map(_above_one, degrees)):
+        return ""
+    engine = next(pair.engine for pair, support in table().items() if support.zero_config)
+    return f", or set parallel.engine to {engine}"
 
 
 def _above_one(degree: object) -> bool:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
+from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
 from toolkit.models.families import model_spec, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.legality import Pair, divisors, nearest
+from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
 
 
@@ -67,10 +68,10 @@ def pair_problems(job: Job, pair: Pair) -> list[Problem]:
         return []
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
-    if job.spec.moe_layers and pair.engine == "deepspeed":
-        return [_experts_in_deepspeed(job, pair)]
-    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
-    rules.append(_half_precision_stage if pair.engine == "deepspeed" else _loss_scale)
+    backend = BACKENDS[pair.engine]
+    if refusal := backend.refusal(job, pair.model):
+        return [refusal]
+    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
     return [problem for rule in rules for problem in rule(job)]
 
 
@@ -84,39 +85,26 @@ def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:
     )
 
 
-def _experts_in_deepspeed(job: Job, pair: Pair) -> Problem:
-    """DeepSpeed averages every gradient over all ranks; experts need groups of their own."""
-    stated = job.parallel.engine != "auto"
-    found = "deepspeed" if stated else "what only DeepSpeed has"
-    return Problem(
-        "parallel.engine" if stated else "parallel.zero",
-        f"{found} with model megatron and experts",
-        f"a model without experts for {pair}",
-        "set parallel.engine to megatron and leave parallel.zero out, or parallel.model to hf "
-        "and parallel.tensor to 1",
-    )
-
-
 def _expert(job: Job) -> Iterator[Problem]:
     """moe_layer.py: each rank holds as many experts; parallel_state.py: with experts whole
     on their rank, expert · pipeline divides the world."""
-    ep, spec = _known(job.parallel.expert), job.spec
+    ep, spec = known(job.parallel.expert), job.spec
     if ep is None or ep == 1:
         return
     if not spec.moe_layers:
         yield _refuse("expert", ep, "1 for a model without experts", 1)
         return
-    ranks = job.cluster.world_size // (_known(job.parallel.pipeline) or 1)
+    ranks = job.cluster.world_size // (known(job.parallel.pipeline) or 1)
     if spec.experts % ep or ranks % ep:
         allowed = f"a divisor of the {spec.experts} experts and of {ranks} ranks per stage"
         yield _refuse("expert", ep, allowed, nearest(ep, divisors(gcd(spec.experts, ranks))))
 
 
 def _tensor(job: Job) -> Iterator[Problem]:
-    tp = _known(job.parallel.tensor)
+    tp = known(job.parallel.tensor)
     if tp is None or not (objections := _objections(job, tp)):
         return
-    others = _known(job.parallel.pipeline) or 1
+    others = known(job.parallel.pipeline) or 1
     fit = [d for d in divisors(job.cluster.world_size // others) if not _objections(job, d)]
     yield _refuse("tensor", tp, " and ".join(objections), nearest(tp, fit))
 
@@ -150,7 +138,7 @@ def _objections(job: Job, tp: int) -> list[str]:
 def _sequence(job: Job) -> Iterator[Problem]:
     """moe_layer.py refuses experts under tensor parallel alone; mappings.py cuts the
     sequence into equal parts."""
-    tp, length = _known(job.parallel.tensor), job.training.sequence_length
+    tp, length = known(job.parallel.tensor), job.training.sequence_length
     if tp is None or tp == 1:
         return
     if job.parallel.sequence is False and job.spec.moe_layers:
@@ -174,10 +162,10 @@ def _sequence(job: Job) -> Iterator[Problem]:
 
 def _pipeline(job: Job) -> Iterator[Problem]:
     """Every stage has at least one layer."""
-    pp, layers = _known(job.parallel.pipeline), job.spec.layers
+    pp, layers = known(job.parallel.pipeline), job.spec.layers
     if pp is None or pp <= layers:
         return
-    ranks = job.cluster.world_size // (_known(job.parallel.tensor) or 1)
+    ranks = job.cluster.world_size // (known(job.parallel.tensor) or 1)
     fit = [d for d in divisors(ranks) if d <= layers]
     yield _refuse("pipeline", pp, f"at most the {layers} layers", nearest(pp, fit))
 
@@ -185,7 +173,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
 def _virtual_pipeline(job: Job) -> Iterator[Problem]:
     """Every chunk has at least one layer; schedules.py interleaves micro batches in groups
     of one per stage."""
-    pp, vpp = _known(job.parallel.pipeline), _known(job.parallel.virtual_pipeline)
+    pp, vpp = known(job.parallel.pipeline), known(job.parallel.virtual_pipeline)
     layers = job.spec.layers
     if pp is None or vpp is None or vpp == 1 or pp > layers:
         return
@@ -194,7 +182,7 @@ def _virtual_pipeline(job: Job) -> Iterator[Problem]:
         yield _refuse("virtual_pipeline", vpp, allowed, layers // pp)
         return
     dp = legality.data_parallel(job.parallel, job.cluster)
-    micro, batch = _known(job.training.micro_batch_size) or 1, job.training.global_batch_size
+    micro, batch = known(job.training.micro_batch_size) or 1, job.training.global_batch_size
     if dp is None or batch % (dp * micro) or batch // (dp * micro) % pp == 0:
         return  # an uneven batch is reported where batches are
     unit = dp * micro * pp
@@ -207,41 +195,11 @@ def _virtual_pipeline(job: Job) -> Iterator[Problem]:
     )
 
 
-def _half_precision_stage(job: Job) -> Iterator[Problem]:
-    """DeepSpeed's unfused_optimizer.py takes the norm of a flattened copy of the gradients,
-    which no longer says that the tensor is split: each rank clips by its own norm."""
-    precision, tensor = job.training.precision, job.parallel.tensor
-    # An open degree is settled where this allows it: at 1, but not under sequence parallel.
-    splits = job.parallel.sequence is True or (_known(tensor) or 1) > 1
-    if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
-        yield Problem(
-            "parallel.zero.stage",
-            f"0 with precision: {precision} and parallel.tensor: {tensor}",
-            "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
-            "tensor-parallel rank",
-            "set parallel.zero.stage to 1 (or auto)",
-        )
-
-
-def _loss_scale(job: Job) -> Iterator[Problem]:
-    """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
-    their own, and each optimizer a dynamic loss scale: all skip a step that overflows, but
-    only the one in which it did lowers its scale."""
-    if job.training.precision == "fp16" and (_known(job.parallel.expert) or 1) > 1:
-        yield Problem(
-            "training.precision",
-            f"fp16 with parallel.expert: {job.parallel.expert}",
-            "bf16 or fp32: in fp16, megatron-core scales the losses of experts and of the rest "
-            "apart, and they drift after an overflow",
-            "set training.precision to bf16, or parallel.expert to 1",
-        )
-
-
 def _refuse(name: str, found: int, allowed: str, near: int | None) -> Problem:
     fix = f"set parallel.{name} to {near}" if near else f"use fewer ranks for parallel.{name}"
     return Problem(f"parallel.{name}", str(found), allowed, fix)
 
 
-def _known(degree: int | str) -> int | None:
+def known(degree: int | str) -> int | None:
     """A stated number; None for `auto`."""
     return degree if isinstance(degree, int) else None

@@ -1,0 +1,160 @@
+"""What an engine is to everyone who does not train with it: the light half of each engine.
+
+Planner, checks, rehearsal, doctor, rendering and launchers ask the `Backend` of an engine and
+compare no engine names. The heavy half, which trains, is an `Engine` (engines/base.py).
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from toolkit.layout import Placement, Recompute
+from toolkit.registry import Registry
+
+if TYPE_CHECKING:
+    from toolkit.errors import Problem
+    from toolkit.layout import Layout
+    from toolkit.plan.cost.engine import EngineCost
+    from toolkit.plan.planner import Plan
+    from toolkit.plan.rules.models import Job
+    from toolkit.recipe.schema import Recipe
+
+EngineName = str
+"""One of `BACKENDS.names`."""
+ModelName = Literal["hf", "megatron"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Stage = Literal[0, 1, 2, 3]
+
+ANY = 65536
+"""Largest degree of the schema: no limit of the pair's own."""
+
+_ON_DEVICE: frozenset[Placement] = frozenset(("none",))
+_PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
+
+
+class Pair(NamedTuple):
+    """An engine and the model implementation that it trains."""
+
+    engine: EngineName
+    model: ModelName
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} with model {self.model}"
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an engine can do with one model implementation; the defaults are a plain
+    data-parallel engine."""
+
+    preference: int = 100
+    """Of the pairs that a recipe leaves open and that are equally fast, the lowest is taken."""
+    tensor: int = 1
+    """Largest tensor-parallel degree; likewise below."""
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Sequence parallel inside the tensor group."""
+    zero_stages: tuple[Stage, ...] = (0,)
+    """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
+    auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
+    """Which of them `auto` may choose in 16 bits."""
+    zero_config: bool = False
+    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
+    offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+    offload_together: bool = False
+    """Are optimizer states and parameters always in the same place?"""
+    only_when_asked: bool = False
+    """Does `engine: auto` leave it out?"""
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    """Activation recompute; `selective` is megatron-core's own attention recompute."""
+    precisions: frozenset[Precision] = field(default=_PRECISIONS)
+    """What it computes in, where the device can."""
+
+
+class Backend:
+    """All that is particular to one engine, without torch. The defaults are those of a plain
+    data-parallel engine that reads no configuration."""
+
+    name: ClassVar[EngineName]
+    title: ClassVar[str]
+    """What its users call it, e.g. `DeepSpeed`."""
+    engine: ClassVar[str]
+    """`module:class` of the engine that trains."""
+    supports: ClassVar[Mapping[ModelName, Support]]
+    """By model implementation; what is missing is refused."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions that it needs besides torch and transformers."""
+    configured: ClassVar[bool] = False
+    """Does it read a configuration (`NAME.json` in the run directory)?"""
+    cost: "ClassVar[EngineCost]"
+    """Its memory, traffic and time terms."""
+
+    def adopt(self, recipe: "Recipe") -> "Recipe":
+        """The recipe with what the engine's own file, which the recipe names, decides."""
+        return recipe
+
+    def render(self, recipe: "Recipe", layout: "Layout") -> dict[str, Any]:
+        """Its complete configuration; empty without one.
+
+        Raises RecipeError where a file that the recipe names disagrees with the recipe.
+        """
+        return {}
+
+    def environment(self, layout: "Layout", gpu: str) -> dict[str, str]:
+        """Variables that must be set before a worker first touches its GPU.
+
+        One queue to the GPU keeps tensor-parallel communication ahead of the products that
+        hide it (megatron-core's own advice up to Hopper); it would slow ZeRO-3's gathers.
+        """
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        if gpu == "cpu" or layout.tp == 1 or name in os.environ:
+            return {}
+        return {name: "1"}
+
+    def prepare(self, config: Mapping[str, Any], report: Callable[[str], None]) -> None:
+        """Check for and build what the engine compiles on this machine.
+
+        Raises BackendUnavailable naming what is missing and how to get it.
+        """
+
+    def operators(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the operators that `prepare` would compile."""
+        return ()
+
+    def refusal(self, job: "Job", model: ModelName) -> "Problem | None":
+        """Why it cannot train this model at all, with the nearest way out."""
+        return None
+
+    def rules(self, job: "Job") -> "Iterator[Problem]":
+        """What else it cannot do with this model and batch."""
+        return iter(())
+
+    def approximations(
+        self, plan: "Plan", precision: str, config: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Entries of the ledger: what the engine rounds or sums in its own way."""
+        return iter(())
+
+
+BACKENDS: Registry[Backend] = Registry(
+    "dmt.engines",
+    {
+        "deepspeed": "toolkit.engines.deepspeed.backend:BACKEND",
+        "megatron": "toolkit.engines.megatron.backend:BACKEND",
+        "fsdp": "toolkit.engines.torch.fsdp_backend:BACKEND",
+        "ddp": "toolkit.engines.torch.ddp_backend:BACKEND",
+    },
+)
+"""Every engine by its name; other packages add theirs as entry points."""
+
+
+def adopt_engine_config(recipe: "Recipe") -> "Recipe":
+    """The recipe with what an engine's own file, which the recipe names, decides."""
+    for name in BACKENDS.names:
+        recipe = BACKENDS[name].adopt(recipe)
+    return recipe

@@ -1,0 +1,195 @@
+"""Engine `deepspeed` for everyone who does not train with it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from toolkit.backend import ANY, Backend, ModelName, Precision, Support
+from toolkit.engines.deepspeed import ops
+from toolkit.engines.deepspeed.config import (
+    DeepSpeedRequest,
+    offload_of,
+    open_config,
+    render,
+    stage_of,
+)
+from toolkit.errors import Problem
+from toolkit.layout import Layout, Placement
+from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
+from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.planner import Plan
+from toolkit.plan.rules.models import Job, known
+from toolkit.recipe.schema import Recipe
+
+BUCKET = 1e8
+"""Elements of the reduce and all-gather buckets of `ds_configs`."""
+LIVE_PARAMETERS = 1e9
+"""Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
+_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
+_CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
+
+
+class DeepSpeedCost(EngineCost):
+    """ZeRO with the buckets of `ds_configs`."""
+
+    fp32_states = False
+    fp32_residual = False
+    sums_whole_gradients = True
+    gathers_beside_forward = False
+    overlap = "overlap.deepspeed"
+
+    def builds_whole(self, model: ModelName) -> bool:
+        """megatron-core builds all that a tensor-parallel rank computes with; only then does
+        DeepSpeed shard or offload it. transformers' models are sharded while they are built."""
+        return model == "megatron"
+
+    def reduce_bytes(self, precision: Precision) -> int:
+        """In the training precision, unless its configuration states another."""
+        return FP32_BYTES if precision == "fp32" else 2
+
+    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Reduce buckets (two where communication overlaps) and gathered weights."""
+        held = share.parameters
+        bucket = width * min(BUCKET, held)
+        if layout.zero_stage == 0:
+            return 0.0
+        if layout.zero_stage == 3:
+            return 2 * bucket + width * min(LIVE_PARAMETERS, held)
+        return (2 if layout.zero_stage == 1 else 3) * bucket
+
+
+class DeepSpeedBackend(Backend):
+    """ZeRO and offload, for a model of either implementation.
+
+    In 16 bits its stage 0 sums micro batches in 16 bits: only where it is asked for.
+    """
+
+    name = "deepspeed"
+    title = "DeepSpeed"
+    engine = "toolkit.engines.deepspeed.engine:DeepSpeedEngine"
+    supports = {
+        "hf": Support(
+            preference=10,
+            zero_stages=(0, 1, 2, 3),
+            auto_stages_16_bit=(1, 2, 3),
+            zero_config=True,
+            offload_optimizer=_CPU_OR_NVME,
+            offload_parameters=_CPU_OR_NVME,
+        ),
+        "megatron": Support(
+            preference=50,
+            tensor=ANY,
+            sequence=True,
+            zero_stages=(0, 1, 2, 3),
+            auto_stages_16_bit=(1, 2, 3),
+            zero_config=True,
+            offload_optimizer=_CPU,
+            offload_parameters=_CPU,
+            recompute=("none", "selective", "full"),
+        ),
+    }
+    packages = ("deepspeed",)
+    configured = True
+    cost = DeepSpeedCost()
+
+    def adopt(self, recipe: Recipe) -> Recipe:
+        """Take stage and offload of the recipe's own DeepSpeed file where it leaves them open.
+
+        `parallel.zero.config` names that file. What the recipe states itself stays, and must
+        agree with the file (`render` checks that).
+        """
+        zero = recipe.parallel.zero
+        if zero.config is None:
+            return recipe
+        file = open_config(zero.config)
+        optimizer, parameters = offload_of(file)
+        update: dict[str, object] = {}
+        if zero.stage == "auto" and (stage := stage_of(file)) is not None:
+            update["stage"] = stage
+        if zero.offload_optimizer == "auto" and optimizer is not None:
+            update["offload_optimizer"] = optimizer
+        if zero.offload_parameters == "auto" and parameters is not None:
+            update["offload_parameters"] = parameters
+        parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
+        return recipe.model_copy(update={"parallel": parallel})
+
+    def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+        """`deepspeed.json`."""
+        precision = recipe.training.precision
+        assert precision != "fp8", "refused at check"
+        zero = recipe.parallel.zero
+        request = DeepSpeedRequest(
+            layout, precision, recipe.optimizer, zero.nvme_path, zero.config
+        )
+        return render(request)
+
+    def prepare(self, config: Mapping[str, Any], report: Callable[[str], None]) -> None:
+        """Build its operators, which DeepSpeed would compile one rank at a time."""
+        ops.put_ninja_on_path()
+        needed = self.operators(config)
+        ops.preflight(needed)
+        ops.build(needed, report)
+
+    def operators(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `ops.required_ops`."""
+        return ops.required_ops(config)
+
+    def refusal(self, job: Job, model: ModelName) -> Problem | None:
+        """DeepSpeed averages every gradient over all ranks; megatron-core's experts need groups
+        of their own."""
+        if model == "hf" or not job.spec.moe_layers:
+            return None
+        stated = job.parallel.engine != "auto"
+        found = self.name if stated else "what only DeepSpeed has"
+        return Problem(
+            "parallel.engine" if stated else "parallel.zero",
+            f"{found} with model {model} and experts",
+            f"a model without experts for engine {self.name} with model {model}",
+            "set parallel.engine to megatron and leave parallel.zero out, or parallel.model to "
+            "hf and parallel.tensor to 1",
+        )
+
+    def rules(self, job: Job) -> Iterator[Problem]:
+        """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which no
+        longer says that the tensor is split: each rank clips by its own norm."""
+        precision, tensor = job.training.precision, job.parallel.tensor
+        # An open degree is settled where this allows it: at 1, but not under sequence parallel.
+        splits = job.parallel.sequence is True or (known(tensor) or 1) > 1
+        if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
+            yield Problem(
+                "parallel.zero.stage",
+                f"0 with precision: {precision} and parallel.tensor: {tensor}",
+                "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
+                "tensor-parallel rank",
+                "set parallel.zero.stage to 1 (or auto)",
+            )
+
+    def approximations(
+        self, plan: Plan, precision: str, config: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """AdamW on the CPU, and what is rounded to be sent.
+
+        `data_types.grad_accum_dtype` is only that of each rank's own sum.
+        """
+        if plan.layout.offload_optimizer != "none":
+            yield (
+                "offloaded AdamW",
+                "DeepSpeed's own on the CPU, which rounds in another order",
+            )
+        ranks = plan.layout.dp
+        if ranks == 1:
+            return
+        zero = config.get("zero_optimization", {})
+        # engine.py, `communication_data_type`: by default the training precision.
+        sent_in = config.get("communication_data_type") or precision
+        if zero.get("zero_quantized_gradients"):
+            sent_in = "quantized blocks"
+        if sent_in != "fp32":
+            yield (
+                "gradient reduction",
+                f"gradients are summed over {ranks:,} data-parallel ranks in {sent_in}",
+            )
+        if zero.get("zero_quantized_weights"):
+            yield "gathered weights", f"in quantized blocks, from {ranks:,} data-parallel ranks"
+
+
+BACKEND = DeepSpeedBackend()

@@ -1,0 +1,83 @@
+"""Engine `megatron` for everyone who does not train with it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit.backend import ANY, Backend, Precision, Support
+from toolkit.engines.megatron import config
+from toolkit.errors import Problem
+from toolkit.layout import Layout
+from toolkit.plan.cost.engine import FP32_BYTES, EngineCost, in_place_logit_bytes
+from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.rules.models import Job, known
+from toolkit.recipe.schema import Recipe
+
+
+class MegatronCost(EngineCost):
+    """megatron-core's gradient buffers, distributed optimizer and schedules."""
+
+    fp32_states = False
+    fp32_residual = False
+    sums_whole_gradients = True
+    reduces_beside_backward = False
+    megatron_kernels = True
+    overlap = "overlap.megatron"
+
+    def reduce_bytes(self, precision: Precision) -> int:
+        """In the precision of the gradient buffer."""
+        return 2 if precision == "fp16" else FP32_BYTES
+
+    def logit_bytes(self, width: int, tp: int) -> int:
+        """See `in_place_logit_bytes`."""
+        return in_place_logit_bytes(width)
+
+    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
+        """megatron-core communicates in its gradient buffer."""
+        return 0.0
+
+
+class MegatronBackend(Backend):
+    """megatron-core's DDP, distributed optimizer and pipeline schedules.
+
+    Context parallel needs an attention of its own over the context group: not yet. fp8 needs
+    Transformer Engine's layers: not yet.
+    """
+
+    name = "megatron"
+    title = "megatron-core"
+    engine = "toolkit.engines.megatron.engine:MegatronEngine"
+    supports = {
+        "megatron": Support(
+            preference=40,
+            tensor=ANY,
+            pipeline=ANY,
+            virtual_pipeline=ANY,
+            expert=ANY,
+            sequence=True,
+            zero_stages=(0, 1),
+            recompute=("none", "selective", "full"),
+        )
+    }
+    packages = ("megatron-core",)
+    configured = True
+    cost = MegatronCost()
+
+    def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+        """`megatron.json`."""
+        return config.render(recipe, layout)
+
+    def rules(self, job: Job) -> Iterator[Problem]:
+        """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
+        their own, and each optimizer a dynamic loss scale: all skip a step that overflows,
+        but only the one in which it did lowers its scale."""
+        if job.training.precision == "fp16" and (known(job.parallel.expert) or 1) > 1:
+            yield Problem(
+                "training.precision",
+                f"fp16 with parallel.expert: {job.parallel.expert}",
+                "bf16 or fp32: in fp16, megatron-core scales the losses of experts and of the "
+                "rest apart, and they drift after an overflow",
+                "set training.precision to bf16, or parallel.expert to 1",
+            )
+
+
+BACKEND = MegatronBackend()

@@ -1,0 +1,91 @@
+"""Engine `fsdp` for everyone who does not train with it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.backend import Backend, Support
+from toolkit.engines.torch import fsdp_config
+from toolkit.layout import Layout, Placement
+from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
+from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.planner import Plan
+from toolkit.recipe.schema import Recipe
+
+GATHERED_LAYERS = 2
+"""Layers whose weights are held gathered: the one in use and the one that is prefetched."""
+_CPU: frozenset[Placement] = frozenset(("none", "cpu"))
+
+
+class FsdpCost(EngineCost):
+    """FSDP2's shards, as `fully_shard` with one unit per decoder layer works."""
+
+    fp32_residual = False
+    sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
+    sends_fp32_weights = True
+    # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
+    # clipping reads and writes the gradient (8).
+    cpu_update_bytes = 48
+    gathers_norms = True
+    selective = "products"
+    overlap = "overlap.fsdp"
+
+    def logit_bytes(self, width: int, tp: int) -> int:
+        """Over a tensor group (loss_parallel), cross entropy keeps the softmax, too."""
+        return (4 if tp > 1 else 3) * FP32_BYTES
+
+    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Weights that FSDP gathers, and gradients before they are scattered.
+
+        Embedding and head stay gathered from the forward to the backward pass, and the head's
+        gradient until the embedding's is there; layers come and go. A layer's gradients are
+        there twice: in compute precision and, copied, in the fp32 of the reduce-scatter.
+        """
+        if layout.zero_stage < 2:
+            return 0.0
+        layer = (share.dense + share.experts) / share.layers
+        gathered = share.vocabulary + GATHERED_LAYERS * layer
+        if layout.zero_stage == 2:
+            gathered = share.parameters
+        return width * (gathered + share.output) + (width + FP32_BYTES) * layer
+
+
+class FsdpBackend(Backend):
+    """torch's FSDP2.
+
+    Left out of `auto`: what the planner knows of its speed was measured in other trainers,
+    with torch.compile, and what it knows of DeepSpeed's is assumed to be the same. So it
+    cannot tell which of the two is faster.
+    """
+
+    name = "fsdp"
+    title = "PyTorch's FSDP2"
+    engine = "toolkit.engines.torch.fsdp:FsdpEngine"
+    supports = {
+        "hf": Support(
+            preference=30,
+            zero_stages=(2, 3),
+            offload_optimizer=_CPU,
+            offload_parameters=_CPU,
+            offload_together=True,
+            only_when_asked=True,
+        )
+    }
+    configured = True
+    cost = FsdpCost()
+
+    def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+        """`fsdp.json`."""
+        return fsdp_config.render(layout, recipe.training.precision)
+
+    def approximations(
+        self, plan: Plan, precision: str, config: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Where AdamW runs on the CPU."""
+        if plan.layout.offload_optimizer != "none":
+            yield (
+                "offloaded AdamW",
+                "torch's fused one on the CPU, which rounds in another order",
+            )
+
+
+BACKEND = FsdpBackend()

@@ -1,0 +1,68 @@
+"""What an engine's own way of working costs: what the planner asks a `Backend`."""
+
+from typing import ClassVar, Literal
+
+from toolkit.backend import ModelName, Precision
+from toolkit.layout import Layout
+from toolkit.plan.cost.stages import StageShare
+
+FP32_BYTES = 4
+CPU_UPDATE_BYTES = 32
+"""Bytes that AdamW moves on the host per parameter, norm and scale in one kernel: gradient,
+weight and two moments in fp32 read, the last three written (28), the 16-bit weight (4)."""
+
+
+class EngineCost:
+    """The defaults are those of torch's DDP with autocast."""
+
+    fp32_states: ClassVar[bool] = True
+    """Weights, gradients and moments are fp32 at any precision (autocast)."""
+    fp32_residual: ClassVar[bool] = True
+    """Autocast keeps the residual stream in fp32: every branch's output is added to it."""
+    sharded_weights_from: ClassVar[int] = 3
+    """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
+    sends_fp32_weights: ClassVar[bool] = False
+    """Offloaded weights travel in fp32, those that are updated, and nothing besides."""
+    cpu_update_bytes: ClassVar[int] = CPU_UPDATE_BYTES
+    """Bytes that the optimizer moves on the host per parameter."""
+    sums_whole_gradients: ClassVar[bool] = False
+    """Gradients of micro batches are added to a whole fp32 sum on the device."""
+    reduces_beside_backward: ClassVar[bool] = True
+    """Gradients are reduced while others are computed, as this toolkit runs the engine."""
+    gathers_beside_forward: ClassVar[bool] = True
+    """With a sharded optimizer, weights are gathered while the next step's forward pass
+    computes; otherwise nothing runs meanwhile."""
+    gathers_norms: ClassVar[bool] = False
+    """A norm's output that sequence parallel splits is kept gathered for the backward pass."""
+    megatron_kernels: ClassVar[bool] = False
+    """Norms are one kernel, and where elementwise operators are fused, attention is
+    Transformer Engine's."""
+    selective: ClassVar[Literal["attention", "products"]] = "attention"
+    """What `recompute: selective` repeats: attention (Megatron), or by operators every second
+    matrix product and all that is cheap (torchtitan)."""
+    overlap: ClassVar[str] = "overlap.ddp"
+    """The constant of `efficiency.py` for how far traffic slows computation down."""
+
+    def builds_whole(self, model: ModelName) -> bool:
+        """Is a tensor-parallel rank's model whole on the device before it is sharded?"""
+        return False
+
+    def reduce_bytes(self, precision: Precision) -> int:
+        """Bytes per gradient element on the wire, where the workload states none."""
+        return FP32_BYTES
+
+    def logit_bytes(self, width: int, tp: int) -> int:
+        """Bytes of logits and loss at their peak, per logit: PyTorch's cross entropy keeps the
+        fp32 log softmax and makes its gradient and the logits' beside it."""
+        return 3 * FP32_BYTES
+
+    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Bytes of buckets and gathered weights where gradients are reduced over ranks; `width`
+        bytes per element are computed in. DDP copies gradients into buckets."""
+        return FP32_BYTES * share.parameters
+
+
+def in_place_logit_bytes(width: int) -> int:
+    """megatron-core's loss: a cast to fp32 becomes the softmax and then the gradient in place,
+    next to a 16-bit tensor."""
+    return FP32_BYTES + (width if width < FP32_BYTES else 0)
