@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.plan.making import MIXTRAL, TINY, recipe
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import Pair, Support, adopt_engine_config
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import Entry, ledger, summary
@@ -208,9 +208,9 @@ def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
 
 
 def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = legality.Pair("megatron", "megatron")
-    more = legality.Support(tensor=2, context=2, zero_stages=(0, 1, 2))
-    monkeypatch.setitem(legality.TABLE, pair, more)
+    pair = Pair("megatron", "megatron")
+    more = Support(tensor=2, context=2, zero_stages=(0, 1, 2))
+    monkeypatch.setitem(legality.table(), pair, more)
     asked = {"parallel__engine": "megatron"}
     assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)
 

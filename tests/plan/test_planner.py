@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
+from toolkit.backend import Pair
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import default_cluster, link
 from toolkit.models.families import model_spec
@@ -115,8 +116,9 @@ def test_what_is_illegal_by_now_is_refused() -> None:
 
 
 def test_legality_chooses_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp = legality.Pair("ddp", "hf")
-    monkeypatch.setattr("toolkit.plan.rules.legality.TABLE", {ddp: legality.TABLE[ddp]})
+    ddp = Pair("ddp", "hf")
+    alone = {ddp: legality.table()[ddp]}
+    monkeypatch.setattr(legality, "table", lambda: alone)
     assert plan_recipe(recipe()).engine == "ddp"
 
 

@@ -140,7 +140,7 @@ def _predicted(case: Case) -> dict[str, Any]:
     setup = case.setup()
     found = estimate(setup)
     memory, total = found.memory, found.memory.reserved
-    if setup.workload.engine == "megatron":
+    if case.by_megatron:
         if case.logs_last_rank:
             memory = stage_memory(setup.workload, setup.layout, setup.layout.pp - 1)
         total = memory.allocated

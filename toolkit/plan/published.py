@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from toolkit.backend import EngineName, Precision
+from toolkit.backend import Precision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
@@ -130,12 +130,12 @@ class Case:
     @property
     def logs_last_rank(self) -> bool:
         """Megatron-LM logs memory since flash attention; papers before computed theirs."""
-        return self.engine == "megatron" and self._attention != "unfused"
+        return self.by_megatron and self._attention != "unfused"
 
     @property
-    def engine(self) -> EngineName:
-        """FSDP where parameters are sharded, megatron otherwise."""
-        return "fsdp" if self._fsdp_mode or self.zero_stage >= 2 else "megatron"
+    def by_megatron(self) -> bool:
+        """Megatron ran it (and logs what is allocated); FSDP where parameters are sharded."""
+        return not self._fsdp_mode and self.zero_stage < 2
 
     def setup(self) -> Setup:
         """The case as a setup. Raises PlanError for hardware that the catalogue lacks."""
@@ -153,7 +153,7 @@ class Case:
 
     def _workload(self) -> Workload:
         """What is trained; what sources leave out is the same for all rows of an engine."""
-        megatron = self.engine == "megatron"
+        megatron = self.by_megatron
         composer = self._fsdp_mode != ""
         # Before flash attention, Megatron reduced gradients after the backward pass.
         early = megatron and self._attention == "unfused"
@@ -162,8 +162,8 @@ class Case:
             spec=self._spec(),
             sequence_length=int(self._model["seq"]),
             precision=self._dtype(),
-            engine=self.engine,
-            model="megatron" if self.engine == "megatron" else "hf",
+            engine="megatron" if megatron else "fsdp",
+            model="megatron" if megatron else "hf",
             attention="unfused" if self._attention == "unfused" else "fused",
             # Composer (llm-foundry) came before FlashAttention-2, and ran single operators;
             # FSDP2 (torchtitan) is compiled where the source does not say eager.
@@ -187,7 +187,7 @@ class Case:
 
         NeMo sums and reduces gradients in bf16 (bf16_mixed, grad_reduce_in_fp32=False).
         """
-        modern = self.engine == "megatron" and self._attention != "unfused"
+        modern = self.by_megatron and self._attention != "unfused"
         return modern and self._layout.get("recompute") is None
 
     @property
@@ -200,7 +200,7 @@ class Case:
         with Transformer Engine and sequence parallel, both; torchtitan what it calls async."""
         if "async tp" in self._notes:
             return "all"
-        if self.engine != "megatron":
+        if not self.by_megatron:
             return "none"
         if self._layout.get("sp"):
             return "backward" if early else "all"
@@ -256,7 +256,7 @@ class Case:
         dp, tp, pp = self.data_parallel, self._degree("tp"), self._degree("pp")
         micro = int(self._batch.get("micro") or 1)
         accumulation = ceil(int(self._batch.get("global") or micro * dp) / (micro * dp))
-        if self.engine == "fsdp" and micro % pp == 0 and accumulation < pp:
+        if not self.by_megatron and micro % pp == 0 and accumulation < pp:
             # torchtitan states a rank's batch, which the pipeline's schedule splits.
             micro, accumulation = micro // pp, accumulation * pp
         sequence = self._layout.get("sp")
@@ -283,7 +283,7 @@ class Case:
         stated = self._layout.get("vpp")
         if stated is not None or pp == 1:
             return int(stated or 1)
-        if self.engine != "megatron" or self._attention == "unfused":
+        if not self.by_megatron or self._attention == "unfused":
             return 1
         return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
 
