@@ -310,10 +310,10 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
 def _or_zero(parallel: ParallelSection) -> str:
     """DeepSpeed as the other way out, where the degrees leave it."""
     degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
-    if any(map(_above_one, degrees)):
+    engines = [pair.engine for pair, support in table().items() if support.zero_config]
+    if not engines or any(map(_above_one, degrees)):
         return ""
-    engine = next(pair.engine for pair, support in table().items() if support.zero_config)
-    return f", or set parallel.engine to {engine}"
+    return f", or set parallel.engine to {engines[0]}"
 
 
 def _above_one(degree: object) -> bool:
