@@ -125,6 +125,12 @@ def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
         assert last.trained_s == pytest.approx(0.5)
 
 
+def test_the_first_step_may_take_longer(tmp_path):
+    with Ranks(tmp_path, "compile@1") as ranks:
+        assert ranks.codes(0, 1, 2) == [0, 0, 0]
+        assert not ranks.run.events.exists()
+
+
 def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
     """A scheduler that suspends a job stops all its processes."""
     with Ranks(tmp_path, "slow@1") as ranks:

@@ -5,7 +5,7 @@ rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hangs befor
 step begins), `signal` (gets SIGTERM and never leaves), `slow` (takes a third of the
 limit, twice), `lock` (sleeps in C and keeps the interpreter's lock), `disk` (hangs, and so does
 what it writes heartbeats to), `broken` (hangs, and finding out why fails). `wait`: all wait
-for 1.3 times the limit, and say so.
+for 1.3 times the limit, and say so. `compile`: its first step takes 1.5 times the limit.
 """
 
 import ctypes
@@ -73,7 +73,9 @@ with (
         if step == 4 and behaviour == "behind" and rank == int(chosen):
             misbehave()
         watchdog.mark(f"step {step + 1}", step)
-        if step == 4 and behaviour not in ("behind", "wait") and rank == int(chosen):
+        if step == 0 and behaviour == "compile" and rank == int(chosen):
+            time.sleep(1.5 * limit_s)
+        if step == 4 and behaviour not in ("behind", "wait", "compile") and rank == int(chosen):
             misbehave()
         meet(step)
         time.sleep(0.05)

@@ -491,8 +491,9 @@ class LaunchSection(Section):
     """How often in a row a run that failed is started again from its last checkpoint. A
     newer checkpoint renews the number; a mistake of the user's is never tried again."""
     hang_timeout_s: PositiveFloat = 1800.0
-    """Seconds that one step, save or validation may take. When one takes longer, each rank
-    writes where it stands to its log, and the run fails (and is started again)."""
+    """Seconds that one step, save or validation may take, the first step three times as long.
+    When one takes longer, each rank writes where it stands to its log, and the run fails (and
+    is started again)."""
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and leave after SIGTERM, SIGUSR1 or Ctrl-C; what
     is left then is killed. null: as long as it takes."""

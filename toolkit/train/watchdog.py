@@ -54,10 +54,15 @@ _STUCK_LIMITS = 2.0
 paused as a whole looks the same when it goes on."""
 
 
+_FIRST_STEP_LIMITS = 3.0
+"""Time limits that the first step may take, which compiles kernels and allocates buffers."""
+
+
 def collective_limit(limit_s: float) -> timedelta:
     """How long a collective may take where the watchdog's limit is `limit_s`: longer than any
     end by the watchdog, so that its message comes and not PyTorch's."""
-    return timedelta(seconds=(_STUCK_LIMITS + 1) * limit_s + 2 * _TELLING_S)
+    longest_s = _FIRST_STEP_LIMITS * limit_s
+    return timedelta(seconds=(_STUCK_LIMITS + 1) * longest_s + 2 * _TELLING_S)
 
 
 @dataclass
@@ -134,7 +139,7 @@ class Watchdog:
         self._run = run
         self._world = world
         self._stop = stop
-        self._limit_s = limit_s
+        self._step_limit_s = limit_s
         self._grace_s = grace_s
         self._slow_beat_s = min(limit_s / _BEATS_PER_LIMIT, LONGEST_BEAT_S)
         self._beat_s = min(self._slow_beat_s, LONGEST_BEAT_S if rank else RANK_ZERO_BEAT_S)
@@ -189,6 +194,12 @@ class Watchdog:
         has no limit."""
         self.mark(doing, self._mine.step)
         self._waiting = doing == WAITING and self._mine.rank != 0
+
+    @property
+    def _limit_s(self) -> float:
+        """Of what the main thread does now."""
+        first = self._mine.step == self._mine.first_step
+        return self._step_limit_s * (_FIRST_STEP_LIMITS if first else 1)
 
     @property
     def _claim(self) -> Path:
