@@ -5,7 +5,7 @@ compare no engine names. The heavy half, which trains, is an `Engine` (engines/b
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from toolkit.layout import Placement, Recompute
 from toolkit.registry import Registry
 
 if TYPE_CHECKING:
+    from toolkit.engines.in_accelerate import InAccelerate
     from toolkit.errors import Problem
     from toolkit.layout import Layout
     from toolkit.plan.cost.engine import EngineCost
@@ -76,6 +77,16 @@ class Support:
     """What it computes in, where the device can."""
 
 
+class Rehearsed(NamedTuple):
+    """A layout of an engine that every rehearsal tries."""
+
+    name: str
+    processes: int
+    model: ModelName
+    parallel: Mapping[str, Any] = {}
+    """Further settings of `parallel`; degrees that it leaves out are 1."""
+
+
 class Backend:
     """All that is particular to one engine, without torch. The defaults are those of a plain
     data-parallel engine that reads no configuration."""
@@ -87,10 +98,24 @@ class Backend:
     """`module:class` of the engine that trains."""
     supports: ClassVar[Mapping[ModelName, Support]]
     """By model implementation; what is missing is refused."""
-    packages: ClassVar[tuple[str, ...]] = ()
-    """Distributions that it needs besides torch and transformers."""
+    packages: ClassVar[Mapping[str, str]] = {}
+    """Distributions that it needs besides torch and transformers, and the module of each."""
+    device_variable: ClassVar[str] = ""
+    """The environment variable by which its users choose `cpu` or another device."""
     configured: ClassVar[bool] = False
     """Does it read a configuration (`NAME.json` in the run directory)?"""
+    fixed: ClassVar[Mapping[str, object]] = {}
+    """Settings of that configuration, by dotted name, whose value no recipe changes."""
+    stage_titles: ClassVar[Mapping[Stage, str]] = {}
+    """What it calls a ZeRO stage, where it has a name of its own."""
+    tools: ClassVar[tuple[str, ...]] = ()
+    """Other programs that carry out its plans: further targets of `dmt render`."""
+    distributed_types: ClassVar[tuple[str, ...]] = ()
+    """Values of Accelerate's `distributed_type` that mean this engine."""
+    accelerate: "ClassVar[InAccelerate | None]" = None
+    """How Accelerate carries out its plans; None where it cannot."""
+    rehearsals: ClassVar[tuple[Rehearsed, ...]] = ()
+    """In which layouts `dmt rehearse` tries it."""
     cost: "ClassVar[EngineCost]"
     """Its memory, traffic and time terms."""
 
@@ -104,6 +129,17 @@ class Backend:
         Raises RecipeError where a file that the recipe names disagrees with the recipe.
         """
         return {}
+
+    def shown(self, recipe: "Recipe", plan: "Plan") -> dict[str, Any] | None:
+        """What `dmt render --to NAME` prints; None where it has no part in the plan."""
+        mine = self.configured and plan.engine == self.name
+        return self.render(recipe, plan.layout) if mine else None
+
+    def arguments(
+        self, tool: str, recipe: "Recipe", layout: "Layout"
+    ) -> tuple[str, Sequence[str]]:
+        """Input of one of `tools`, and notes on what it leaves to the user."""
+        raise NotImplementedError(tool)
 
     def environment(self, layout: "Layout", gpu: str) -> dict[str, str]:
         """Variables that must be set before a worker first touches its GPU.

@@ -16,8 +16,9 @@ from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
-from toolkit.accelerate.config import COMMON, render, render_common, script_config
+from toolkit.accelerate.config import COMMON, render, render_common
 from toolkit.backend import adopt_engine_config
+from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe

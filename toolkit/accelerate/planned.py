@@ -11,18 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from toolkit.accelerate.config import MIXED_PRECISION, script_config
-from toolkit.accelerate.patches import complete_deepspeed, complete_fsdp
+from toolkit.accelerate.config import MIXED_PRECISION, in_accelerate
 from toolkit.conflicts.environment import accelerate_settings
-from toolkit.engines.deepspeed.models import import_deepspeed
 from toolkit.engines.distributed import join
+from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.plan.planner import Plan
@@ -35,8 +32,10 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     def __init__(self, recipe: Recipe, plan: Plan, **more: Any) -> None:
         self.recipe, self.plan = recipe, plan
-        prepare_process(plan)
-        settings = _SETTINGS[plan.engine](recipe, plan)
+        self.words = in_accelerate(recipe, plan)
+        prepare_process(self.words)
+        config = plan.backend.render(recipe, plan.layout)
+        settings = self.words.accelerator(plan.layout, config)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
         super().__init__(
             mixed_precision=MIXED_PRECISION[recipe.training.precision],
@@ -44,16 +43,14 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 num_steps=plan.layout.gradient_accumulation,
                 # The recipe counts steps over the seams between epochs.
                 sync_with_dataloader=False,
-                # FSDP otherwise keeps whole gradients until the last micro batch.
-                sync_each_batch=plan.engine == "fsdp",
+                sync_each_batch=self.words.reduces_every_batch,
             ),
             kwargs_handlers=handlers,
             **settings,
             **more,
         )
-        if plan.engine == "deepspeed":
-            with self.local_main_process_first():
-                plan.backend.prepare(plan.backend.render(recipe, plan.layout), tell)
+        with self.local_main_process_first():
+            plan.backend.prepare(config, tell)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """`Accelerator.prepare`, with the plan's recompute, checked.
@@ -65,15 +62,14 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             self._get_ready(model)
         prepared = super().prepare(*args, device_placement=device_placement)
         for model in _modules(prepared if isinstance(prepared, tuple | list) else [prepared]):
-            _check(model, self.plan)
+            self._check(model)
         return prepared
 
     def _get_ready(self, model: nn.Module) -> None:
         """Recompute and the layers to shard by, which Accelerate leaves to the model."""
-        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        if self.plan.engine == "fsdp":
-            self.state.fsdp_plugin.transformer_cls_names_to_wrap = _layer_names(model, inner)
-        elif self.plan.layout.recompute == "full":
+        self.words.prepare_model(self, model)
+        if self.plan.layout.recompute == "full" and not self.words.recomputes:
+            inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
             if inner is None:
                 raise PlanError(
                     f"the plan recomputes activations; {type(model).__name__} holds no "
@@ -82,9 +78,21 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 )
             hf.enable_recompute(inner)
 
+    def _check(self, model: nn.Module) -> None:
+        """Raises RunFailed unless `model` is wrapped as planned."""
+        layout = self.plan.layout
+        found, wanted = self.words.made(model, layout)
+        if not wanted:
+            raise RunFailed(
+                f"planned: engine {self.plan.engine}, zero {layout.zero_stage}, "
+                f"{layout.world} ranks; Accelerate made {found} of the model",
+                fix="report this, with the versions of accelerate and torch",
+                retry=False,
+            )
 
-def prepare_process(plan: Plan) -> None:
-    """Make this process one in which Accelerate can carry out `plan`.
+
+def prepare_process(words: InAccelerate) -> None:
+    """Make this process one in which Accelerate can carry out a plan.
 
     The process group is joined as DMT's worker does, so that Accelerate finds one of the right
     backend. Variables that state what the recipe states are removed: Accelerate, DeepSpeed's
@@ -100,91 +108,8 @@ def prepare_process(plan: Plan) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     for name in accelerate_settings(os.environ):
         del os.environ[name]
-    if plan.engine == "deepspeed":
-        # Adopts the group: a model that ZeRO-3 shards while it is loaded is made before the
-        # engine, and would take the run for one of a single process.
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        import_deepspeed().init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-        complete_deepspeed()
-    elif plan.engine == "fsdp":
-        complete_fsdp()
-
-
-def fsdp_settings(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """What engine fsdp does, in the words of Accelerate's plugin and TrainingArguments alike.
-
-    Prefetching is left to torch.
-    """
-    config = plan.backend.render(recipe, plan.layout)
-    return {
-        "reshard_after_forward": config["reshard_after_forward"],
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "cpu_offload": config["offload_policy"] is not None,
-        "activation_checkpointing": plan.layout.recompute == "full",
-        "cpu_ram_efficient_loading": False,
-    }
-
-
-def _ddp(_recipe: Recipe, _plan: Plan) -> dict[str, Any]:
-    return {"cpu": not torch.cuda.is_available()}
-
-
-def _deepspeed(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Accelerate forgets DeepSpeed when it is given a CPU; the backend alone may say so."""
-    plugin = DeepSpeedPlugin(
-        hf_ds_config=script_config(plan.backend.render(recipe, plan.layout)),
-        zero3_init_flag=plan.layout.zero_stage == 3,
-    )
-    gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
-    return {"deepspeed_plugin": plugin, "kwargs_handlers": gloo}
-
-
-def _fsdp(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **fsdp_settings(recipe, plan)
-    )
-    return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
-
-
-_SETTINGS = {"ddp": _ddp, "deepspeed": _deepspeed, "fsdp": _fsdp}
+    words.prepare_process()
 
 
 def _modules(objects: Any) -> list[nn.Module]:
     return [one for one in objects if isinstance(one, nn.Module)]
-
-
-def _layer_names(model: nn.Module, inner: nn.Module | None) -> list[str]:
-    """Classes of the layers that FSDP gathers one at a time.
-
-    The model's own word (`_no_split_modules`), or that of the transformers model in it.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    for owner in (model, inner):
-        if names := present & set(getattr(owner, "_no_split_modules", None) or ()):
-            return sorted(names)
-    raise PlanError(
-        f"{type(model).__name__} does not say which of its layers FSDP shards one by one",
-        fix="name their classes in its attribute _no_split_modules, e.g. ['Block']",
-    )
-
-
-def _check(model: nn.Module, plan: Plan) -> None:
-    """Raises RunFailed unless `model` is wrapped as planned."""
-    if plan.engine == "deepspeed":
-        stage = getattr(model, "zero_optimization_stage", lambda: None)()
-        found, wanted = f"DeepSpeed's ZeRO stage {stage}", stage == plan.layout.zero_stage
-    elif plan.engine == "fsdp":
-        units = sum(isinstance(module, FSDPModule) for module in model.modules())
-        found, wanted = f"{units} units of FSDP2", isinstance(model, FSDPModule) and units > 1
-    else:
-        found = type(model).__name__
-        trains = any(parameter.requires_grad for parameter in model.parameters())
-        alone = plan.layout.world == 1 or not trains
-        wanted = alone or isinstance(model, DistributedDataParallel)
-    if not wanted:
-        raise RunFailed(
-            f"planned: engine {plan.engine}, zero {plan.layout.zero_stage}, "
-            f"{plan.layout.world} ranks; Accelerate made {found} of the model",
-            fix="report this, with the versions of accelerate and torch",
-            retry=False,
-        )

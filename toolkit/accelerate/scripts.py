@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.accelerate.config import refuse_megatron
-from toolkit.backend import adopt_engine_config
+from toolkit.accelerate.config import in_accelerate
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.conflicts import preflight
 from toolkit.conflicts.accelerate import ENGINES
 from toolkit.conflicts.environment import SWITCHES
@@ -35,8 +35,8 @@ def accelerator(
     goes to `accelerate.Accelerator` (trackers, project folder, …).
 
     Raises RecipeError or PlanError where the recipe is wrong, has other processes than the
-    launcher started, needs megatron-core, or was started for another engine;
-    BackendUnavailable where DeepSpeed's operators cannot be built.
+    launcher started, has a plan that Accelerate cannot carry out, or was started for another
+    engine; BackendUnavailable where DeepSpeed's operators cannot be built.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
     from toolkit.accelerate.planned import PlannedAccelerator
@@ -82,7 +82,7 @@ def planned_for_launcher(
     check_world(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     recipe = adopt_engine_config(recipe)
     plan = plan_recipe(recipe)
-    refuse_megatron(recipe, plan)
+    in_accelerate(recipe, plan)
     _refuse_other_engine(plan)
     preflight(recipe, plan, "worker", _tell_once)
     return recipe, plan
@@ -94,7 +94,7 @@ def _refuse_other_engine(plan: Plan) -> None:
         engine = ENGINES.get(kind, "a parallelism_config")
         if os.environ.get(variable, "").lower() == "true" and engine != plan.engine:
             other = f"unset {variable}"
-            if engine in ("deepspeed", "fsdp"):
+            if engine in BACKENDS.names and BACKENDS[engine].accelerate is not None:
                 other = f"--set parallel.engine={engine}"
             raise PlanError(
                 f"{variable}=true: the launcher was told to use {engine}, the recipe runs on "

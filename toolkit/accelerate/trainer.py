@@ -1,6 +1,5 @@
 """transformers' TrainingArguments from a recipe and its plan."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,27 +10,27 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
-from toolkit.accelerate.config import script_config
-from toolkit.accelerate.planned import fsdp_settings, prepare_process
+from toolkit.accelerate.config import in_accelerate
+from toolkit.accelerate.planned import prepare_process
 from toolkit.accelerate.samples import TrainingSamples
+from toolkit.backend import BACKENDS
+from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.errors import PlanError
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.terminal import tell
 from toolkit.train.schedule import learning_rate
 
-_ENGINE = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "use_cpu")
-"""The fields that state the engine, each of them a part of what the plan decides."""
-
-_FILLED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
+_ENGINE = (
+    *(
+        field
+        for engine in BACKENDS.names
+        for field in getattr(BACKENDS[engine].accelerate, "fields", ())
+    ),
+    "parallelism_config",
+    "use_cpu",
 )
-"""DeepSpeed's settings that are other fields, too: "auto" in its JSON, so that they agree."""
+"""The fields that state the engine, each of them a part of what the plan decides."""
 
 
 def arguments_of(
@@ -45,18 +44,25 @@ def arguments_of(
                 fix=f"leave {name} out; state another engine in the recipe or the overrides, "
                 'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
             )
-    prepare_process(plan)
-    said = _engine(recipe, plan) | _of_recipe(recipe, plan, more)
+    words = in_accelerate(recipe, plan)
+    prepare_process(words)
+    config = plan.backend.render(recipe, plan.layout)
+    said = {
+        "use_cpu": not torch.cuda.is_available(),
+        **words.training_arguments(plan.layout, config),
+        **_of_recipe(recipe, plan, words, more),
+    }
     if "max_length" in (field.name for field in fields(config_class)):  # TRL's classes
         said["max_length"] = recipe.training.sequence_length
     arguments = config_class(**{**said, **more})
-    if plan.engine == "deepspeed":
-        with arguments.main_process_first(local=True):
-            plan.backend.prepare(plan.backend.render(recipe, plan.layout), tell)
+    with arguments.main_process_first(local=True):
+        plan.backend.prepare(config, tell)
     return arguments
 
 
-def _of_recipe(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> dict[str, Any]:
+def _of_recipe(
+    recipe: Recipe, plan: Plan, words: InAccelerate, more: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the recipe says, apart from the engine."""
     optimizer, training = recipe.optimizer, recipe.training
     return {
@@ -74,33 +80,15 @@ def _of_recipe(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> dict[str,
         "bf16": training.precision == "bf16",
         "fp16": training.precision == "fp16",
         "seed": training.seed,
-        **_recompute(plan, more),
+        **_recompute(plan.layout.recompute == "full" and not words.recomputes, more),
         # Loss and gradients are means over the tokens of the global batch.
         "average_tokens_across_devices": True,
         # `shift_labels` is no argument of a model's forward, but its loss takes it.
         "remove_unused_columns": False,
         "accelerator_config": {
-            # FSDP otherwise keeps whole gradients until the last micro batch.
-            "gradient_accumulation_kwargs": {"sync_each_batch": plan.engine == "fsdp"}
+            "gradient_accumulation_kwargs": {"sync_each_batch": words.reduces_every_batch}
         },
     }
-
-
-def _engine(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """The plan's engine in the fields that TrainingArguments has for it."""
-    stated: dict[str, Any] = {"use_cpu": not torch.cuda.is_available()}
-    if plan.engine == "deepspeed":
-        config = copy.deepcopy(script_config(plan.backend.render(recipe, plan.layout)))
-        for name in _FILLED:
-            *section, key = name.split(".")
-            within = config.setdefault(section[0], {}) if section else config
-            within[key] = "auto"
-        stated["deepspeed"] = config
-    elif plan.engine == "fsdp":
-        # Whole, so that save_model writes a model that transformers loads.
-        saved = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
-        stated |= {"fsdp": True, "fsdp_config": fsdp_settings(recipe, plan) | saved}
-    return stated
 
 
 class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have no types
@@ -188,14 +176,13 @@ def _length(recipe: Recipe) -> dict[str, Any]:
     return {"num_train_epochs": recipe.training.epochs}
 
 
-def _recompute(plan: Plan, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Recompute by the model; FSDP's is in its plugin. TRL's own default is to do it."""
+def _recompute(recompute: bool, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Recompute by the model. TRL's own default is to do it."""
     if {"activation_checkpointing", "gradient_checkpointing"} & more.keys():
         return {}
     names = {field.name for field in fields(TrainingArguments)}
     # Renamed in transformers 5.
     prefix = "activation" if "activation_checkpointing" in names else "gradient"
-    recompute = plan.layout.recompute == "full" and plan.engine != "fsdp"
     said: dict[str, Any] = {f"{prefix}_checkpointing": recompute}
     if recompute:
         said[f"{prefix}_checkpointing_kwargs"] = {"use_reentrant": False}

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, ModelName, Precision, Support
+from toolkit.backend import ANY, Backend, ModelName, Precision, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
+from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
+    REQUIRED,
     DeepSpeedRequest,
     offload_of,
     open_config,
@@ -87,8 +89,30 @@ class DeepSpeedBackend(Backend):
             recompute=("none", "selective", "full"),
         ),
     }
-    packages = ("deepspeed",)
+    packages = {"deepspeed": "deepspeed"}
+    device_variable = "DS_ACCELERATOR"
     configured = True
+    fixed = REQUIRED
+    distributed_types = ("DEEPSPEED",)
+    accelerate = DeepSpeedInAccelerate()
+    rehearsals = (
+        *(Rehearsed(f"zero{stage}", 2, "hf", {"zero": {"stage": stage}}) for stage in range(4)),
+        Rehearsed(
+            "zero3-offload",
+            2,
+            "hf",
+            {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
+        ),
+        *(
+            Rehearsed(
+                f"megatron-tp2-zero{stage}",
+                4,
+                "megatron",
+                {"tensor": 2, "zero": {"stage": stage}},
+            )
+            for stage in (1, 2, 3)
+        ),
+    )
     cost = DeepSpeedCost()
 
     def adopt(self, recipe: Recipe) -> Recipe:

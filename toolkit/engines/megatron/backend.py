@@ -1,14 +1,15 @@
 """Engine `megatron` for everyone who does not train with it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.backend import ANY, Backend, Precision, Support
+from toolkit.backend import ANY, Backend, Precision, Rehearsed, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost, in_place_logit_bytes
 from toolkit.plan.cost.stages import StageShare
+from toolkit.plan.planner import Plan
 from toolkit.plan.rules.models import Job, known
 from toolkit.recipe.schema import Recipe
 
@@ -58,13 +59,50 @@ class MegatronBackend(Backend):
             recompute=("none", "selective", "full"),
         )
     }
-    packages = ("megatron-core",)
+    packages = {"megatron-core": "megatron.core"}
     configured = True
+    stage_titles = {1: "distributed optimizer"}
+    tools = ("megatron-lm",)
+    distributed_types = ("MEGATRON_LM",)
     cost = MegatronCost()
+    rehearsals = (
+        Rehearsed("megatron-tp2", 2, "megatron", {"tensor": 2}),
+        Rehearsed("megatron-tp2-sp", 2, "megatron", {"tensor": 2, "sequence": True}),
+        Rehearsed("megatron-pp2", 2, "megatron", {"pipeline": 2}),
+        Rehearsed("megatron-pp2-vpp2", 2, "megatron", {"pipeline": 2, "virtual_pipeline": 2}),
+        Rehearsed("megatron-dp2-distopt", 2, "megatron", {"zero": {"stage": 1}}),
+        Rehearsed("megatron-ep2", 2, "megatron", {"expert": 2}),
+        Rehearsed(
+            "megatron-tp2-pp2-sp",
+            4,
+            "megatron",
+            {"tensor": 2, "pipeline": 2, "sequence": True},
+        ),
+    )
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`megatron.json`."""
         return config.render(recipe, layout)
+
+    def shown(self, recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
+        """The whole of `megatron.json`, or the model's sections where another engine trains
+        megatron-core's model; every field checked against the installed version."""
+        if plan.model not in self.supports:
+            return None
+        found = self.render(recipe, plan.layout)
+        if plan.engine != self.name:
+            found = {section: found[section] for section in ("transformer", "gpt")}
+        from toolkit.engines.megatron.fields import check_fields
+
+        check_fields(found)
+        return found
+
+    def arguments(self, tool: str, recipe: Recipe, layout: Layout) -> tuple[str, Sequence[str]]:
+        """Those of Megatron-LM's pretrain_gpt.py."""
+        from toolkit.engines.megatron import pretrain_gpt
+
+        rendered = pretrain_gpt.render(recipe, layout)
+        return rendered.text, rendered.notes
 
     def rules(self, job: Job) -> Iterator[Problem]:
         """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of

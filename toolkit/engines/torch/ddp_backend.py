@@ -1,6 +1,7 @@
 """Engine `ddp` for everyone who does not train with it."""
 
-from toolkit.backend import Backend, Support
+from toolkit.backend import Backend, Rehearsed, Support
+from toolkit.engines.torch.ddp_accelerate import DdpInAccelerate
 from toolkit.plan.cost.engine import EngineCost
 
 
@@ -11,7 +12,10 @@ class DdpBackend(Backend):
     title = "PyTorch's DDP"
     engine = "toolkit.engines.torch.ddp:DdpEngine"
     supports = {"hf": Support(preference=20)}
+    distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
+    accelerate = DdpInAccelerate()
     cost = EngineCost()
+    rehearsals = (Rehearsed("ddp", 2, "hf"),)
 
 
 BACKEND = DdpBackend()

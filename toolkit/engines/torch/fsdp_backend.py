@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import Backend, Support
+from toolkit.backend import Backend, Rehearsed, Support
 from toolkit.engines.torch import fsdp_config
+from toolkit.engines.torch.fsdp_accelerate import FsdpInAccelerate
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -71,7 +72,13 @@ class FsdpBackend(Backend):
         )
     }
     configured = True
+    distributed_types = ("FSDP",)
+    accelerate = FsdpInAccelerate()
     cost = FsdpCost()
+    rehearsals = (
+        Rehearsed("fsdp2", 2, "hf", {"zero": {"stage": 2}}),
+        Rehearsed("fsdp3", 2, "hf", {"zero": {"stage": 3}}),
+    )
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`fsdp.json`."""

@@ -1,4 +1,4 @@
-"""What Accelerate and DeepSpeed lack for a plan, added to their classes once per process.
+"""What Accelerate lacks for engine `fsdp`, added to its class once per process.
 
 A Trainer creates its own Accelerator from its arguments alone, and TRL creates those again from
 their fields: there is no object of ours that either would keep. So this is added where all of
@@ -56,16 +56,3 @@ def _set_policies(plugin: FullyShardedDataParallelPlugin, precision: str | None)
         )
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.cuda.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-
-
-@functools.cache
-def complete_deepspeed() -> None:
-    """Give DeepSpeed's optimizers the `defaults` of the torch optimizer that they wrap.
-
-    transformers' schedules with a smallest rate (`polynomial`, `cosine_with_min_lr`) read the
-    peak there.
-    """
-    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-
-    if not hasattr(DeepSpeedOptimizer, "defaults"):
-        DeepSpeedOptimizer.defaults = property(lambda self: self.optimizer.defaults)

@@ -1,0 +1,128 @@
+"""Engine `deepspeed` in Accelerate: the complete JSON, in its plugin and in its file.
+
+Accelerate's own DeepSpeed keys (`zero_stage`, `gradient_clipping`, …) are not used: they cannot
+say all of it, and what they leave out DeepSpeed fills by defaults that change the loss
+(clipping at 1.0, gradients of micro batches summed in bf16).
+"""
+
+import copy
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.deepspeed.presets import preset_for, preset_path
+from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.layout import Layout
+from toolkit.recipe.dump import dump
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FILLED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+"""Settings that are other fields of TrainingArguments, too: "auto", so that they agree."""
+
+
+class DeepSpeedInAccelerate(InAccelerate):
+    """ZeRO as the JSON of engine deepspeed says it."""
+
+    fields = ("deepspeed",)
+    common = {
+        "zero1": Layout(zero_stage=1),
+        "zero2": Layout(zero_stage=2),
+        "zero2_offload": Layout(zero_stage=2, offload_optimizer="cpu"),
+        "zero3": Layout(zero_stage=3),
+        "zero3_offload": Layout(
+            zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"
+        ),
+    }
+    common_options = ("--mixed_precision bf16",)  # which the presets leave open
+
+    def distributed_type(self, world: int) -> str:
+        """See `InAccelerate`."""
+        return "DEEPSPEED"
+
+    def preset(self, layout: Layout) -> dict[str, Any]:
+        """What only a recipe can say stays "auto" there: Accelerate fills it."""
+        text = preset_path(preset_for(layout)).read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
+        """The JSON as text, which Accelerate takes in place of a file's name.
+
+        Without `mixed_precision`: Accelerate refuses it beside the JSON, which states it.
+        """
+        settings = {
+            "zero3_init_flag": layout.zero_stage == 3,
+            # Accelerate on each machine, not pdsh from the first one.
+            "deepspeed_multinode_launcher": "standard",
+        }
+        head = dump({"deepspeed_config": settings}, flow=False)
+        text = textwrap.indent(json.dumps(script_config(config), indent=2), "    ")
+        return f"{head}  deepspeed_config_file: |-\n{text}\n"
+
+    def prepare_process(self) -> None:
+        """DeepSpeed adopts the process group: a model that ZeRO-3 shards while it is loaded is
+        made before the engine, and would take the run for one of a single process."""
+        import torch
+
+        from toolkit.engines.deepspeed.models import import_deepspeed
+
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        import_deepspeed().init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+        _complete_optimizers()
+
+    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `InAccelerate`. Accelerate forgets DeepSpeed when it is given a CPU; the backend
+        alone may say so."""
+        import torch
+        from accelerate import DeepSpeedPlugin
+        from accelerate.utils import InitProcessGroupKwargs
+
+        plugin = DeepSpeedPlugin(
+            hf_ds_config=script_config(config), zero3_init_flag=layout.zero_stage == 3
+        )
+        gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
+        return {"deepspeed_plugin": plugin, "kwargs_handlers": gloo}
+
+    def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `InAccelerate`."""
+        stated = copy.deepcopy(script_config(config))
+        for name in _FILLED:
+            *section, key = name.split(".")
+            within = stated.setdefault(section[0], {}) if section else stated
+            within[key] = "auto"
+        return {"deepspeed": stated}
+
+    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
+        """See `InAccelerate`."""
+        stage = getattr(model, "zero_optimization_stage", lambda: None)()
+        return f"DeepSpeed's ZeRO stage {stage}", stage == layout.zero_stage
+
+
+def script_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's JSON for a script that brings its own optimizer, as Accelerate wants it.
+
+    Accelerate refuses a torch optimizer beside an `optimizer` block.
+    """
+    return {key: value for key, value in config.items() if key != "optimizer"}
+
+
+def _complete_optimizers() -> None:
+    """Give DeepSpeed's optimizers the `defaults` of the torch optimizer that they wrap.
+
+    transformers' schedules with a smallest rate (`polynomial`, `cosine_with_min_lr`) read the
+    peak there.
+    """
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+
+    if not hasattr(DeepSpeedOptimizer, "defaults"):
+        DeepSpeedOptimizer.defaults = property(lambda self: self.optimizer.defaults)

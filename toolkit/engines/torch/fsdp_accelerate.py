@@ -1,0 +1,101 @@
+"""Engine `fsdp` in Accelerate: its plugin for FSDP2."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engines.in_accelerate import InAccelerate
+from toolkit.errors import PlanError
+from toolkit.layout import Layout
+from toolkit.recipe.dump import dump
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class FsdpInAccelerate(InAccelerate):
+    """FSDP2 as engine fsdp does it. Prefetching is left to torch."""
+
+    fields = ("fsdp", "fsdp_config")
+    common = {"fsdp2": Layout(zero_stage=3)}
+    notes = (
+        "With mixed_precision, Accelerator() also reduces gradients in 16 bits; "
+        "launch/train.py",
+        "and toolkit.accelerate.accelerator(RECIPE) do so in fp32.",
+    )
+    reduces_every_batch = True  # else it keeps whole gradients until the last micro batch
+    recomputes = True
+
+    def distributed_type(self, world: int) -> str:
+        """See `InAccelerate`."""
+        return "FSDP"
+
+    def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
+        """See `InAccelerate`."""
+        words = {_IN_FILES.get(name, name): value for name, value in _settings(layout).items()}
+        settings = {
+            "fsdp_version": 2,
+            **{f"fsdp_{name}": value for name, value in words.items()},
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        return dump({"mixed_precision": precision, "fsdp_config": settings}, flow=False)
+
+    def prepare_process(self) -> None:
+        """See `InAccelerate`."""
+        from toolkit.engines.torch.fsdp_accelerate_patch import complete_fsdp
+
+        complete_fsdp()
+
+    def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `InAccelerate`."""
+        import torch
+        from accelerate import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **_settings(layout)
+        )
+        return {"fsdp_plugin": plugin, "cpu": not torch.cuda.is_available()}
+
+    def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
+        """See `InAccelerate`: the classes of the layers that are gathered one at a time.
+
+        The model's own word (`_no_split_modules`), or that of the transformers model in it.
+        """
+        from transformers import PreTrainedModel
+
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        present = {type(module).__name__ for module in model.modules()}
+        for owner in (model, inner):
+            if names := present & set(getattr(owner, "_no_split_modules", None) or ()):
+                accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(names)
+                return
+        raise PlanError(
+            f"{type(model).__name__} does not say which of its layers FSDP shards one by one",
+            fix="name their classes in its attribute _no_split_modules, e.g. ['Block']",
+        )
+
+    def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `InAccelerate`. Saved whole: save_model then writes what transformers loads."""
+        saved = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        return {"fsdp": True, "fsdp_config": _settings(layout) | saved}
+
+    def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
+        """See `InAccelerate`."""
+        from torch.distributed.fsdp import FSDPModule
+
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        return f"{units} units of FSDP2", isinstance(model, FSDPModule) and units > 1
+
+
+def _settings(layout: Layout) -> dict[str, Any]:
+    """In the words of Accelerate's plugin and TrainingArguments alike."""
+    return {
+        "reshard_after_forward": layout.zero_stage == 3,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_offload": layout.offload_parameters == "cpu",
+        "activation_checkpointing": layout.recompute == "full",
+        "cpu_ram_efficient_loading": False,
+    }
+
+
+_IN_FILES = {"cpu_offload": "offload_params"}
+"""Where the name in Accelerate's files is another than `fsdp_` and that of `_settings`."""
