@@ -263,8 +263,8 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
             yield label, str(degree)
     if layout.sequence_parallel:
         yield "sequence", "split inside the tensor group"
-    shards = plan.engine == "megatron" and layout.zero_stage == 1
-    yield "ZeRO stage", f"{layout.zero_stage}{' (distributed optimizer)' * shards}"
+    title = plan.backend.stage_titles.get(layout.zero_stage)
+    yield "ZeRO stage", f"{layout.zero_stage} ({title})" if title else str(layout.zero_stage)
     yield "offload", _offload(plan)
     yield (
         "global batch",

@@ -3,15 +3,13 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 from toolkit.accelerate import config as accelerate_config
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
-from toolkit.engines.megatron import config as megatron_config
-from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
@@ -21,9 +19,15 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
 from toolkit.terminal import tell
 
-Target = Literal[
-    "deepspeed", "fsdp", "megatron", "megatron-lm", "accelerate", "slurm", "kubernetes"
-]
+_JOBS = ("slurm", "kubernetes")
+_CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
+_TOOLS = {tool: name for name in BACKENDS.names for tool in BACKENDS[name].tools}
+"""Other programs that carry out an engine's plans, and that engine."""
+
+if TYPE_CHECKING:
+    Target: TypeAlias = str
+else:
+    Target = Literal[*_CONFIGURED, *_TOOLS, "accelerate", *_JOBS]
 
 
 def render(
@@ -58,19 +62,12 @@ def render(
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
     plan = plan_recipe(loaded)
     target = to or _own_target(recipe, plan)
-    if target == "megatron-lm":
-        _require(recipe, plan, target, plan.engine == "megatron")
-        rendered = megatron_lm.render(loaded, plan.layout)
-        for note in rendered.notes:
-            tell(f"# {note}")
-        text = rendered.text
-    elif target == "accelerate":
+    if target == "accelerate":
         text = accelerate_config.render(loaded, plan).rstrip("\n")
-    elif target in ("slurm", "kubernetes"):
+    elif target in _JOBS:
         text = _job(loaded, target).rstrip("\n")
     else:
-        config = _megatron if target == "megatron" else _of_engine
-        text = json.dumps(config(recipe, loaded, plan, target), indent=2)
+        text = _of_engine(recipe, loaded, plan, target)
     if out is None:
         tell(text, sys.stdout)
     else:
@@ -78,40 +75,32 @@ def render(
 
 
 def _own_target(recipe: Path, plan: Plan) -> Target:
-    if plan.engine != "ddp":
+    if plan.backend.configured:
         return plan.engine
     raise PlanError(
         f"{recipe} runs on the engine {plan.engine}, which reads no configuration",
-        fix="--set parallel.engine=deepspeed or --set parallel.engine=megatron",
+        fix=" or ".join(f"--set parallel.engine={name}" for name in _CONFIGURED),
     )
 
 
-def _require(recipe: Path, plan: Plan, target: Target, able: bool) -> None:
-    """Raises PlanError where the plan's engine has nothing to do with `target`."""
-    if not able:
-        engine = "megatron" if target == "megatron-lm" else target
+def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> str:
+    """The configuration of an engine as JSON, or the input of another tool.
+
+    Raises PlanError where the plan's engine has nothing to do with `target`.
+    """
+    engine = _TOOLS.get(target, target)
+    if target in _TOOLS and plan.engine == engine:
+        text, notes = plan.backend.arguments(target, loaded, plan.layout)
+        for note in notes:
+            tell(f"# {note}")
+        return text
+    shown = None if target in _TOOLS else BACKENDS[engine].shown(loaded, plan)
+    if shown is None:
         raise PlanError(
             f"{recipe} runs on the engine {plan.engine}, which reads no {target} configuration",
             fix=f"--set parallel.engine={engine}",
         )
-
-
-def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:
-    """`deepspeed.json` or `fsdp.json`."""
-    _require(recipe, plan, target, plan.engine == target)
-    return plan.backend.render(loaded, plan.layout)
-
-
-def _megatron(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> dict[str, Any]:
-    """The whole of `megatron.json`, or the model's sections where DeepSpeed trains it."""
-    _require(recipe, plan, target, plan.model == "megatron")
-    config = megatron_config.render(loaded, plan.layout)
-    if plan.engine != "megatron":
-        config = {name: config[name] for name in ("transformer", "gpt")}
-    from toolkit.engines.megatron.fields import check_fields
-
-    check_fields(config)
-    return config
+    return json.dumps(shown, indent=2)
 
 
 def _job(loaded: Recipe, launcher: str) -> str:

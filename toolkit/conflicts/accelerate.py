@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.backend import BACKENDS
 from toolkit.conflicts import deepspeed_json
 from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
 from toolkit.conflicts.source import (
@@ -35,12 +36,7 @@ from toolkit.engines.deepspeed.json_file import JsonFile, parse_json, read_json
 KIND = "Accelerate config"
 
 ENGINES: Mapping[str, str] = {
-    "NO": "ddp",
-    "MULTI_CPU": "ddp",
-    "MULTI_GPU": "ddp",
-    "DEEPSPEED": "deepspeed",
-    "FSDP": "fsdp",
-    "MEGATRON_LM": "megatron",
+    kind: engine for engine in BACKENDS.names for kind in BACKENDS[engine].distributed_types
 }
 """Accelerate's `distributed_type` → the engine that trains so."""
 
@@ -178,11 +174,10 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
     elif key in _SAME:
         yield stated(_SAME[key], value)
     elif key == "distributed_type":
-        engine = ENGINES.get(str(value), str(value))
-        if engine == "fsdp" and "fsdp_version" not in settings:
+        if value == "FSDP" and "fsdp_version" not in settings:
             yield stated("parallel.engine", _FSDP_1, "", _VERSION_UNSTATED)
         else:
-            yield stated("parallel.engine", engine)
+            yield stated("parallel.engine", ENGINES.get(str(value), str(value)))
     elif key == "mixed_precision":
         yield stated("training.precision", translated("training.precision", value))
     elif key == "dynamo_backend":
@@ -210,7 +205,7 @@ def _fsdp(
     value = setting.value
     on = str(value).lower() in ("true", "yes", "on", "1")
     if key == "fsdp_version":
-        yield stated("parallel.engine", "fsdp" if second else _FSDP_1)
+        yield stated("parallel.engine", ENGINES["FSDP"] if second else _FSDP_1)
     elif key == "fsdp_sharding_strategy" and not second and str(value).upper() in _STAGES:
         yield stated("parallel.zero.stage", _STAGES[str(value).upper()])
     elif key == "fsdp_reshard_after_forward" and second:

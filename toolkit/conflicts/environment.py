@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from toolkit.backend import BACKENDS
 from toolkit.conflicts import accelerate, detect
 from toolkit.conflicts.accelerate import Setting
 from toolkit.conflicts.source import (
@@ -290,17 +291,19 @@ class _Reader:
                 advice="list as many GPUs as cluster.gpus_per_node, or unset it",
                 breaks=self.starting == "launch",
             )
-        if "DS_ACCELERATOR" in self.environ:
-            asked = self.environ["DS_ACCELERATOR"]
+        for engine in BACKENDS.names:
+            variable = BACKENDS[engine].device_variable
+            if (asked := self.environ.get(variable)) is None:
+                continue
             same = (asked == "cpu") == (gpu == "cpu")
             # `dmt launch` sets it for CPUs itself.
             overridden = self.starting == "launch" and gpu == "cpu"
             yield self._stated(
-                "DS_ACCELERATOR",
+                variable,
                 "cluster.gpu",
                 gpu if same else asked,
                 winner="recipe" if overridden else "environment",
-                breaks=not overridden and self.recipe.parallel.engine in ("auto", "deepspeed"),
+                breaks=not overridden and self.recipe.parallel.engine in ("auto", engine),
             )
         if gpu != "cpu" and self._is_on("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
             yield self._stated(

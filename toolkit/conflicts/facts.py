@@ -16,7 +16,6 @@ from toolkit.conflicts.source import (
     SHARDS,
     WORLD,
 )
-from toolkit.engines.deepspeed.config import REQUIRED
 from toolkit.engines.megatron.config import render_model, trained_config
 from toolkit.errors import DmtError
 from toolkit.models.families import common, megatron_model, model_spec, unsupported
@@ -132,10 +131,11 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
 
 def _fixed(plan: Plan | None) -> dict[str, Fact]:
     """What the engine never does otherwise."""
-    if plan is None or plan.engine != "deepspeed":
+    if plan is None:
         return {}
     origin = "fixed: any other value changes or spoils the loss"
-    return {f"deepspeed.{key}": Fact(value, origin) for key, value in REQUIRED.items()}
+    settings = plan.backend.fixed.items()
+    return {f"{plan.engine}.{key}": Fact(value, origin) for key, value in settings}
 
 
 def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]:
@@ -151,7 +151,7 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
         if unsupported(config) is None:
             model = megatron_model(config)
             shape = {**model.transformer, **model.gpt}
-        if plan is not None and plan.model == "megatron":
+        if plan is not None and plan.model != "hf":
             sections = render_model(model, plan.layout, recipe.training.precision)
             shape = {**sections["transformer"], **sections["gpt"]}
     if "max_sequence_length" in shape:

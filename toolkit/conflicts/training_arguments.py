@@ -195,7 +195,8 @@ class _Reader:
         """DeepSpeed's config, in the file or beside it, or FSDP."""
         config = self._take("deepspeed")
         if config is not None:
-            self.found.stated.append(self._stated("parallel.engine", "deepspeed", "deepspeed"))
+            engine = accelerate.ENGINES["DEEPSPEED"]
+            self.found.stated.append(self._stated("parallel.engine", engine, "deepspeed"))
             self.found.add(deepspeed_json.collect(*self._block("deepspeed", config)))
         switch, config = self._take("fsdp"), self._take("fsdp_config")
         if switch and switch != "false":

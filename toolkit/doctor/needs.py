@@ -1,10 +1,10 @@
 """What a recipe needs of the machine that it is started on: the one place that knows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.engines.deepspeed.ops import required_ops
+from toolkit.backend import BACKENDS
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.schema import Recipe
@@ -20,6 +20,8 @@ class LauncherNeeds:
 
     packages: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    remote: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Programs that start ranks on other machines, by `launch.remote_start`."""
     elsewhere: bool = False
     """The ranks run on machines that a scheduler chooses: this one only hands in the job."""
 
@@ -27,19 +29,15 @@ class LauncherNeeds:
 LAUNCHERS: Mapping[str, LauncherNeeds] = {
     "local": LauncherNeeds(),
     "torchrun": LauncherNeeds(),  # started as a module of torch, not as a program
-    "deepspeed": LauncherNeeds(packages=("deepspeed",), programs=("deepspeed",)),
+    "deepspeed": LauncherNeeds(
+        packages=("deepspeed",), programs=("deepspeed",), remote=REMOTE_PROGRAMS
+    ),
     "accelerate": LauncherNeeds(packages=("accelerate",), programs=("accelerate",)),
     "slurm": LauncherNeeds(programs=("sbatch", "srun"), elsewhere=True),
     "kubernetes": LauncherNeeds(programs=("kubectl",), elsewhere=True),
     "ray": LauncherNeeds(packages=("ray",), programs=("ray",), elsewhere=True),
 }
 """By `launch.launcher`."""
-
-_BY_ENGINE: Mapping[str, tuple[str, ...]] = {
-    "deepspeed": ("deepspeed",),
-    "megatron": ("megatron-core",),
-}
-"""Besides torch."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,9 @@ def needs_of(recipe: Recipe) -> Needs:
     several = None
     if recipe.cluster.nodes > 1:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
-        if recipe.launch.launcher == "deepspeed":
-            remote = recipe.launch.remote_start
-            remote_setting = f"launch.remote_start: {remote}, {several}"
-            programs |= dict.fromkeys(REMOTE_PROGRAMS[remote], remote_setting)
+        remote = recipe.launch.remote_start
+        remote_setting = f"launch.remote_start: {remote}, {several}"
+        programs |= dict.fromkeys(launcher.remote.get(remote, ()), remote_setting)
     on_gpus = recipe.cluster.gpu != "cpu"
     hostfile, nvme = recipe.launch.hostfile, recipe.parallel.zero.nvme_path
     wandb = recipe.logging.wandb
@@ -132,8 +129,9 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
     engine, model = recipe.parallel.engine, recipe.parallel.model
     if assignment is not None:
         engine, model = assignment.plan.engine, assignment.plan.model
-    for package in _BY_ENGINE.get(engine, ()):
-        yield package, f"parallel.engine: {engine}"
+    if engine != "auto":
+        for package in BACKENDS[engine].packages:
+            yield package, f"parallel.engine: {engine}"
     if model == "megatron":
         yield "megatron-core", f"parallel.model: {model}"
     for source in (recipe.data.train, recipe.data.validation):
@@ -148,9 +146,10 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
 
 def _ops(assignment: Assignment | None) -> dict[str, str]:
     """Operators to compile, each with the setting behind it."""
-    if assignment is None or assignment.plan.engine != "deepspeed":
+    if assignment is None:
         return {}
-    layout = assignment.plan.layout
+    plan = assignment.plan
+    layout = plan.layout
     offload = f"parallel.zero.offload_optimizer: {layout.offload_optimizer}"
     if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
         nvme = "parallel.zero: offload to nvme"
@@ -158,8 +157,8 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
         nvme = ""
     by_op = {"cpu_adam": offload, "pin_memory": nvme, "async_io": nvme}
     return {
-        op: by_op.get(op, "parallel.engine: deepspeed")
-        for op in required_ops(assignment.engine_config)
+        op: by_op.get(op, f"parallel.engine: {plan.engine}")
+        for op in plan.backend.operators(assignment.engine_config)
     }
 
 

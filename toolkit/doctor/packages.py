@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 import toolkit
+from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
@@ -37,8 +38,11 @@ class Package:
 
 PACKAGES = (
     Package("torch", "torch"),
-    Package("deepspeed", "deepspeed"),
-    Package("megatron-core", "megatron.core"),
+    *(
+        Package(package, module)
+        for engine in BACKENDS.names
+        for package, module in BACKENDS[engine].packages.items()
+    ),
     Package("transformers", "transformers"),
     Package("accelerate", "accelerate"),
     Package("datasets", "datasets"),

@@ -1,15 +1,16 @@
-"""Which layouts are rehearsed: a fixed list that covers every engine, and the recipe's own.
+"""Which layouts are rehearsed: those that the engines offer, and the recipe's own.
 
 Here is only what to try. Whether it is legal is decided where a recipe is checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
+from toolkit.backend import BACKENDS, Backend, ModelName, Rehearsed
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, Placement
+from toolkit.layout import Layout
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees
@@ -30,51 +31,33 @@ class Candidate:
     """What was changed to make the recipe's own layout fit; empty when nothing."""
 
 
-def _zero(
-    stage: Literal[0, 1, 2, 3],
-    place: Placement = "none",
-    engine: Literal["deepspeed", "fsdp"] = "deepspeed",
-) -> ParallelSection:
-    parameters = place if stage == 3 else "none"
-    zero = ZeroSection(stage=stage, offload_optimizer=place, offload_parameters=parameters)
-    return _settled(engine=engine, model="hf", zero=zero)
-
-
-def _megatron(
-    engine: Literal["megatron", "deepspeed"] = "megatron",
-    stage: Literal[0, 1, 2, 3] = 0,
-    **degrees: Any,
-) -> ParallelSection:
-    zero = ZeroSection(stage=stage)
-    return _settled(engine=engine, model="megatron", zero=zero, **degrees)
-
-
 def _settled(**settings: Any) -> ParallelSection:
     """A section in which no `auto` is left."""
     plain = {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "sequence": False}
     return ParallelSection(**{"recompute": "none", **plain, **settings})
 
 
-STANDARD: tuple[Candidate, ...] = (
-    Candidate("ddp", 2, _settled(engine="ddp", model="hf", zero=ZeroSection(stage=0))),
-    Candidate("zero0", 2, _zero(0)),
-    Candidate("zero1", 2, _zero(1)),
-    Candidate("zero2", 2, _zero(2)),
-    Candidate("zero3", 2, _zero(3)),
-    Candidate("zero3-offload", 2, _zero(3, "cpu")),
-    Candidate("fsdp2", 2, _zero(2, engine="fsdp")),
-    Candidate("fsdp3", 2, _zero(3, engine="fsdp")),
-    Candidate("megatron-tp2", 2, _megatron(tensor=2)),
-    Candidate("megatron-tp2-sp", 2, _megatron(tensor=2, sequence=True)),
-    Candidate("megatron-pp2", 2, _megatron(pipeline=2)),
-    Candidate("megatron-pp2-vpp2", 2, _megatron(pipeline=2, virtual_pipeline=2)),
-    Candidate("megatron-dp2-distopt", 2, _megatron(stage=1)),
-    Candidate("megatron-ep2", 2, _megatron(expert=2)),
-    Candidate("megatron-tp2-pp2-sp", 4, _megatron(tensor=2, pipeline=2, sequence=True)),
-    Candidate("megatron-tp2-zero1", 4, _megatron("deepspeed", 1, tensor=2)),
-    Candidate("megatron-tp2-zero2", 4, _megatron("deepspeed", 2, tensor=2)),
-    Candidate("megatron-tp2-zero3", 4, _megatron("deepspeed", 3, tensor=2)),
-)
+def _offered() -> Iterator[Candidate]:
+    """What every engine offers: engines without a configuration first, then transformers'
+    model before megatron-core's, few processes before many, and what `auto` prefers."""
+
+    def place(offer: tuple[Backend, Rehearsed]) -> tuple[bool, ModelName, int, int]:
+        backend, one = offer
+        preference = backend.supports[one.model].preference
+        return backend.configured, one.model, one.processes, preference
+
+    backends = [BACKENDS[name] for name in BACKENDS.names]
+    offers = [(backend, one) for backend in backends for one in backend.rehearsals]
+    for backend, one in sorted(offers, key=place):
+        on_device = {"stage": 0, "offload_optimizer": "none", "offload_parameters": "none"}
+        zero = ZeroSection(**on_device | one.parallel.get("zero", {}))
+        section = _settled(
+            **{**one.parallel, "engine": backend.name, "model": one.model, "zero": zero}
+        )
+        yield Candidate(one.name, one.processes, section)
+
+
+STANDARD: tuple[Candidate, ...] = tuple(_offered())
 """What every rehearsal tries, in this order."""
 
 

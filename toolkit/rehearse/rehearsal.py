@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
 
-from toolkit.backend import adopt_engine_config
+from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
 from toolkit.intake.checks import broken_rules
 from toolkit.plan.planner import Plan, model_config, plan_recipe
@@ -167,7 +167,9 @@ def run(
 
 
 def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
-    section = ParallelSection(engine="ddp", model="hf")
+    # A loop of its own trains it: any engine that reads no configuration stands for it.
+    plain = next(name for name in BACKENDS.names if not BACKENDS[name].configured)
+    section = ParallelSection(engine=plain, model="hf")
     write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])
     spec = launch_spec(folder, 1, ["-m", REFERENCE, str(folder)])
     with Ranks(spec) as ranks:

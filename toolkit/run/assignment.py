@@ -40,7 +40,7 @@ class Assignment:
     recipe: Recipe
     plan: Plan
     engine_config: dict[str, Any]
-    """The backend's rendered configuration; empty for ddp."""
+    """The backend's rendered configuration; empty for an engine without one."""
     run_dir: Path
     prediction: Prediction | None
     """What the plan promises; the run's end says what came of it. None in run directories
@@ -120,10 +120,8 @@ def read_assignment(path: Path, world: int) -> Assignment:
         stored = fields.pop("predicted", None)
         prediction = None if stored is None else Prediction(**stored)
         plan = Plan.from_dict(fields)
-        config = {}
-        if plan.engine != "ddp":
-            file = run.engine_config(plan.engine)
-            config = read_json(file)
+        configured = plan.backend.configured
+        config = read_json(run.engine_config(plan.engine)) if configured else {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PlanError(
             f"{path} is not a run directory: {error}",

@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import toolkit
+from toolkit.backend import BACKENDS
 
 _PACKAGES = (
     "torch",
@@ -15,8 +16,7 @@ _PACKAGES = (
     "datasets",
     "tokenizers",
     "accelerate",
-    "deepspeed",
-    "megatron-core",
+    *(package for engine in BACKENDS.names for package in BACKENDS[engine].packages),
     "transformer-engine",
     "flash-attn",
     "wandb",
