@@ -10,6 +10,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
+from toolkit.errors import BackendUnavailable
+
 Kind = TypeVar("Kind")
 
 
@@ -33,9 +35,22 @@ class Registry(Generic[Kind]):
         return tuple(self._places)
 
     def __getitem__(self, name: str) -> Kind:
-        """The object called `name`. Raises KeyError for a name that nobody has added."""
+        """The object called `name`.
+
+        Raises KeyError for a name that nobody has added, BackendUnavailable where the package
+        that has added it cannot be imported.
+        """
         if name not in self._loaded:
             place = self._own.get(name) or self._places[name]
             module, _, attribute = place.partition(":")
-            self._loaded[name] = getattr(import_module(module), attribute)
+            try:
+                self._loaded[name] = getattr(import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                if name in self._own:
+                    raise
+                raise BackendUnavailable(
+                    f"{name}, which another package adds to {self._group} as {place}, cannot "
+                    f"be imported: {error}",
+                    fix="repair or uninstall that package",
+                ) from error
         return self._loaded[name]

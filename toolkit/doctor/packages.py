@@ -38,7 +38,7 @@ class Package:
 
 PACKAGES = (
     Package("torch", "torch"),
-    *(
+    *dict.fromkeys(
         Package(package, module)
         for engine in BACKENDS.names
         for package, module in BACKENDS[engine].packages.items()

@@ -1,0 +1,85 @@
+"""Who compares engine names: the engines themselves, and the few places listed here."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import toolkit
+from toolkit.backend import BACKENDS
+
+ROOT = Path(toolkit.__file__).parent
+MOST = 10
+ALLOWED = {
+    "backend.py: BACKENDS": "the registry",
+    "conflicts/training_arguments.py: _Reader": "the field `fsdp` of TrainingArguments",
+    "doctor/needs.py: LAUNCHERS": "the launcher deepspeed",
+    "doctor/needs.py: _packages": "the model implementation megatron",
+    "doctor/toolchain.py: _INSTALLED_BY": "the program deepspeed",
+    "launchers/__init__.py: LAUNCHERS": "the launcher deepspeed",
+    "recipe/foreign.py: FOREIGN": "keys of other tools that users write in a recipe",
+}
+"""Place and reason; a place is a file and what it defines at its top level."""
+
+PLAN = {
+    "plan/cost/memory.py: _bytes_per_logit",
+    "plan/estimate.py: _predicted",
+    "plan/ledger.py: _approximated",
+    "plan/published.py: Case",
+    "plan/rules/models.py: pair_problems",
+}
+"""Left to do: these, too, will ask the Backend."""
+
+
+def compared(tree: ast.AST) -> Iterator[ast.expr]:
+    """What is compared with something, matched, a key, or looked up by."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for one in (node.left, *node.comparators):
+                yield from getattr(one, "elts", [one])
+        elif isinstance(node, ast.Dict):
+            yield from (key for key in node.keys if key is not None)
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) != "Literal":
+            yield node.slice
+        elif isinstance(node, ast.MatchValue):
+            yield node.value
+
+
+def defined_by(statement: ast.stmt) -> str:
+    """The name of what a statement defines at the top level of a file."""
+    target = getattr(statement, "targets", [getattr(statement, "target", statement)])[0]
+    return str(getattr(target, "name", None) or getattr(target, "id", "?"))
+
+
+def engine_names(text: str) -> Iterator[str]:
+    """What in a file compares with an engine's name or looks something up by it."""
+    for statement in ast.parse(text).body:
+        constants = (one for one in compared(statement) if isinstance(one, ast.Constant))
+        if any(one.value in BACKENDS.names for one in constants):
+            yield defined_by(statement)
+
+
+def test_what_counts() -> None:
+    text = """
+def one(): return plan.engine == "ddp"
+def two(): return {"fsdp": 1}
+def three(): return BACKENDS["megatron"]
+def four():
+    match engine:
+        case "deepspeed": pass
+five: Mapping[str, int] = {"ddp": 1}
+six = [1 for name in names if name in ("a", "ddp")]
+kind: Literal["megatron"] = "megatron"
+seven = ["deepspeed"]
+"""
+    assert [*engine_names(text)] == ["one", "two", "three", "four", "five", "six"]
+
+
+def test_engine_names_are_compared_in_listed_places_alone() -> None:
+    assert len(ALLOWED) <= MOST
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in ROOT.rglob("*.py")
+        if path.relative_to(ROOT).parts[0] != "engines"
+        for name in engine_names(path.read_text(encoding="utf-8"))
+    }
+    assert found == ALLOWED.keys() | PLAN

@@ -1,0 +1,113 @@
+"""An engine of another package, known to every verb by its entry point alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copy
+
+import pytest
+
+from tests.e2e.conftest import write_project
+from tests.e2e.product import Ended, curve, dmt, run, settings
+from tests.processes import ROOT
+
+Verb = Callable[..., Ended]
+TOY = {"parallel.engine": "toy", "training.steps": 3}
+
+
+@pytest.fixture
+def verb(tmp_path: Path) -> Verb:
+    """Run a verb of `dmt` on a recipe, where the toy's package is installed."""
+    site = tmp_path / "site"
+    information = site / "toy-0.0.dist-info"
+    information.mkdir(parents=True)
+    information.joinpath("METADATA").write_text(
+        "Metadata-Version: 2.1\nName: toy\nVersion: 0.0"
+    )
+    information.joinpath("entry_points.txt").write_text("[dmt.engines]\ntoy = toy:BACKEND\n")
+    for name in ("toy.py", "toy_engine.py"):
+        copy(Path(__file__).with_name(name), site)
+    recipe = write_project(tmp_path)
+    paths = {"PYTHONPATH": f"{site}:{ROOT}"}
+
+    def start(name: str, *arguments: str, engine: str = "toy") -> Ended:
+        changes = settings({**TOY, "parallel.engine": engine})
+        return run(dmt(name, recipe, *changes, *arguments), tmp_path, paths, cold=True)
+
+    return start
+
+
+def succeeded(ended: Ended) -> str:
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err
+    return ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_it_is_planned_and_rendered(verb: Verb) -> None:
+    succeeded(verb("check"))
+    assert json.loads(succeeded(verb("plan", "--json")))["plans"][0]["engine"] == "toy"
+    rendered = {"ranks": 2, "precision": "fp32"}
+    assert json.loads(succeeded(verb("render"))) == rendered
+    assert json.loads(succeeded(verb("render", "--to", "toy"))) == rendered
+    other = verb("render", "--to", "toy", engine="ddp")
+    assert "runs on the engine ddp, which reads no toy configuration" in other.err
+    accelerate = verb("render", "--to", "accelerate")
+    assert "runs on the engine toy, which an Accelerate script cannot use" in accelerate.err
+    assert "fix: --set parallel.engine=deepspeed" in accelerate.err
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_a_slip_of_its_name_is_understood(verb: Verb) -> None:
+    ended = verb("check", engine="tyo")
+    assert ended.code == 2
+    assert "did you mean toy?" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_a_package_that_cannot_be_imported_is_named(verb: Verb, tmp_path: Path) -> None:
+    (tmp_path / "site" / "toy.py").write_text("import toy_kernels\n")
+    ended = verb("render")
+    assert ended.code == 3
+    assert ended.err == (
+        "dmt: toy, which another package adds to dmt.engines as toy:BACKEND, cannot be "
+        "imported: No module named 'toy_kernels'\n  fix: repair or uninstall that package\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_it_trains(verb: Verb, tmp_path: Path) -> None:
+    ended = verb("launch", "--run-dir", "run")
+    succeeded(ended)
+    losses = [loss for loss, _ in curve(tmp_path / "run").values()]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert json.loads((tmp_path / "run" / "toy.json").read_text())["ranks"] == 2
+    printed = "".join(path.read_text() for path in tmp_path.glob("run/**/*.log"))
+    assert "rank 1 trains with the toy" in printed
+
+
+@pytest.mark.slow
+def test_it_is_rehearsed(verb: Verb) -> None:
+    """A layout of every rehearsal, whatever the recipe's own engine."""
+    ended = verb("rehearse", "--layouts", "toy*", "--steps", "2", "--json", engine="ddp")
+    (found,) = json.loads(succeeded(ended))["layouts"]
+    assert (found["name"], found["engine"], found["world"]) == ("toy2", "toy", 2)
+    assert found["verdict"] in ("exact", "within")
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_doctor_looks_for_its_packages(verb: Verb) -> None:
+    """One that it is made of, and one that is not installed."""
+    ended = verb("doctor", "--json")
+    assert ended.code == 3, ended.err
+    found = {one["name"]: one for one in json.loads(ended.out)["findings"]}
+    assert (found["toy"]["level"], found["toy"]["found"]) == ("ok", "0.0")
+    missing = found["toy-kernels"]
+    assert (missing["level"], missing["needed_by"]) == ("problem", "parallel.engine: toy")
+    assert missing["fix"] == "pip install 'toy-kernels'"

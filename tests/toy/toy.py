@@ -1,0 +1,31 @@
+"""A complete engine of another package: what everyone who does not train with it asks.
+
+`test_toy_engine.py` puts this file and `toy_engine.py` where that package would be installed.
+"""
+
+from typing import Any
+
+from toolkit.backend import Backend, Rehearsed, Support
+from toolkit.layout import Layout
+from toolkit.plan.cost.engine import EngineCost
+from toolkit.recipe.schema import Recipe
+
+
+class ToyBackend(Backend):
+    """Plain data parallel, with a configuration."""
+
+    name = "toy"
+    title = "Toy"
+    engine = "toy_engine:ToyEngine"
+    supports = {"hf": Support(only_when_asked=True)}  # noqa: RUF012
+    packages = {"toy": "toy", "toy-kernels": "toy_kernels"}  # noqa: RUF012
+    configured = True
+    cost = EngineCost()
+    rehearsals = (Rehearsed("toy2", 2, "hf"),)
+
+    def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
+        """`toy.json`."""
+        return {"ranks": layout.dp, "precision": recipe.training.precision}
+
+
+BACKEND = ToyBackend()

@@ -1,0 +1,13 @@
+"""The half of the toy engine that trains."""
+
+from toolkit.engines.setup import EngineSetup
+from toolkit.engines.torch.ddp import DdpEngine
+
+
+class ToyEngine(DdpEngine):
+    """torch's DDP, which reads `toy.json`."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        assert setup.engine_config == {"ranks": setup.ranks.world, "precision": "fp32"}
+        print(f"rank {setup.ranks.rank} trains with the toy")
+        super().__init__(setup)
