@@ -4,6 +4,7 @@ Planner, checks, rehearsal, doctor, rendering and launchers ask the `Backend` of
 compare no engine names. The heavy half, which trains, is an `Engine` (engines/base.py).
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,16 +131,16 @@ class Backend:
         """
         return {}
 
-    def shown(self, recipe: "Recipe", plan: "Plan") -> dict[str, Any] | None:
-        """What `dmt render --to NAME` prints; None where it has no part in the plan."""
-        mine = self.configured and plan.engine == self.name
-        return self.render(recipe, plan.layout) if mine else None
+    def shown(
+        self, target: str, recipe: "Recipe", plan: "Plan"
+    ) -> tuple[str, Sequence[str]] | None:
+        """What `dmt render --to TARGET` prints, and notes on what that leaves to the user.
 
-    def arguments(
-        self, tool: str, recipe: "Recipe", layout: "Layout"
-    ) -> tuple[str, Sequence[str]]:
-        """Input of one of `tools`, and notes on what it leaves to the user."""
-        raise NotImplementedError(tool)
+        `target` is the engine or one of its `tools`. None where it has no part in the plan.
+        """
+        if plan.engine != self.name:
+            return None
+        return json.dumps(self.render(recipe, plan.layout), indent=2), ()
 
     def environment(self, layout: "Layout", gpu: str) -> dict[str, str]:
         """Variables that must be set before a worker first touches its GPU.

@@ -32,10 +32,10 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     def __init__(self, recipe: Recipe, plan: Plan, **more: Any) -> None:
         self.recipe, self.plan = recipe, plan
-        self.words = in_accelerate(recipe, plan)
-        prepare_process(self.words)
+        self._words = in_accelerate(recipe, plan)
+        prepare_process(self._words)
         config = plan.backend.render(recipe, plan.layout)
-        settings = self.words.accelerator(plan.layout, config)
+        settings = self._words.accelerator(plan.layout, config)
         handlers = [*settings.pop("kwargs_handlers", ()), *more.pop("kwargs_handlers", ())]
         super().__init__(
             mixed_precision=MIXED_PRECISION[recipe.training.precision],
@@ -43,7 +43,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 num_steps=plan.layout.gradient_accumulation,
                 # The recipe counts steps over the seams between epochs.
                 sync_with_dataloader=False,
-                sync_each_batch=self.words.reduces_every_batch,
+                sync_each_batch=self._words.reduces_every_batch,
             ),
             kwargs_handlers=handlers,
             **settings,
@@ -67,8 +67,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
     def _get_ready(self, model: nn.Module) -> None:
         """Recompute and the layers to shard by, which Accelerate leaves to the model."""
-        self.words.prepare_model(self, model)
-        if self.plan.layout.recompute == "full" and not self.words.recomputes:
+        self._words.prepare_model(self, model)
+        if self.plan.layout.recompute == "full" and not self._words.recomputes:
             inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
             if inner is None:
                 raise PlanError(
@@ -81,7 +81,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
     def _check(self, model: nn.Module) -> None:
         """Raises RunFailed unless `model` is wrapped as planned."""
         layout = self.plan.layout
-        found, wanted = self.words.made(model, layout)
+        found, wanted = self._words.made(model, layout)
         if not wanted:
             raise RunFailed(
                 f"planned: engine {self.plan.engine}, zero {layout.zero_stage}, "

@@ -1,6 +1,5 @@
 """`dmt render`: print a backend's own configuration for a recipe."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
@@ -89,18 +88,16 @@ def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> str:
     Raises PlanError where the plan's engine has nothing to do with `target`.
     """
     engine = _TOOLS.get(target, target)
-    if target in _TOOLS and plan.engine == engine:
-        text, notes = plan.backend.arguments(target, loaded, plan.layout)
-        for note in notes:
-            tell(f"# {note}")
-        return text
-    shown = None if target in _TOOLS else BACKENDS[engine].shown(loaded, plan)
+    shown = BACKENDS[engine].shown(target, loaded, plan)
     if shown is None:
         raise PlanError(
             f"{recipe} runs on the engine {plan.engine}, which reads no {target} configuration",
             fix=f"--set parallel.engine={engine}",
         )
-    return json.dumps(shown, indent=2)
+    text, notes = shown
+    for note in notes:
+        tell(f"# {note}")
+    return text
 
 
 def _job(loaded: Recipe, launcher: str) -> str:

@@ -1,5 +1,6 @@
 """Engine `megatron` for everyone who does not train with it."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,25 +85,27 @@ class MegatronBackend(Backend):
         """`megatron.json`."""
         return config.render(recipe, layout)
 
-    def shown(self, recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
-        """The whole of `megatron.json`, or the model's sections where another engine trains
-        megatron-core's model; every field checked against the installed version."""
-        if plan.model not in self.supports:
+    def shown(
+        self, target: str, recipe: Recipe, plan: Plan
+    ) -> tuple[str, Sequence[str]] | None:
+        """`megatron.json`, or the model's sections of it where another engine trains
+        megatron-core's model, with every field checked against the installed version; or the
+        arguments of Megatron-LM's pretrain_gpt.py."""
+        mine = plan.engine == self.name
+        if not (mine if target in self.tools else plan.model in self.supports):
             return None
+        if target in self.tools:
+            from toolkit.engines.megatron import pretrain_gpt
+
+            rendered = pretrain_gpt.render(recipe, plan.layout)
+            return rendered.text, rendered.notes
         found = self.render(recipe, plan.layout)
-        if plan.engine != self.name:
+        if not mine:
             found = {section: found[section] for section in ("transformer", "gpt")}
         from toolkit.engines.megatron.fields import check_fields
 
         check_fields(found)
-        return found
-
-    def arguments(self, tool: str, recipe: Recipe, layout: Layout) -> tuple[str, Sequence[str]]:
-        """Those of Megatron-LM's pretrain_gpt.py."""
-        from toolkit.engines.megatron import pretrain_gpt
-
-        rendered = pretrain_gpt.render(recipe, layout)
-        return rendered.text, rendered.notes
+        return json.dumps(found, indent=2), ()
 
     def rules(self, job: Job) -> Iterator[Problem]:
         """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
