@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
+from toolkit.suggest import did_you_mean
 
 GIGA = 1e9
 TERA = 1e12
@@ -203,10 +203,9 @@ def gpu(name: str) -> Gpu:
     """
     found = GPUS.get(name.lower())
     if found is None:
-        matches = get_close_matches(name.lower()[:80], list(GPUS), 1)
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",
-            fix=(f"did you mean `{matches[0]}`? or" if matches else "choose one of these, or")
-            + " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
+            fix=f"{did_you_mean(name.lower(), GPUS, 'choose one of these,')} or"
+            " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
         )
     return found

@@ -6,12 +6,12 @@ empty list means that `families.model_spec` may be called.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from re import fullmatch
 
 from toolkit.models.config_keys import FOREIGN_NAMES, LARGEST, ROPE_NEEDS, ROPE_VALUES
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
+from toolkit.suggest import did_you_mean
 
 _LOOKED_UP = 100
 """Unknown keys that are compared with the known ones; more of them would take seconds."""
@@ -37,7 +37,7 @@ def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         found = shown(model_type) if "model_type" in config else "nothing"
         known = ", ".join(sorted(FAMILIES))
-        return [ConfigProblem("model_type", found, known, _did_you_mean(model_type, FAMILIES))]
+        return [ConfigProblem("model_type", found, known, did_you_mean(model_type, FAMILIES))]
     settings = settings_of(config)
     problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
@@ -79,7 +79,7 @@ def _unknown_key(name: object, family: Family, *, look_up: bool) -> ConfigProble
         _key_text(name),
         "an unknown key",
         f"the keys of transformers' {family.model_type} config",
-        fix or (_did_you_mean(name, [*family.keys, *family.aliases]) if look_up else ""),
+        fix or (did_you_mean(name, [*family.keys, *family.aliases]) if look_up else ""),
     )
 
 
@@ -200,7 +200,7 @@ def _check_rope(settings: Settings) -> Iterable[ConfigProblem]:
         kind = ROPE_VALUES.get(name)
         if kind is None:
             allowed = ", ".join(ROPE_VALUES)
-            fix = _did_you_mean(name, ROPE_VALUES) if index < _LOOKED_UP else ""
+            fix = did_you_mean(name, ROPE_VALUES) if index < _LOOKED_UP else ""
             yield ConfigProblem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
         elif not kind.accepts(value):
             yield ConfigProblem(f"{where}.{name}", shown(value), kind.allowed)
@@ -210,7 +210,7 @@ def _check_rope(settings: Settings) -> Iterable[ConfigProblem]:
 def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[ConfigProblem]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_NEEDS:
-        fix = _did_you_mean(rope_type, ROPE_NEEDS)
+        fix = did_you_mean(rope_type, ROPE_NEEDS)
         allowed = ", ".join(ROPE_NEEDS)
         yield ConfigProblem(f"{where}.rope_type", shown(rope_type), allowed, fix)
         return
@@ -251,11 +251,6 @@ def _divisor_near(number: int, wanted: int) -> str:
 
 def _key_text(name: object) -> str:
     return name if isinstance(name, str) and len(name) <= 80 else shown(name)
-
-
-def _did_you_mean(found: object, known: Iterable[str]) -> str:
-    matches = get_close_matches(found[:80], list(known), 1) if isinstance(found, str) else []
-    return f"did you mean `{matches[0]}`?" if matches else ""
 
 
 def _retyped(value: object) -> str:

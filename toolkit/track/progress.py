@@ -1,6 +1,5 @@
 """What a user sees of a running training: a bar on a terminal, else a line per logged step."""
 
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
