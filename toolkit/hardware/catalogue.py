@@ -60,15 +60,11 @@ def _gpu(
     multiprocessors: int,
     **peaks_tera: float,
 ) -> Gpu:
-    peaks = {unit: peak * TERA for unit, peak in peaks_tera.items()}
+    peaks: dict[str, Any] = {unit: peak * TERA for unit, peak in peaks_tera.items()}
     return Gpu(
         name,
         memory_gib,
-        fp32=peaks["fp32"],
-        tf32=peaks.get("tf32"),
-        fp16=peaks["fp16"],
-        bf16=peaks.get("bf16"),
-        fp8=peaks.get("fp8"),
+        **peaks,
         memory_bytes_per_s=memory_gb_per_s * GIGA,
         multiprocessors=multiprocessors,
         generation=generation,
