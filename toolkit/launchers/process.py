@@ -21,6 +21,7 @@ ORPHAN_GRACE_S = 30.0
 STACKS_S = 0.5
 """How long a rank has to write its stacks."""
 POLL_S = 0.05
+STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
