@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import document  # beside this script
+from goodput_simulation import first_order_goodput, simulated_shares
 
 from toolkit.hardware.cluster import default_cluster
 from toolkit.intake.load import load_recipe
@@ -21,8 +22,6 @@ from toolkit.plan.failures.goodput import (
     best_interval_s,
     daly_interval_s,
     expected_shares,
-    first_order_goodput,
-    simulated_shares,
     young_interval_s,
 )
 from toolkit.plan.failures.saving import Assumptions, Job, failures, rows

@@ -31,7 +31,7 @@ LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
      "toolkit.untrusted", "toolkit.registry", "toolkit.backend",
-     "toolkit.batch", "toolkit.layout"),
+     "toolkit.suggest", "toolkit.batch", "toolkit.layout"),
     ("toolkit.recipe",),
     ("toolkit.hardware",),
     ("toolkit.models",),

@@ -32,41 +32,17 @@ _INNOCENT_VARIABLES = frozenset(
 """Exact names: working directories, programs that ask for a password, and the public key that
 images of Python name."""
 
-_SECRET_WORDS = frozenset(
-    [
-        "secret",
-        "secrets",
-        "password",
-        "passwords",
-        "passwd",
-        "passphrase",
-        "credential",
-        "credentials",
-        "apikey",
-        "authorization",
-        "bearer",
-    ]
-)
+_SECRET_WORDS = frozenset((
+    "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential",
+    "credentials", "apikey", "authorization", "bearer",
+))  # fmt: skip
 _KEY_OWNERS = frozenset(
     ["api", "access", "private", "secret", "wandb", "ssh", "encryption", "signing"]
 )
-_TOKEN_OWNERS = frozenset(
-    [
-        "hf",
-        "auth",
-        "access",
-        "api",
-        "wandb",
-        "hub",
-        "bearer",
-        "session",
-        "refresh",
-        "github",
-        "gitlab",
-        "security",
-        "secret",
-    ]
-)
+_TOKEN_OWNERS = frozenset((
+    "hf", "auth", "access", "api", "wandb", "hub", "bearer", "session", "refresh", "github",
+    "gitlab", "security", "secret",
+))  # fmt: skip
 _DIGEST_WORDS = frozenset(
     ["revision", "commit", "sha", "sha1", "sha256", "md5", "hash", "digest", "checksum", "ref"]
 )

@@ -9,8 +9,7 @@ import pytest
 
 from tests.conflicts.conftest import Planned
 from toolkit.conflicts import environment_conflicts
-from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
-from toolkit.conflicts.training_arguments_keys import FSDP, KNOWN_KEYS
+from toolkit.conflicts.known_keys import ACCELERATE, SECTIONS, TRAINER_FSDP, TRAINING_ARGUMENTS
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.errors import DmtError
 
@@ -25,7 +24,7 @@ RUNS = 150
 
 def accelerate_config(chance: random.Random) -> dict[str, Any]:
     """Sections of known keys, or anything else in their place."""
-    some = {key: chance.choice(VALUES) for key in chance.sample(sorted(TOP_LEVEL), 9)}
+    some = {key: chance.choice(VALUES) for key in chance.sample(sorted(ACCELERATE), 9)}
     for section in chance.sample(sorted(SECTIONS), 3):
         keys = sorted(SECTIONS[section])
         some[section] = {
@@ -37,8 +36,8 @@ def accelerate_config(chance: random.Random) -> dict[str, Any]:
 
 def arguments(chance: random.Random) -> dict[str, Any]:
     """TrainingArguments, often with FSDP's block."""
-    some = {key: chance.choice(VALUES) for key in chance.sample(sorted(KNOWN_KEYS), 40)}
-    block = {key: chance.choice(VALUES) for key in chance.sample(sorted(FSDP), 6)}
+    some = {key: chance.choice(VALUES) for key in chance.sample(sorted(TRAINING_ARGUMENTS), 40)}
+    block = {key: chance.choice(VALUES) for key in chance.sample(sorted(TRAINER_FSDP), 6)}
     fsdp = chance.choice([{}, {"fsdp": True, "fsdp_config": block}])
     return {"output_dir": "x", "seed": 1, **some, **fsdp}
 

@@ -100,25 +100,11 @@ def test_a_model_that_only_the_hub_knows(
     assert "not planned" in found.note
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "source"),
-    [
-        ("torch", "2.9.1", "CVE-2026-24747"),
-        ("deepspeed", "0.18.5", "deepspeedai/DeepSpeed#7839"),
-        ("megatron-core", "0.15.0", "NVIDIA/Megatron-LM#2715"),
-        ("wandb", "0.22.2", "wandb/server#163"),
-    ],
-)
-def test_known_bad_versions(package: str, version: str, source: str) -> None:
-    (found,) = packages._known_bad(package, Version(version), None)
-    assert source in found.found and found.fix.startswith("pip install --upgrade")
-    fixed = {
-        "torch": "2.10.0",
-        "deepspeed": "0.18.6",
-        "megatron-core": "0.15.3",
-        "wandb": "0.22.3",
-    }
-    assert not list(packages._known_bad(package, Version(fixed[package]), None))
+def test_known_bad_versions() -> None:
+    (found,) = packages._known_bad("deepspeed", Version("0.18.5"), None)
+    assert "deepspeedai/DeepSpeed#7839" in found.found
+    assert found.fix.startswith("pip install --upgrade")
+    assert not list(packages._known_bad("deepspeed", Version("0.18.6"), None))
 
 
 def test_fixes_install_the_part_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

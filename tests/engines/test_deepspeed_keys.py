@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.engines.deepspeed.keys import KNOWN_KEYS
+from toolkit.engines.deepspeed.keys import FILE, KNOWN_KEYS
 
 COLLECT = """
 import json
@@ -82,6 +82,12 @@ def installed() -> dict[str, Any]:
     assert result.returncode == 0, result.stderr
     keys: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return keys
+
+
+@pytest.mark.skipif("DMT_UPDATE_GOLDEN" not in os.environ, reason="refreshes the file")
+def test_write_known_keys(installed: dict[str, Any]) -> None:
+    tables = json.loads(FILE.read_text()) | installed
+    FILE.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 @pytest.mark.parametrize("block", [b for b in KNOWN_KEYS if not b.startswith("optimizer")])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -304,9 +305,9 @@ def test_a_real_build_that_is_killed_is_found() -> None:
         preflight(["cpu_adam"])  # a live build is no obstacle
     finally:
         os.killpg(process.pid, signal.SIGSTOP)  # so that ninja starts no more compilers
-        members = deepspeed_ops._session_members(process.pid)
-        for member in members:
-            os.kill(member, signal.SIGKILL)
+        build_process = psutil.Process(process.pid)
+        for member in (*build_process.children(recursive=True), build_process):
+            member.kill()
         process.wait()
     with pytest.raises(BackendUnavailable, match="left its lock"):
         preflight(["cpu_adam"])

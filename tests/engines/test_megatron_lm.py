@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.conflicts.megatron_arguments import OPTIONS
 from toolkit.engines.megatron import pretrain_gpt as megatron_lm
 from toolkit.engines.megatron.pretrain_gpt import ArgumentList
 from toolkit.engines.megatron.pretrain_gpt_run import schedule_arguments
@@ -91,7 +92,7 @@ def tiny(*overrides: str) -> ArgumentList:
 def megatron_lm_parser() -> argparse.ArgumentParser:
     """A parser of Megatron-LM's options, from the list of their names and values."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    listed = (ROOT / "tests" / "engines" / "megatron_lm_arguments.txt").read_text().splitlines()
+    listed = OPTIONS.read_text().splitlines()
     for line in listed[1:]:
         name, _, form = line.partition(" ")
         if not form:

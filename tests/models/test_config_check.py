@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from tests.work import calls
-from toolkit.models.config_check import ConfigProblem, check_config
+from toolkit.errors import Problem
+from toolkit.models.config_check import check_config
 from toolkit.models.config_keys import ACTIVATION, GENERIC, LARGEST, LAYER_TYPES, ROPE_NEEDS
 from toolkit.models.families import FAMILIES, model_spec
 
@@ -390,7 +391,7 @@ def test_hostile_values_never_crash_and_what_is_accepted_is_counted(
 def test_thousands_of_unknown_keys() -> None:
     unknown = {f"hidden_{index}_size": 1 for index in range(9000)}
     config = small("llama", rope_scaling=unknown, **unknown)
-    found: list[ConfigProblem] = []
+    found: list[Problem] = []
     calls(lambda: found.extend(check_config(config)), 1_000_000)
     assert len(found) == 2 * 9000
     assert found[0].fix == "did you mean `hidden_size`?"

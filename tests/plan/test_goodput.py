@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from goodput_simulation import first_order_goodput, simulated_shares
 
 from toolkit.plan.failures.goodput import (
     Failures,
@@ -10,8 +11,6 @@ from toolkit.plan.failures.goodput import (
     best_interval_s,
     daly_interval_s,
     expected_shares,
-    first_order_goodput,
-    simulated_shares,
     young_interval_s,
 )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from toolkit.cli.options import AsJson, Overrides, RecipePath
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
@@ -17,24 +18,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
 
-RecipeArgument = Annotated[Path, typer.Argument(help="Recipe file.", metavar="RECIPE")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Override a setting, e.g. `data.tokenizer=bytes`.", metavar="KEY=VALUE"
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print machine-readable output on standard output.")
-]
-
 
 @app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")
 def prepare(
-    recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
+    as_json: AsJson = False,
 ) -> None:
     """Tokenise the recipe's data into the cache, and say how much it is."""
-    summary = _prepare(load_recipe(recipe, overrides or []))
+    summary = _prepare(load_recipe(recipe, overrides))
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
         return
@@ -116,19 +108,19 @@ def _prepare(recipe: Recipe) -> _Summary:
     "--vocab-size 4096 --out bpe"
 )
 def tokenizer(
-    recipe: RecipeArgument,
+    recipe: RecipePath,
     vocab_size: Annotated[
         int, typer.Option(help="Tokens, with 256 bytes and the end of text.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, new or without a tokenizer.")],
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
+    as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE on the recipe's training documents (none that are held out)."""
     from toolkit.data.corpus import bytes_per_token, open_training_corpus
     from toolkit.data.tokenizers import check_bpe_output, train_bpe
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides)
     check_bpe_output(vocab_size, out)
     corpus = open_training_corpus(loaded.data, seed=loaded.training.seed, base=Path.cwd())
     trained = train_bpe(corpus, vocab_size, out, progress=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.console import Console
-from toolkit.cli.options import Overrides
+from toolkit.cli.options import AsJson, Overrides
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 from toolkit.terminal import tell
 
@@ -69,9 +69,7 @@ def doctor(
             help="Processes that measure together; default: one per GPU, or 2 on a CPU."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, or measure its speed. Without a recipe, exit 3 only without torch.
 

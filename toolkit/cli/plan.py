@@ -14,7 +14,7 @@ from toolkit.cli import plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
-from toolkit.cli.options import Overrides, load_on
+from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
@@ -113,9 +113,7 @@ def plan(
         float | None,
         typer.Option(help="With --mtbf: from failure to loading. Default: 10."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
 

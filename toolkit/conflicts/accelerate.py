@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.conflicts import deepspeed_json
-from toolkit.conflicts.accelerate_keys import SECTIONS, TOP_LEVEL
+from toolkit.conflicts.known_keys import ACCELERATE, SECTIONS
 from toolkit.conflicts.source import (
     ACCUMULATION,
     ACTIVATIONS_OFFLOADED,
@@ -98,8 +98,8 @@ def read(file: JsonFile, name: str) -> Source:
     settings: dict[str, Setting] = {}
     kind = str(file.values.get("distributed_type", "NO"))
     for key, value in file.values.items():
-        if key not in TOP_LEVEL:
-            found.unknown.append(unknown(key, file.place(key), TOP_LEVEL))
+        if key not in ACCELERATE:
+            found.unknown.append(unknown(key, file.place(key), ACCELERATE))
         elif value is not None and isinstance(value, Mapping) != (key in _MAPS):
             found.unknown.append(Unknown(key, file.place(key), _wrong_kind(value)))
         elif key == "tpu_env":

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.conflicts import accelerate, deepspeed_json, megatron_arguments, training_arguments
-from toolkit.conflicts.accelerate_keys import TOP_LEVEL
+from toolkit.conflicts.known_keys import ACCELERATE, OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 from toolkit.conflicts.source import Source
-from toolkit.conflicts.training_arguments_keys import KNOWN_KEYS
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import Problem, RecipeError
@@ -21,8 +20,8 @@ KINDS = (
 
 _KEYS: Mapping[str, frozenset[str]] = {
     deepspeed_json.KIND: deepspeed_keys.KNOWN_KEYS[""],
-    accelerate.KIND: TOP_LEVEL,
-    training_arguments.KIND: KNOWN_KEYS,
+    accelerate.KIND: ACCELERATE,
+    training_arguments.KIND: TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS,
 }
 
 

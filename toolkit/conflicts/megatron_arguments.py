@@ -6,10 +6,12 @@ renders them. torchrun's own flags in such a script count as well.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 
-from toolkit.conflicts.megatron_keys import MEGATRON, TORCHRUN
 from toolkit.conflicts.shell_flags import Flag, read_flags
 from toolkit.conflicts.source import Collected, OneOf, Source, Stated, number, unknown
+from toolkit.engines.megatron import pretrain_gpt
 from toolkit.engines.megatron.pretrain_gpt import (
     GPT_SWITCHES,
     GPT_VALUES,
@@ -19,6 +21,17 @@ from toolkit.engines.megatron.pretrain_gpt import (
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 
 KIND = "Megatron-LM arguments"
+
+OPTIONS = Path(pretrain_gpt.__file__).with_name("pretrain_gpt_options.txt")
+"""Every option of Megatron-LM core_v0.16.1, which cannot be installed, and its values."""
+
+_TORCHRUN = """
+    local-addr log-dir logs-specs master-addr master-port max-restarts module
+    monitor-interval nnodes no-python node-rank nproc-per-node rdzv-backend rdzv-conf
+    rdzv-endpoint rdzv-id redirects role run-path standalone start-method tee
+"""
+TORCHRUN = frozenset(f"--{name}" for name in _TORCHRUN.split())
+"""Options of the launcher that starts it in the same script."""
 
 _SAME: Mapping[str, str] = {
     "--micro-batch-size": "training.micro_batch_size",
@@ -143,12 +156,19 @@ class _Reader:
 
     def _other(self, name: str, flag: Flag) -> None:
         """A flag that no recipe has, a misspelt one, or that of another program."""
-        known = MEGATRON | TORCHRUN
+        known = megatron_options() | TORCHRUN
         guess = unknown(name, f"{self.file}:{flag.line}", known)
         if name in known or not guess.hint:
             self.found.only_there.append(flag.name)
         else:
             self.found.unknown.append(guess)
+
+
+@cache
+def megatron_options() -> frozenset[str]:
+    """Names of Megatron-LM's options."""
+    lines = OPTIONS.read_text(encoding="utf-8").splitlines()
+    return frozenset(line.split()[0] for line in lines if line.startswith("--"))
 
 
 def _model_switches() -> dict[str, tuple[bool, str]]:

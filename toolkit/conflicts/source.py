@@ -4,10 +4,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 
 from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.suggest import did_you_mean
 
 AUTO = "auto"
 """A value that leaves the decision to whoever fills it: it takes the recipe's."""
@@ -118,10 +118,9 @@ class Collected:
 def unknown(name: str, place: str, known: Iterable[str]) -> Unknown:
     """An unknown name, with what may have been meant."""
     bare = name.rpartition(".")[2]
-    if near := get_close_matches(bare, list(known), 1, cutoff=0.8):
-        return Unknown(name, place, f"did you mean `{near[0]}`?")
     other = foreign(bare)
-    return Unknown(name, place, f"in a recipe: {other.advice}" if other else "")
+    advice = f"in a recipe: {other.advice}" if other else ""
+    return Unknown(name, place, did_you_mean(bare, known, advice, cutoff=0.8))
 
 
 def translated(key: str, value: object) -> object:

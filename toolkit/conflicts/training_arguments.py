@@ -5,6 +5,11 @@ from typing import Any
 
 from toolkit.conflicts import accelerate, deepspeed_json
 from toolkit.conflicts.accelerate import Setting
+from toolkit.conflicts.known_keys import (
+    OLD_TRAINING_ARGUMENTS,
+    TRAINER_FSDP,
+    TRAINING_ARGUMENTS,
+)
 from toolkit.conflicts.source import (
     ACCUMULATION,
     Collected,
@@ -20,7 +25,6 @@ from toolkit.conflicts.source import (
     translated,
     unknown,
 )
-from toolkit.conflicts.training_arguments_keys import FSDP, KNOWN_KEYS
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.recipe.foreign import foreign
 
@@ -91,11 +95,12 @@ class _Reader:
         self.found.stated += self._intervals()
         self.found.stated += self._switches()
         self._engine()
+        known = TRAINING_ARGUMENTS | OLD_TRAINING_ARGUMENTS
         for key in self.left:
-            if key in KNOWN_KEYS or foreign(key):
+            if key in known or foreign(key):
                 self.found.only_there.append(key)
             else:
-                self.found.unknown.append(unknown(key, self.file.place(key), KNOWN_KEYS))
+                self.found.unknown.append(unknown(key, self.file.place(key), known))
         return self.found
 
     def _take(self, key: str) -> Any:
@@ -225,8 +230,8 @@ class _Reader:
         stated = {}
         for key, value in file.values.items():
             name = key.removeprefix("fsdp_")
-            if name not in FSDP:
-                found.unknown.append(unknown(prefix + key, file.place(key), FSDP))
+            if name not in TRAINER_FSDP:
+                found.unknown.append(unknown(prefix + key, file.place(key), TRAINER_FSDP))
             elif value is not None:
                 stated[name] = Setting(value, prefix + key, file.place(key))
         second = "version" not in stated or str(stated["version"].value) == "2"

@@ -76,30 +76,13 @@ class KnownBad:
 
 KNOWN_BAD = (
     KnownBad(
-        "torch",
-        "<2.10",
-        "a crafted checkpoint runs code even with weights_only=True",
-        "CVE-2026-24747",
-    ),
-    KnownBad(
         "deepspeed",
         "<0.18.6",
         "bf16 without ZeRO may divide gradients by 65,536",
         "deepspeedai/DeepSpeed#7839",
     ),
-    KnownBad(
-        "megatron-core",
-        "==0.15.0",
-        "cannot be imported on a machine without a GPU",
-        "NVIDIA/Megatron-LM#2715",
-    ),
-    KnownBad(
-        "wandb",
-        "<0.22.3",
-        "`wandb login` refuses the 86-character API keys that W&B issues now",
-        "wandb/server#163",
-    ),
 )
+"""Among the versions that DMT allows; what is older is reported as too old."""
 
 OLD_KERNEL = (5, 5)
 """Accelerate warns below it: processes may hang (huggingface/accelerate#1929)."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
+from toolkit.suggest import did_you_mean
 
 GIGA = 1e9
 TERA = 1e12
@@ -60,15 +60,11 @@ def _gpu(
     multiprocessors: int,
     **peaks_tera: float,
 ) -> Gpu:
-    peaks = {unit: peak * TERA for unit, peak in peaks_tera.items()}
+    peaks: dict[str, Any] = {unit: peak * TERA for unit, peak in peaks_tera.items()}
     return Gpu(
         name,
         memory_gib,
-        fp32=peaks["fp32"],
-        tf32=peaks.get("tf32"),
-        fp16=peaks["fp16"],
-        bf16=peaks.get("bf16"),
-        fp8=peaks.get("fp8"),
+        **peaks,
         memory_bytes_per_s=memory_gb_per_s * GIGA,
         multiprocessors=multiprocessors,
         generation=generation,
@@ -203,10 +199,9 @@ def gpu(name: str) -> Gpu:
     """
     found = GPUS.get(name.lower())
     if found is None:
-        matches = get_close_matches(name.lower()[:80], list(GPUS), 1)
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",
-            fix=(f"did you mean `{matches[0]}`? or" if matches else "choose one of these, or")
-            + " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
+            fix=f"{did_you_mean(name.lower(), GPUS, 'choose one of these,')} or"
+            " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
         )
     return found

@@ -11,7 +11,6 @@ price_per_gpu_hour: 2.5
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from toolkit.hardware.cluster import (
     parse_cluster,
 )
 from toolkit.recipe import yaml_nodes
+from toolkit.suggest import did_you_mean
 
 COUNT, NUMBER, TEXT, KIND = (
     "an integer ≥ 1",
@@ -111,8 +111,7 @@ def _problems(
     for key, entry in node.entries.items():
         dotted, value = f"{above}{key}", entry.node
         if key not in keys:
-            close = get_close_matches(key, list(keys), 1)
-            fix = f"did you mean `{close[0]}`?" if close else "remove it"
+            fix = did_you_mean(key, keys, "remove it")
             found = "an unknown key"
             yield Problem(dotted, found, ", ".join(keys), fix, *entry.place)
         elif isinstance(keys[key], Mapping) and isinstance(value, yaml_nodes.Mapping):

@@ -8,7 +8,7 @@ are only asked.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, accelerator
@@ -113,7 +113,7 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
         return
     for problem in check_config(recipe.model.config):
         fix = problem.fix or f"write {problem.allowed}"
-        yield Problem(f"model.config.{problem.key}", problem.found, problem.allowed, fix)
+        yield replace(problem, key=f"model.config.{problem.key}", fix=fix)
 
 
 def _router_loss(recipe: Recipe) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from toolkit.errors import BackendUnavailable
 from toolkit.launchers.base import (
     SEVERAL_MACHINES,
     Job,
+    Launcher,
     LaunchSpec,
     Outcome,
     free_port,
@@ -24,13 +25,8 @@ _LONE_RANK = (
 )
 
 
-class AccelerateLauncher:
+class AccelerateLauncher(Launcher):
     """`accelerate launch`, which only starts processes here: the engine is the recipe's."""
-
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher."""
-        del cluster
-        return True
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command; raises PlanError for more than one machine. See Launcher."""

@@ -14,6 +14,7 @@ from shutil import which
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError
 from toolkit.launchers.base import (
     Job,
+    Launcher,
     LaunchSpec,
     Outcome,
     free_port,
@@ -40,13 +41,8 @@ _SSH = (
 """ssh alone would wait indefinitely for a machine that is gone."""
 
 
-class DeepSpeedLauncher:
+class DeepSpeedLauncher(Launcher):
     """The `deepspeed` command, with nothing left to its defaults that could surprise."""
-
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher: it is started once, on the machine of rank 0."""
-        del cluster
-        return True
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command; see Launcher."""

@@ -16,6 +16,7 @@ from toolkit.launchers.process import (
     FAILED_GRACE_S,
     ORPHAN_GRACE_S,
     POLL_S,
+    STOPPING,
     Deadline,
     StopSignals,
     die_with_parent,
@@ -26,7 +27,6 @@ from toolkit.terminal import tell
 
 _LOOK_S = 2.0
 """Between two looks into the events of a run whose ranks are elsewhere."""
-STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
 
 def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:

@@ -14,6 +14,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.base import (
     SEVERAL_MACHINES,
     Job,
+    Launcher,
     LaunchSpec,
     Outcome,
     free_port,
@@ -24,31 +25,26 @@ from toolkit.launchers.outcome import RankExit, report_failure
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     POLL_S,
+    STOPPING,
     Deadline,
     StopSignals,
     die_with_parent,
     show_stacks,
     wake_if_stopped,
 )
-from toolkit.recipe.schema import ClusterSection
 from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """One process per rank, each with its rank in the environment.
 
     Rank 0 has the terminal; what other ranks print goes to logs/rank-N.log. When one rank
     fails, the others are asked to end and killed after FAILED_GRACE_S. When the launcher is
     killed, the kernel kills the ranks.
     """
-
-    def oversees(self, cluster: ClusterSection) -> bool:
-        """See Launcher."""
-        del cluster
-        return True
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return one process per rank; raises PlanError for more than one machine."""
@@ -118,7 +114,7 @@ class _Ranks:
                 self.kill()
             if signals.stop_requested and not self._stopping:
                 self._stopping = True
-                tell("stopping: saving first; press Ctrl-C twice more to kill")
+                tell(STOPPING)
                 self._terminate()
                 self._deadline.start(grace_s)
             self._note_failure()

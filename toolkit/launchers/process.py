@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Any
 
 from toolkit.handlers import handling
 from toolkit.run.ending import STACKS_SIGNAL
@@ -20,6 +21,7 @@ ORPHAN_GRACE_S = 30.0
 STACKS_S = 0.5
 """How long a rank has to write its stacks."""
 POLL_S = 0.05
+STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -103,13 +105,8 @@ class StopSignals:
         self._handlers.__enter__()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._handlers.__exit__(error_type, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._handlers.__exit__(*error)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame

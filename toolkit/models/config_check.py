@@ -5,39 +5,28 @@ empty list means that `families.model_spec` may be called.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
 from re import fullmatch
 
+from toolkit.errors import Problem
 from toolkit.models.config_keys import FOREIGN_NAMES, LARGEST, ROPE_NEEDS, ROPE_VALUES
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
+from toolkit.suggest import did_you_mean
 
 _LOOKED_UP = 100
 """Unknown keys that are compared with the known ones; more of them would take seconds."""
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
-    """One mistake in a model config; the recipe adds the file and the line."""
+def check_config(config: Mapping[str, object]) -> list[Problem]:
+    """Return every mistake in `config`; an empty list when transformers can build it.
 
-    key: str
-    """The config key as the user wrote it, dotted inside a map (`rope_scaling.factor`)."""
-    found: str
-    """What the config says."""
-    allowed: str
-    """What would be accepted."""
-    fix: str = ""
-    """What to type instead; empty when there is no obvious answer."""
-
-
-def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
-    """Return every mistake in `config`; an empty list when transformers can build it."""
+    Keys are the config's own, dotted inside a map (`rope_scaling.factor`).
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         found = shown(model_type) if "model_type" in config else "nothing"
         known = ", ".join(sorted(FAMILIES))
-        return [ConfigProblem("model_type", found, known, _did_you_mean(model_type, FAMILIES))]
+        return [Problem("model_type", found, known, did_you_mean(model_type, FAMILIES))]
     settings = settings_of(config)
     problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
@@ -48,9 +37,9 @@ def check_config(config: Mapping[str, object]) -> list[ConfigProblem]:
     return problems
 
 
-def _check_keys(settings: Settings) -> list[ConfigProblem]:
+def _check_keys(settings: Settings) -> list[Problem]:
     """Unknown keys, wrong types, values out of range, and one setting under two names."""
-    problems: list[ConfigProblem] = []
+    problems: list[Problem] = []
     family = settings.family
     largest = {family.name_of(name): most for name, most in LARGEST.items()}
     for name, value in settings.stated.items():
@@ -60,53 +49,51 @@ def _check_keys(settings: Settings) -> list[ConfigProblem]:
             problems.append(_unknown_key(name, family, look_up=len(problems) < _LOOKED_UP))
         elif own != name and own in settings.stated:
             both = f"both {name} and {own}"
-            problems.append(
-                ConfigProblem(name, both, "one name for one setting", f"remove {name}")
-            )
+            problems.append(Problem(name, both, "one name for one setting", f"remove {name}"))
         elif not (value is None and key.nullable) and not key.kind.accepts(value):
             allowed = key.kind.allowed + (", or null" if key.nullable else "")
-            problems.append(ConfigProblem(name, shown(value), allowed, _retyped(value)))
+            problems.append(Problem(name, shown(value), allowed, _retyped(value)))
         elif own in largest and isinstance(value, int) and value > largest[own]:
             allowed = f"whole number from 1 to {largest[own]:,}, far above any published model"
-            problems.append(ConfigProblem(name, shown(value), allowed))
+            problems.append(Problem(name, shown(value), allowed))
     return problems
 
 
-def _unknown_key(name: object, family: Family, *, look_up: bool) -> ConfigProblem:
+def _unknown_key(name: object, family: Family, *, look_up: bool) -> Problem:
     foreign = family.name_of(FOREIGN_NAMES.get(name, "")) if isinstance(name, str) else ""
     fix = f"did you mean `{foreign}`?" if foreign in family.keys else ""
-    return ConfigProblem(
+    return Problem(
         _key_text(name),
         "an unknown key",
         f"the keys of transformers' {family.model_type} config",
-        fix or (_did_you_mean(name, [*family.keys, *family.aliases]) if look_up else ""),
+        fix or (did_you_mean(name, [*family.keys, *family.aliases]) if look_up else ""),
     )
 
 
-def _check_heads(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_heads(settings: Settings) -> Iterable[Problem]:
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     head_dim = settings["head_dim"]
     heads_key = settings.spelling("num_attention_heads")
     if (head_dim is None or settings.family.strict_heads) and hidden % heads:
         allowed = f"a divisor of {settings.spelling('hidden_size')} ({hidden})"
-        yield ConfigProblem(heads_key, shown(heads), allowed, _divisor_near(hidden, heads))
+        yield Problem(heads_key, shown(heads), allowed, _divisor_near(hidden, heads))
         return
     size = head_dim or hidden // heads
     if settings.family.rotary and size % 2:
         allowed = "an even head size, because rotary positions turn pairs"
         found = f"a head size of {size}"
-        yield ConfigProblem("head_dim" if head_dim else heads_key, found, allowed)
+        yield Problem("head_dim" if head_dim else heads_key, found, allowed)
 
 
-def _check_kv_heads(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_kv_heads(settings: Settings) -> Iterable[Problem]:
     heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
     if kv_heads is not None and heads % kv_heads:
         allowed = f"a divisor of {settings.spelling('num_attention_heads')} ({heads})"
         fix = _divisor_near(heads, kv_heads)
-        yield ConfigProblem("num_key_value_heads", shown(kv_heads), allowed, fix)
+        yield Problem("num_key_value_heads", shown(kv_heads), allowed, fix)
 
 
-def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
     """A family may turn only a share of each head; it must be a whole number of pairs."""
     rope = settings["rope_parameters"] or settings["rope_scaling"] or {}
     inner = rope.get("partial_rotary_factor")
@@ -117,112 +104,108 @@ def _check_rotary_share(settings: Settings) -> Iterable[ConfigProblem]:
             key = "rope_parameters.partial_rotary_factor"
             owners = [name for name, family in FAMILIES.items() if "rotary_pct" in family.keys]
             allowed = f"a key of {', '.join(owners)} alone"
-            yield ConfigProblem(key, shown(inner), allowed, "remove it")
+            yield Problem(key, shown(inner), allowed, "remove it")
         return
     stated = settings.stated.get("rotary_pct")
     if stated is not None and inner not in (None, stated):
         found = f"{shown(stated)}, but partial_rotary_factor: {shown(inner)}"
-        yield ConfigProblem("rotary_pct", found, "one value", "remove one of them")
+        yield Problem("rotary_pct", found, "one value", "remove one of them")
         return
     head_dim = settings["hidden_size"] // settings["num_attention_heads"]
     share = settings["rotary_pct"] if inner is None else inner
     turned = int(head_dim * share)
     if turned < 2 or turned % 2:
         found = f"{shown(share)}, which turns {turned} of {head_dim} dimensions"
-        yield ConfigProblem("rotary_pct", found, "a share that is 2 or more and even")
+        yield Problem("rotary_pct", found, "a share that is 2 or more and even")
 
 
-def _check_layer_types(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_layer_types(settings: Settings) -> Iterable[Problem]:
     types, layers = settings["layer_types"], settings["num_hidden_layers"]
     if types is None:
         return
     if len(types) != layers:
         allowed = f"one entry per layer (num_hidden_layers: {layers})"
-        yield ConfigProblem("layer_types", f"{len(types)} entries", allowed)
+        yield Problem("layer_types", f"{len(types)} entries", allowed)
     if "sliding_attention" in types and settings["use_sliding_window"] is False:
         allowed = "true, for sliding_attention layers"
-        yield ConfigProblem("use_sliding_window", "false", allowed)
+        yield Problem("use_sliding_window", "false", allowed)
 
 
-def _check_sliding_window(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_sliding_window(settings: Settings) -> Iterable[Problem]:
     if settings["use_sliding_window"] and settings["sliding_window"] is None:
-        yield ConfigProblem(
-            "sliding_window", "null", "a size, because use_sliding_window is true"
-        )
+        yield Problem("sliding_window", "null", "a size, because use_sliding_window is true")
 
 
-def _check_experts(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_experts(settings: Settings) -> Iterable[Problem]:
     experts, active = settings["num_experts"], settings["num_experts_per_tok"]
     if experts is not None and active > experts:
         allowed = f"at most {settings.spelling('num_experts')} ({experts})"
-        yield ConfigProblem("num_experts_per_tok", shown(active), allowed)
+        yield Problem("num_experts_per_tok", shown(active), allowed)
 
 
-def _check_dense_layers(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_dense_layers(settings: Settings) -> Iterable[Problem]:
     layers = settings["num_hidden_layers"]
     for index in settings["mlp_only_layers"] or ():
         if index >= layers:
             allowed = f"layers 0 to {layers - 1}"
-            yield ConfigProblem("mlp_only_layers", f"layer {shown(index)}", allowed)
+            yield Problem("mlp_only_layers", f"layer {shown(index)}", allowed)
 
 
-def _check_tokens(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_tokens(settings: Settings) -> Iterable[Problem]:
     """Only stated ids: a default beyond a small vocabulary does no harm in training."""
     vocab = settings["vocab_size"]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = settings.stated.get(name)
         for token in ids if isinstance(ids, list) else [ids]:
             if token is not None and token >= vocab:
-                yield ConfigProblem(name, shown(token), f"below vocab_size ({vocab})")
+                yield Problem(name, shown(token), f"below vocab_size ({vocab})")
 
 
-def _check_positions(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_positions(settings: Settings) -> Iterable[Problem]:
     stated, used = settings.stated.get("n_ctx"), settings["max_position_embeddings"]
     if stated is not None and stated != used:
         allowed = f"n_positions ({used}), which is what transformers reads"
-        yield ConfigProblem("n_ctx", shown(stated), allowed, "set n_positions, remove n_ctx")
+        yield Problem("n_ctx", shown(stated), allowed, "set n_positions, remove n_ctx")
 
 
-def _check_rope(settings: Settings) -> Iterable[ConfigProblem]:
+def _check_rope(settings: Settings) -> Iterable[Problem]:
     """The map of rotary settings, under its old or its new name."""
     scaling, parameters = settings["rope_scaling"], settings["rope_parameters"]
     if scaling and parameters:
         found = "both rope_scaling and rope_parameters"
-        yield ConfigProblem("rope_scaling", found, "one of them", "keep rope_parameters")
+        yield Problem("rope_scaling", found, "one of them", "keep rope_parameters")
         return
     where = "rope_scaling" if scaling else "rope_parameters"
     rope = scaling or parameters or {}
     theta, inner = settings["rope_theta"], rope.get("rope_theta")
     if theta is not None and inner is not None and theta != inner:
         found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
-        yield ConfigProblem(f"{where}.rope_theta", found, "one value", "remove one of them")
+        yield Problem(f"{where}.rope_theta", found, "one value", "remove one of them")
     for index, (name, value) in enumerate(rope.items()):
         kind = ROPE_VALUES.get(name)
         if kind is None:
             allowed = ", ".join(ROPE_VALUES)
-            fix = _did_you_mean(name, ROPE_VALUES) if index < _LOOKED_UP else ""
-            yield ConfigProblem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
+            fix = did_you_mean(name, ROPE_VALUES) if index < _LOOKED_UP else ""
+            yield Problem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
         elif not kind.accepts(value):
-            yield ConfigProblem(f"{where}.{name}", shown(value), kind.allowed)
+            yield Problem(f"{where}.{name}", shown(value), kind.allowed)
     yield from _check_rope_type(where, rope)
 
 
-def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[ConfigProblem]:
+def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[Problem]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_NEEDS:
-        fix = _did_you_mean(rope_type, ROPE_NEEDS)
+        fix = did_you_mean(rope_type, ROPE_NEEDS)
         allowed = ", ".join(ROPE_NEEDS)
-        yield ConfigProblem(f"{where}.rope_type", shown(rope_type), allowed, fix)
+        yield Problem(f"{where}.rope_type", shown(rope_type), allowed, fix)
         return
     missing = [name for name in ROPE_NEEDS[rope_type] if name not in rope]
     if missing:
         found = f"rope_type {rope_type} without {', '.join(missing)}"
-        yield ConfigProblem(where, found, f"all of {', '.join(ROPE_NEEDS[rope_type])}")
+        yield Problem(where, found, f"all of {', '.join(ROPE_NEEDS[rope_type])}")
 
 
-_JOINT_CHECKS: tuple[
-    tuple[tuple[str, ...], Callable[[Settings], Iterable[ConfigProblem]]], ...
-] = (
+_JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Problem]]], ...] = (
     (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
     (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
     (
@@ -251,11 +234,6 @@ def _divisor_near(number: int, wanted: int) -> str:
 
 def _key_text(name: object) -> str:
     return name if isinstance(name, str) and len(name) <= 80 else shown(name)
-
-
-def _did_you_mean(found: object, known: Iterable[str]) -> str:
-    matches = get_close_matches(found[:80], list(known), 1) if isinstance(found, str) else []
-    return f"did you mean `{matches[0]}`?" if matches else ""
 
 
 def _retyped(value: object) -> str:

@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -32,6 +31,7 @@ from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, Recipe, Section
 from toolkit.recipe.yaml_nodes import Node, Place, Scalar
+from toolkit.suggest import closest
 
 MAX_PROBLEMS = 100
 """Most problems reported at once; a file with more is not a recipe."""
@@ -255,10 +255,10 @@ def _what_was_meant(
     if other is not None:
         return other.advice, [other.target] if other.target else []
     prefix = f"{section}." if section else ""
-    if close := _closest(name, here):
+    if close := closest(name.lower(), here):
         return f"did you mean `{close}`?", [prefix + close]
     names = [path.rpartition(".")[2] for path in settings()]
-    if close := _closest(name, names, cutoff=_ELSEWHERE):
+    if close := closest(name.lower(), names, _ELSEWHERE):
         paths = [path for path in settings() if path.rpartition(".")[2] == close]
         return f"did you mean `{paths[0]}`?", paths
     return _REMOVE, []
@@ -358,15 +358,8 @@ def _nearest(value: float, annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def _similar(value: object, words: Iterable[str]) -> str:
-    close = _closest(value, words)
+    close = closest(value.lower(), words) if isinstance(value, str) else ""
     return f"did you mean {close}?" if close else ""
-
-
-def _closest(value: object, words: Iterable[str], cutoff: float = 0.6) -> str:
-    if not isinstance(value, str):
-        return ""
-    close = get_close_matches(value.lower()[:80], list(words), 1, cutoff)
-    return close[0] if close else ""
 
 
 def _kind(path: Sequence[str | int], root: yaml_nodes.Mapping) -> object:

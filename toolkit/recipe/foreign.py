@@ -25,185 +25,94 @@ class Foreign:
         return f"write `{self.target}`" + (f" ({self.note})" if self.note else "")
 
 
-_ACCUMULATION = Foreign(
-    None,
-    "derived: global_batch_size / (micro_batch_size · dp); remove it and set "
-    "`training.global_batch_size`",
-)
-_MICRO = Foreign("training.micro_batch_size")
-_GLOBAL = Foreign("training.global_batch_size", "sequences per optimizer step over all ranks")
-_LENGTH = Foreign("training.sequence_length")
-_RATE = Foreign("optimizer.learning_rate")
-_MIN_RATE = Foreign("schedule.min_learning_rate")
-_WARMUP_SHARE = Foreign("schedule.warmup_steps", "in steps: the ratio times `training.steps`")
-_PRECISION = Foreign("training.precision", "one of fp32, bf16, fp16, fp8")
-_BETAS = Foreign("optimizer.betas", "both in one list: [beta1, beta2]")
-_TENSOR = Foreign("parallel.tensor")
-_PIPELINE = Foreign("parallel.pipeline")
-_CONTEXT = Foreign("parallel.context")
-_EXPERT = Foreign("parallel.expert")
-_VIRTUAL = Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers")
-_ZERO_CONFIG = Foreign("parallel.zero.config", "name the JSON file there")
-_ZERO_STAGE = Foreign("parallel.zero.stage")
-_RECOMPUTE = Foreign("parallel.recompute", "one of none, selective, full, auto")
-_TOKENIZER = Foreign("data.tokenizer", "a hub id, a local folder or `bytes`")
-_TRAIN_DATA = Foreign("data.train", "a map with `kind: text`, `hf` or `megatron`")
-_VALIDATION_DATA = Foreign("data.validation", "a map with `kind: text`, `hf` or `megatron`")
-_EVERY_EVAL = Foreign("evaluation.every_steps")
-_EVERY_SAVE = Foreign("checkpoint.every_steps")
-_WANDB = Foreign("logging.wandb.project")
-_RUN_DIRECTORY = Foreign("name", "it names the run directory, `runs/<name>`")
-_ALL_WEIGHTS = Foreign(None, "this release trains all weights, without adapters; remove it")
-_TEXT_ONLY = Foreign(None, "this release trains on text, not on chats; remove it")
-_DERIVED_RANKS = Foreign(None, "derived: world / (tensor · pipeline · context); remove it")
-
-FOREIGN: dict[str, Foreign] = {
+_NAMES = {
     # batch
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "gradient_accumulation": _ACCUMULATION,
-    "accumulate_grad_batches": _ACCUMULATION,
-    "per_device_train_batch_size": _MICRO,
-    "per_device_eval_batch_size": _MICRO,
-    "train_micro_batch_size_per_gpu": _MICRO,
-    "local_batch_size": _MICRO,
-    "micro_batch": _MICRO,
-    "train_batch_size": _GLOBAL,
-    "batch_size": _GLOBAL,
-    "global_batch": _GLOBAL,
-    "seq_length": _LENGTH,
-    "seq_len": _LENGTH,
-    "sequence_len": _LENGTH,
-    "cutoff_len": _LENGTH,
-    "max_seq_length": _LENGTH,
-    "block_size": _LENGTH,
+    Foreign(None, "derived: global_batch_size / (micro_batch_size · dp); remove it and "
+            "set `training.global_batch_size`"):
+        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches",
+    Foreign("training.micro_batch_size"):
+        "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu"
+        " local_batch_size micro_batch",
+    Foreign("training.global_batch_size", "sequences per optimizer step over all ranks"):
+        "train_batch_size batch_size global_batch",
+    Foreign("training.sequence_length"):
+        "seq_length seq_len sequence_len cutoff_len max_seq_length block_size",
     # length of the run
-    "max_steps": Foreign("training.steps"),
-    "train_iters": Foreign("training.steps"),
-    "train_samples": Foreign("training.steps", "samples / global_batch_size"),
-    "num_train_epochs": Foreign("training.epochs"),
-    "num_epochs": Foreign("training.epochs"),
+    Foreign("training.steps"): "max_steps train_iters",
+    Foreign("training.steps", "samples / global_batch_size"): "train_samples",
+    Foreign("training.epochs"): "num_train_epochs num_epochs",
     # optimizer and schedule
-    "lr": _RATE,
-    "weight_decay_rate": Foreign("optimizer.weight_decay"),
-    "optim": Foreign("optimizer.name"),
-    "adam_beta1": _BETAS,
-    "adam_beta2": _BETAS,
-    "adam_epsilon": Foreign("optimizer.eps"),
-    "adam_eps": Foreign("optimizer.eps"),
-    "max_grad_norm": Foreign("optimizer.clip_grad_norm"),
-    "clip_grad": Foreign("optimizer.clip_grad_norm"),
-    "gradient_clipping": Foreign("optimizer.clip_grad_norm"),
-    "lr_scheduler_type": Foreign("schedule.name"),
-    "lr_scheduler": Foreign("schedule.name"),
-    "lr_decay_style": Foreign("schedule.name"),
-    "scheduler": Foreign("schedule.name"),
-    "min_lr": _MIN_RATE,
-    "warmup_ratio": _WARMUP_SHARE,
-    "lr_warmup_fraction": _WARMUP_SHARE,
-    "lr_warmup_iters": Foreign("schedule.warmup_steps"),
-    "warmup_num_steps": Foreign("schedule.warmup_steps"),
-    "lr_wsd_decay_iters": Foreign("schedule.decay_steps"),
+    Foreign("optimizer.learning_rate"): "lr",
+    Foreign("optimizer.weight_decay"): "weight_decay_rate",
+    Foreign("optimizer.name"): "optim",
+    Foreign("optimizer.betas", "both in one list: [beta1, beta2]"): "adam_beta1 adam_beta2",
+    Foreign("optimizer.eps"): "adam_epsilon adam_eps",
+    Foreign("optimizer.clip_grad_norm"): "max_grad_norm clip_grad gradient_clipping",
+    Foreign("schedule.name"): "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
+    Foreign("schedule.min_learning_rate"): "min_lr",
+    Foreign("schedule.warmup_steps", "in steps: the ratio times `training.steps`"):
+        "warmup_ratio lr_warmup_fraction",
+    Foreign("schedule.warmup_steps"): "lr_warmup_iters warmup_num_steps",
+    Foreign("schedule.decay_steps"): "lr_wsd_decay_iters",
     # precision and seed
-    "bf16": _PRECISION,
-    "fp16": _PRECISION,
-    "fp8": _PRECISION,
-    "tf32": _PRECISION,
-    "mixed_precision": _PRECISION,
-    "torch_dtype": _PRECISION,
-    "dtype": _PRECISION,
-    "random_seed": Foreign("training.seed"),
+    Foreign("training.precision", "one of fp32, bf16, fp16, fp8"):
+        "bf16 fp16 fp8 tf32 mixed_precision torch_dtype dtype",
+    Foreign("training.seed"): "random_seed",
     # parallelism
-    "tensor_model_parallel_size": _TENSOR,
-    "tensor_parallel_size": _TENSOR,
-    "tensor_parallel_degree": _TENSOR,
-    "tp": _TENSOR,
-    "tp_size": _TENSOR,
-    "pipeline_model_parallel_size": _PIPELINE,
-    "pipeline_parallel_size": _PIPELINE,
-    "pipeline_parallel_degree": _PIPELINE,
-    "pp": _PIPELINE,
-    "num_layers_per_virtual_pipeline_stage": _VIRTUAL,
-    "virtual_pipeline_model_parallel_size": _VIRTUAL,
-    "context_parallel_size": _CONTEXT,
-    "context_parallel_degree": _CONTEXT,
-    "cp": _CONTEXT,
-    "expert_model_parallel_size": _EXPERT,
-    "expert_parallel_degree": _EXPERT,
-    "ep": _EXPERT,
-    "data_parallel_size": _DERIVED_RANKS,
-    "data_parallel_shard_degree": _DERIVED_RANKS,
-    "dp": _DERIVED_RANKS,
-    "world_size": Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"),
-    "sequence_parallel": Foreign("parallel.sequence"),
-    "use_distributed_optimizer": Foreign(None, "the megatron engine always does; remove it"),
-    "zero_optimization": Foreign("parallel.zero", "stage, offload_optimizer, …"),
-    "zero_stage": _ZERO_STAGE,
-    "deepspeed": _ZERO_CONFIG,
-    "deepspeed_config": _ZERO_CONFIG,
-    "fsdp": Foreign("parallel.engine", "`engine: fsdp`"),
-    "offload_optimizer_device": Foreign("parallel.zero.offload_optimizer"),
-    "offload_param": Foreign("parallel.zero.offload_parameters"),
-    "offload_param_device": Foreign("parallel.zero.offload_parameters"),
-    "cpu_offload": Foreign("parallel.zero.offload_optimizer", "`cpu`"),
-    "gradient_checkpointing": _RECOMPUTE,
-    "activation_checkpoint": _RECOMPUTE,
-    "recompute_granularity": _RECOMPUTE,
-    "num_nodes": Foreign("cluster.nodes"),
-    "nnodes": Foreign("cluster.nodes"),
-    "nproc_per_node": Foreign("cluster.gpus_per_node"),
-    "num_gpus": Foreign("cluster.gpus_per_node"),
+    Foreign("parallel.tensor"):
+        "tensor_model_parallel_size tensor_parallel_size tensor_parallel_degree tp tp_size",
+    Foreign("parallel.pipeline"):
+        "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp",
+    Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
+        "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
+    Foreign("parallel.context"): "context_parallel_size context_parallel_degree cp",
+    Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
+    Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
+        "data_parallel_size data_parallel_shard_degree dp",
+    Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"): "world_size",
+    Foreign("parallel.sequence"): "sequence_parallel",
+    Foreign(None, "the megatron engine always does; remove it"): "use_distributed_optimizer",
+    Foreign("parallel.zero", "stage, offload_optimizer, …"): "zero_optimization",
+    Foreign("parallel.zero.stage"): "zero_stage",
+    Foreign("parallel.zero.config", "name the JSON file there"): "deepspeed deepspeed_config",
+    Foreign("parallel.engine", "`engine: fsdp`"): "fsdp",
+    Foreign("parallel.zero.offload_optimizer"): "offload_optimizer_device",
+    Foreign("parallel.zero.offload_parameters"): "offload_param offload_param_device",
+    Foreign("parallel.zero.offload_optimizer", "`cpu`"): "cpu_offload",
+    Foreign("parallel.recompute", "one of none, selective, full, auto"):
+        "gradient_checkpointing activation_checkpoint recompute_granularity",
+    Foreign("cluster.nodes"): "num_nodes nnodes",
+    Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
     # model and data
-    "model_name_or_path": Foreign("model.hub"),
-    "base_model": Foreign("model.hub"),
-    "model_name": Foreign("model.hub"),
-    "tokenizer_name": _TOKENIZER,
-    "tokenizer_name_or_path": _TOKENIZER,
-    "tokenizer_type": _TOKENIZER,
-    "tokenizer_model": _TOKENIZER,
-    "dataset": _TRAIN_DATA,
-    "datasets": _TRAIN_DATA,
-    "dataset_name": _TRAIN_DATA,
-    "train_file": _TRAIN_DATA,
-    "data_path": _TRAIN_DATA,
-    "validation_file": _VALIDATION_DATA,
-    "val_set_size": Foreign("data.validation_fraction"),
-    "val_size": Foreign("data.validation_fraction"),
+    Foreign("model.hub"): "model_name_or_path base_model model_name",
+    Foreign("data.tokenizer", "a hub id, a local folder or `bytes`"):
+        "tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_model",
+    Foreign("data.train", "a map with `kind: text`, `hf` or `megatron`"):
+        "dataset datasets dataset_name train_file data_path",
+    Foreign("data.validation", "a map with `kind: text`, `hf` or `megatron`"):
+        "validation_file",
+    Foreign("data.validation_fraction"): "val_set_size val_size",
     # what this release does not do
-    "adapter": _ALL_WEIGHTS,
-    "peft": _ALL_WEIGHTS,
-    "use_peft": _ALL_WEIGHTS,
-    "lora": _ALL_WEIGHTS,
-    "lora_r": _ALL_WEIGHTS,
-    "lora_rank": _ALL_WEIGHTS,
-    "lora_alpha": _ALL_WEIGHTS,
-    "lora_dropout": _ALL_WEIGHTS,
-    "target_modules": _ALL_WEIGHTS,
-    "load_in_4bit": _ALL_WEIGHTS,
-    "load_in_8bit": _ALL_WEIGHTS,
-    "quantization": _ALL_WEIGHTS,
-    "chat_template": _TEXT_ONLY,
-    "messages": _TEXT_ONLY,
-    "conversations": _TEXT_ONLY,
-    "objective": _TEXT_ONLY,
-    "sft": _TEXT_ONLY,
-    "dpo": _TEXT_ONLY,
-    "rl": _TEXT_ONLY,
+    Foreign(None, "this release trains all weights, without adapters; remove it"):
+        "adapter peft use_peft lora lora_r lora_rank lora_alpha lora_dropout target_modules "
+        "load_in_4bit load_in_8bit quantization",
+    Foreign(None, "this release trains on text, not on chats; remove it"):
+        "chat_template messages conversations objective sft dpo rl",
     # what is written
-    "eval_steps": _EVERY_EVAL,
-    "eval_interval": _EVERY_EVAL,
-    "eval_iters": Foreign("evaluation.batches"),
-    "save_steps": _EVERY_SAVE,
-    "save_interval": _EVERY_SAVE,
-    "save_total_limit": Foreign("checkpoint.keep"),
-    "resume_from_checkpoint": Foreign("checkpoint.resume", "`auto` or `never`"),
-    "output_dir": _RUN_DIRECTORY,
-    "run_name": _RUN_DIRECTORY,
-    "logging_steps": Foreign("logging.every_steps"),
-    "log_interval": Foreign("logging.every_steps"),
-    "wandb_project": _WANDB,
-    "wandb_entity": Foreign("logging.wandb.entity"),
-    "report_to": Foreign("logging.wandb", "`{project: …}`, or `logging.tensorboard: true`"),
-}
+    Foreign("evaluation.every_steps"): "eval_steps eval_interval",
+    Foreign("evaluation.batches"): "eval_iters",
+    Foreign("checkpoint.every_steps"): "save_steps save_interval",
+    Foreign("checkpoint.keep"): "save_total_limit",
+    Foreign("checkpoint.resume", "`auto` or `never`"): "resume_from_checkpoint",
+    Foreign("name", "it names the run directory, `runs/<name>`"): "output_dir run_name",
+    Foreign("logging.every_steps"): "logging_steps log_interval",
+    Foreign("logging.wandb.project"): "wandb_project",
+    Foreign("logging.wandb.entity"): "wandb_entity",
+    Foreign("logging.wandb", "`{project: …}`, or `logging.tensorboard: true`"): "report_to",
+}  # fmt: skip
+"""Their names by what they are here."""
+
+FOREIGN = {name: one for one, names in _NAMES.items() for name in names.split()}
 
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "training.precision": {

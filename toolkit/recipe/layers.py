@@ -7,13 +7,13 @@ that state it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from os.path import normpath
 from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.yaml_nodes import TOP, WHOLE_FILE, Entry, Mapping, Node, Place, Scalar
+from toolkit.suggest import closest
 
 OVERRIDE_FILE = "--set"
 """Stands for the file in problems of command-line overrides."""
@@ -328,5 +328,5 @@ def _similar_file(path: Path) -> str:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:
         return f"there is no folder {_shown(path.parent)}"
-    close = get_close_matches(path.name, names, 1)
-    return f"did you mean `{_shown(path.parent / close[0])}`?" if close else "check the name"
+    close = closest(path.name, names)
+    return f"did you mean `{_shown(path.parent / close)}`?" if close else "check the name"

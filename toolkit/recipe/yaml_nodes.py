@@ -1,30 +1,21 @@
 """YAML text → a small tree of nodes that know their file and line.
 
-ruamel.yaml only splits the text into events; this module builds the tree itself and
-reads plain scalars by the YAML 1.2 core schema. No constructor ever runs, so a tag
-cannot create an object, and size, depth and aliases are bounded while reading.
+ruamel.yaml composes its own tree, without types; this module bounds its size and depth,
+aliases included, and reads plain scalars by the YAML 1.2 core schema. No constructor
+ever runs, so a tag cannot create an object.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    CollectionStartEvent,
-    DocumentStartEvent,
-    Event,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-)
+from ruamel.yaml.nodes import MappingNode, ScalarNode
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
 
 from toolkit.errors import Problem, RecipeError
 
@@ -55,6 +46,7 @@ _SYNTAX_FIXES = {
     "mapping values are not allowed here": "put a value that contains `: ` in quotes, "
     "and check the indentation",
     "found character '\\t' that cannot start any token": "indent with spaces, not tabs",
+    "but found another document": "keep one document per file",
 }
 
 Value: TypeAlias = bool | int | float | str | None
@@ -155,13 +147,11 @@ def parse(text: str, file: str, *, has_lines: bool = True) -> tuple[Node, list[P
     return builder.document(text), builder.problems
 
 
-class _Anchored(NamedTuple):
-    """A finished node that aliases may repeat."""
+class _NoTypes(VersionedResolver):
+    """Leaves the type of values without a tag open."""
 
-    node: Node
-    nodes: int
-    """How many nodes it has, aliases inside counted in full."""
-    height: int
+    def resolve(self, *_: object) -> Tag:
+        return Tag(suffix="")
 
 
 @dataclass
@@ -169,26 +159,27 @@ class _Builder:
     file: str
     has_lines: bool
     problems: list[Problem] = field(default_factory=list)
-    anchors: dict[str, _Anchored] = field(default_factory=dict)
     nodes: int = 0
+    around: list[Any] = field(default_factory=list)
+    """The collections that the present node is in."""
 
     def document(self, text: str) -> Node:
         if len(text) > MAX_BYTES:
             raise self.fatal("a longer text", f"at most {MAX_BYTES} characters")
-        events = self.events(text)
-        if not any(isinstance(event, DocumentStartEvent) for event in events):
+        root = self.compose(text)
+        if root is None:
             return Scalar(Place(self.file, int(self.has_lines)), None, "")
-        root = self.node(next(events), events, "", 0)
-        for event in events:
-            if isinstance(event, DocumentStartEvent):
-                fix = "keep one document per file"
-                raise self.fatal("a second document (`---`)", "one document", event, fix)
-        return root
+        return self.node(root, "")
 
-    def events(self, text: str) -> Iterator[Event]:
-        """Events of ruamel's parser, its errors turned into ours."""
+    def compose(self, text: str) -> Any:
+        """The tree of ruamel's composer, its errors turned into ours."""
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Resolver = _NoTypes
+        yaml.composer.warn_double_anchors = False
         try:
-            yield from YAML(typ="safe", pure=True).parse(text)
+            return yaml.compose(text)
+        except RecursionError:
+            raise self.fatal("deeper nesting", f"at most {MAX_DEPTH} levels") from None
         except ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             raise self.syntax(f"the character {error.character!r}", line) from None
@@ -202,90 +193,59 @@ class _Builder:
 
     def syntax(self, reason: str, line: int) -> RecipeError:
         fix = _SYNTAX_FIXES.get(reason, "fix the YAML at this line or just above it")
-        return self.stop(reason.removeprefix("found "), "valid YAML", fix, line)
+        found = reason.removeprefix("but ").removeprefix("found ")
+        return self.stop(found, "valid YAML", fix, line)
 
-    def fatal(
-        self,
-        found: str,
-        allowed: str,
-        event: Event | None = None,
-        fix: str = "shorten the recipe",
-    ) -> RecipeError:
-        line = event.start_mark.line + 1 if event is not None else 1
-        return self.stop(found, allowed, fix, line)
+    def fatal(self, found: str, allowed: str, node: Any = None) -> RecipeError:
+        line = node.start_mark.line + 1 if node is not None else 1
+        return self.stop(found, allowed, "shorten the recipe", line)
 
     def stop(self, found: str, allowed: str, fix: str, line: int) -> RecipeError:
         line = line if self.has_lines else 0
         problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
         return RecipeError([*self.problems, problem])
 
-    def place(self, event: Event) -> Place:
-        return Place(self.file, event.start_mark.line + 1 if self.has_lines else 0)
+    def place(self, node: Any) -> Place:
+        return Place(self.file, node.start_mark.line + 1 if self.has_lines else 0)
 
     def report(self, key: str, place: Place, found: str, allowed: str, fix: str) -> None:
         self.problems.append(Problem(key, found, allowed, fix, place.file, place.line))
 
-    def node(self, event: Event, events: Iterator[Event], key: str, depth: int) -> Node:
-        """The node that begins with `event`; `key` is its dotted path."""
-        before = self.nodes
-        self.count(1, event)
-        if depth > MAX_DEPTH:
-            raise self.fatal("deeper nesting", f"at most {MAX_DEPTH} levels", event)
-        if isinstance(event, AliasEvent):
-            return self.alias(event, depth)
-        node: Node
-        if isinstance(event, MappingStartEvent):
-            node = self.mapping(event, events, key, depth)
-        elif isinstance(event, SequenceStartEvent):
-            node = self.sequence(event, events, key, depth)
-        else:
-            assert isinstance(event, ScalarEvent)
-            node = self.scalar(event, key)
-        assert isinstance(event, NodeEvent)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = _Anchored(node, self.nodes - before, _height(node))
-        return node
-
-    def count(self, nodes: int, event: Event) -> None:
-        self.nodes += nodes
+    def node(self, node: Any, key: str) -> Node:
+        """Our node for ruamel's; `key` is its dotted path."""
+        self.nodes += 1
         if self.nodes > MAX_NODES:
-            raise self.fatal(
-                "more values, aliases counted at each use", f"at most {MAX_NODES}", event
-            )
+            found = "more values, aliases counted at each use"
+            raise self.fatal(found, f"at most {MAX_NODES}", node)
+        if len(self.around) > MAX_DEPTH:
+            raise self.fatal("deeper nesting", f"at most {MAX_DEPTH} levels", node)
+        if isinstance(node, ScalarNode):
+            return self.scalar(node, key)
+        if node in self.around:
+            found = f"the alias `*{node.anchor}` inside the value that it stands for"
+            raise self.syntax(found, node.start_mark.line + 1)
+        self.around.append(node)
+        is_map = isinstance(node, MappingNode)
+        self.check_tag(node, key, "map" if is_map else "seq")
+        built = self.mapping(node, key) if is_map else self.sequence(node, key)
+        self.around.pop()
+        return built
 
-    def alias(self, event: AliasEvent, depth: int) -> Node:
-        anchored = self.anchors.get(event.anchor)
-        if anchored is None:
-            raise self.syntax(
-                f"the alias `*{event.anchor}` without an earlier, finished `&{event.anchor}`",
-                event.start_mark.line + 1,
-            )
-        self.count(anchored.nodes, event)
-        if depth + anchored.height > MAX_DEPTH:
-            raise self.fatal("deeper nesting", f"at most {MAX_DEPTH} levels", event)
-        return anchored.node
-
-    def mapping(
-        self, start: MappingStartEvent, events: Iterator[Event], key: str, depth: int
-    ) -> Mapping:
-        self.check_tag(start, key, "map")
+    def mapping(self, node: Any, key: str) -> Mapping:
         entries: dict[str, Entry] = {}
-        for event in events:
-            if not isinstance(event, NodeEvent):
-                break
-            place = self.place(event)
-            name_node = self.node(event, events, key, depth + 1)
-            name = self.key_name(name_node, key, place)
+        for name_node, value in node.value:
+            place = self.place(name_node)
+            name = self.key_name(self.node(name_node, key), key, place)
             path = f"{key}.{name}" if key else name
-            node = self.node(next(events), events, path, depth + 1)
+            entry = Entry(place, self.node(value, path))
             if name in entries:
                 first = entries[name].place.line
                 before = f"already stated on line {first}" if first else "stated twice"
                 found = f"the key again, {before}"
                 self.report(path, place, found, "each key once", "remove one of the two")
             elif name:
-                entries[name] = Entry(place, node)
-        return Mapping(self.place(start), entries)
+                entries[name] = entry
+        return Mapping(self.place(node), entries)
 
     def key_name(self, node: Node, parent: str, place: Place) -> str:
         """The key's text; empty, with a problem reported, when it cannot be a key."""
@@ -304,36 +264,28 @@ class _Builder:
             return ""
         return node.value
 
-    def sequence(
-        self, start: SequenceStartEvent, events: Iterator[Event], key: str, depth: int
-    ) -> Sequence:
-        self.check_tag(start, key, "seq")
-        items: list[Node] = []
-        for event in events:
-            if isinstance(event, SequenceEndEvent):
-                break
-            items.append(self.node(event, events, f"{key}[{len(items)}]", depth + 1))
-        return Sequence(self.place(start), tuple(items))
+    def sequence(self, node: Any, key: str) -> Sequence:
+        items = (self.node(item, f"{key}[{index}]") for index, item in enumerate(node.value))
+        return Sequence(self.place(node), tuple(items))
 
-    def scalar(self, event: ScalarEvent, key: str) -> Scalar:
-        place, text = self.place(event), str(event.value)
-        quoted = event.style is not None
+    def scalar(self, node: Any, key: str) -> Scalar:
+        place, text = self.place(node), str(node.value)
+        quoted = node.style is not None
         if found := _UNSTORABLE.search(text):
             fix = "remove the character"
             self.report(key or TOP, place, f"the character {found[0]!r}", "text", fix)
             return Scalar(place, "", "", quoted)
-        tag = _tag(event)
         try:
-            value: Value = text if quoted or tag == "!" else resolve_plain(text)
-            return Scalar(place, self.cast(event, key, value, text), text, quoted)
+            value: Value = text if quoted else resolve_plain(text)
+            return Scalar(place, self.cast(node, key, value, text), text, quoted)
         except NumberError as error:
             self.report(key or TOP, place, text, str(error), "write another number")
             return Scalar(place, None, text, quoted)
 
-    def cast(self, event: ScalarEvent, key: str, value: Value, text: str) -> Value:
+    def cast(self, node: Any, key: str, value: Value, text: str) -> Value:
         """Apply an explicit core tag (`!!str 5`); report any other tag."""
-        tag = _tag(event).removeprefix(_TAG)
-        if tag in ("", "!"):
+        tag = node.tag.removeprefix(_TAG)
+        if not tag:
             return value
         if tag == "str":
             return text
@@ -342,29 +294,14 @@ class _Builder:
             return float(read)
         if type(read) is _CORE_TYPES.get(tag):
             return read
-        self.bad_tag(event, key)
+        self.bad_tag(node, key)
         return value
 
-    def check_tag(self, event: CollectionStartEvent, key: str, allowed: str) -> None:
-        if _tag(event).removeprefix(_TAG) not in ("", "!", allowed):
-            self.bad_tag(event, key)
+    def check_tag(self, node: Any, key: str, allowed: str) -> None:
+        if node.tag.removeprefix(_TAG) not in ("", allowed):
+            self.bad_tag(node, key)
 
-    def bad_tag(self, event: NodeEvent, key: str) -> None:
-        shown = _tag(event).replace(_TAG, "!!")
+    def bad_tag(self, node: Any, key: str) -> None:
+        shown = node.tag.replace(_TAG, "!!")
         fix = "remove the tag: a recipe holds plain values only"
-        self.report(key or TOP, self.place(event), f"the tag `{shown}`", "no tags", fix)
-
-
-def _tag(event: Any) -> str:
-    return str(event.tag or "")
-
-
-def _height(node: Node) -> int:
-    if isinstance(node, Scalar):
-        return 0
-    children: Iterable[Node] = (
-        node.items
-        if isinstance(node, Sequence)
-        else (entry.node for entry in node.entries.values())
-    )
-    return 1 + max(map(_height, children), default=0)
+        self.report(key or TOP, self.place(node), f"the tag `{shown}`", "no tags", fix)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from toolkit.launchers.base import Job, LaunchSpec
 from toolkit.launchers.local import LocalLauncher
@@ -72,14 +71,9 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._at_exit.close()
-        if error_type is None:
+        if error[0] is None:
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:

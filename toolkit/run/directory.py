@@ -34,100 +34,60 @@ MAY_CHANGE = (
 Any other would make it a different run: other weights, data or losses."""
 
 
+class _Inside:
+    """A file or folder of the run directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, run: "RunDirectory", owner: object = None) -> Path:
+        return run.path.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Typed paths of a run directory; `create` fills it, workers only read it."""
 
     path: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe, every default written out."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that was made once, for every rank and restart."""
-        return self.path / "plan.json"
+    recipe = _Inside("recipe.yaml")
+    """The resolved recipe, every default written out."""
+    plan = _Inside("plan.json")
+    """The plan that was made once, for every rank and restart."""
+    command = _Inside("command.txt")
+    """The command of each start, quoted for a shell, one per line."""
+    lock = _Inside("lock")
+    """Locked by rank 0 while the run goes on; says who that is."""
+    stop = _Inside("stop")
+    """When this file appears, all ranks save and stop, as after SIGTERM."""
+    environment = _Inside("environment.json")
+    """Versions of what the last start ran with."""
+    metrics = _Inside("metrics.jsonl")
+    """One JSON object per logged step."""
+    events = _Inside("events.jsonl")
+    """One JSON object per event."""
+    logs = _Inside("logs")
+    """Folder of the log files."""
+    samples = _Inside("samples")
+    """Folder of the sample logs."""
+    wandb = _Inside("wandb")
+    """Folder that W&B writes."""
+    wandb_state = _Inside("wandb.json")
+    """W&B run id and what was posted; outside `wandb/`, so it survives its removal."""
+    tensorboard = _Inside("tensorboard")
+    """Folder of TensorBoard event files."""
+    heartbeats = _Inside("heartbeats")
+    """Folder in which every rank says that it lives, and what it does."""
+    checkpoints = _Inside("checkpoints")
+    """Folder of the checkpoints."""
+    export = _Inside("export")
+    """The exported Hugging Face model."""
+    handed_over = _Inside("launch", "recipe.yaml")
+    """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
 
     def engine_config(self, engine: str) -> Path:
         """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"
-
-    @property
-    def command(self) -> Path:
-        """The command of each start, quoted for a shell, one per line."""
-        return self.path / "command.txt"
-
-    @property
-    def lock(self) -> Path:
-        """Locked by rank 0 while the run goes on; says who that is."""
-        return self.path / "lock"
-
-    @property
-    def stop(self) -> Path:
-        """When this file appears, all ranks save and stop, as after SIGTERM."""
-        return self.path / "stop"
-
-    @property
-    def environment(self) -> Path:
-        """Versions of what the last start ran with."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One JSON object per event."""
-        return self.path / "events.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the log files."""
-        return self.path / "logs"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of the sample logs."""
-        return self.path / "samples"
-
-    @property
-    def wandb(self) -> Path:
-        """Folder that W&B writes."""
-        return self.path / "wandb"
-
-    @property
-    def wandb_state(self) -> Path:
-        """W&B run id and what was posted; outside `wandb/`, so it survives its removal."""
-        return self.path / "wandb.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def heartbeats(self) -> Path:
-        """Folder in which every rank says that it lives, and what it does."""
-        return self.path / "heartbeats"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """The exported Hugging Face model."""
-        return self.path / "export"
-
-    @property
-    def handed_over(self) -> Path:
-        """The recipe that `dmt launch` leaves for ranks that plan it themselves."""
-        return self.path / "launch" / "recipe.yaml"
 
     def rank_log(self, rank: int) -> Path:
         """Log file of one rank."""

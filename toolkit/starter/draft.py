@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from toolkit.plan.planner import ShapeUnknown, model_config, placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.suggest import did_you_mean
 
 Task = Literal["pretrain", "finetune"]
 
@@ -130,10 +130,8 @@ def _config(model: str, source: str) -> Mapping[str, Any]:
         return model_config(ModelSection(hub=source))
     except ShapeUnknown as error:
         sizes = shipped_sizes()
-        close = get_close_matches(model, sizes, 1)
-        fix = f"did you mean `{close[0]}`?" if close else (
-            "go online, download its config.json into a folder, or start from a shipped size"
-        )  # fmt: skip
+        go = "go online, download its config.json into a folder, or start from a shipped size"
+        fix = did_you_mean(model, sizes, go)
         raise PlanError(
             f"MODEL: {model!r} is no shipped size ({', '.join(sizes)}), no local folder, and "
             "not on the hub or in its cache",

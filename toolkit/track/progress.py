@@ -1,7 +1,5 @@
 """What a user sees of a running training: a bar on a terminal, else a line per logged step."""
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -56,12 +54,7 @@ class ProgressReport:
             self._console.show_cursor(True)  # a rank that is killed cannot give it back
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -51,12 +51,7 @@ class WandbFollower:
         if section.mode == "disabled":
             return cls(None, events)
         settings = FollowerSettings(
-            project=section.project,
-            entity=section.entity,
-            mode=section.mode,
-            tags=section.tags,
-            run_name=run_name,
-            trainer_pid=os.getpid(),
+            **section.model_dump(), run_name=run_name, trainer_pid=os.getpid()
         )
         # Written here so that the first checkpoint knows the run's id.
         PostedState.load(run_dir.wandb_state).save(run_dir.wandb_state)

@@ -2,8 +2,8 @@
 
 import signal
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from toolkit.handlers import handling
 
@@ -47,13 +47,8 @@ class StopRequest:
         self._handlers.__enter__()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._handlers.__exit__(error_type, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._handlers.__exit__(*error)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from toolkit.errors import EXIT_FAILED
@@ -166,12 +165,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._left.set()
         for thread in self._threads:
             thread.join(_TELLING_S)  # One may wait for a disk that is gone.

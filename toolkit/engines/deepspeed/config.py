@@ -6,7 +6,6 @@ them otherwise, nobody can know which of the two is meant, so it is refused.
 """
 
 import copy
-import difflib
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement
 from toolkit.recipe.schema import OptimizerSection
+from toolkit.suggest import did_you_mean
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -152,14 +152,13 @@ def open_config(config: str) -> JsonFile:
         return read_json(preset_path(config))
     if "." in config or "/" in config:
         return read_json(Path(config))
-    near = difflib.get_close_matches(config, PRESETS, 1)
     raise RecipeError(
         [
             Problem(
                 "parallel.zero.config",
                 config,
                 f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own",
-                f"did you mean `{near[0]}`?" if near else "",
+                did_you_mean(config, PRESETS),
             )
         ]
     )
@@ -261,9 +260,8 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
             allowed = f"{', '.join(sorted(known))} in {block}"
         for name in value:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
                 key = f"{block}.{name}" if block else name
-                fix = f"did you mean `{near[0]}`?" if near else "delete it"
+                fix = did_you_mean(name, known, "delete it")
                 yield file.problem(key, value[name], allowed, fix)
 
 

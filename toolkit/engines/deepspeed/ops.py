@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
 from toolkit.errors import BackendUnavailable
 from toolkit.handlers import handling
 
@@ -264,34 +266,20 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
 def _is_held(lock: Path) -> bool:
     """Whether a live build holds the lock: torch keeps the file open while it builds.
 
-    Where the lock is another user's, or there is no /proc, its age decides.
+    Where the lock is another user's, its age decides.
     """
-    processes = Path("/proc")
     try:
         status = lock.stat()
     except FileNotFoundError:
         return False
-    if status.st_uid != os.getuid() or not (processes / "self" / "fd").is_dir():
+    if status.st_uid != os.getuid():
         return time.time() - status.st_mtime < OLD_LOCK_S
+    path = str(lock.resolve())
     return any(
-        (status.st_dev, status.st_ino) in _open_files(process)
-        for process in processes.iterdir()
-        if process.name.isdigit()
+        file.path == path
+        for process in psutil.process_iter(["open_files"])
+        for file in process.info["open_files"] or ()  # None: another user's process
     )
-
-
-def _open_files(process: Path) -> Iterator[tuple[int, int]]:
-    """Device and inode of every file that a process has open; nothing if it is gone."""
-    try:
-        descriptors = list((process / "fd").iterdir())
-    except OSError:  # another user's, or already gone
-        return
-    for descriptor in descriptors:
-        try:
-            status = descriptor.stat()
-        except OSError:
-            continue
-        yield status.st_dev, status.st_ino
 
 
 def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> None:
@@ -349,26 +337,14 @@ def _end_session(leader: "subprocess.Popen[bytes]") -> None:
     """End a build with all its compilers.
 
     ninja gives each compiler a process group of its own, and ends them when it gets
-    SIGTERM; whatever is still in the session after a while is killed.
+    SIGTERM; what is left after a while is killed.
     """
+    below = psutil.Process(leader.pid).children(recursive=True)
     os.killpg(leader.pid, signal.SIGTERM)
     leader.wait()
-    deadline = time.monotonic() + _GRACE_S
-    while _session_members(leader.pid) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    for member in _session_members(leader.pid):
-        with suppress(ProcessLookupError):
-            os.kill(member, signal.SIGKILL)
-
-
-def _session_members(session: int) -> list[int]:
-    """Ids of the living processes of a session."""
-    members = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError):
-            if os.getsid(int(process.name)) == session:
-                members.append(int(process.name))
-    return members
+    for process in psutil.wait_procs(below, _GRACE_S)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @contextmanager

@@ -100,8 +100,6 @@ _OPTIMIZER_VALUES = {
     "clip_grad": "--clip-grad",
     "initial_loss_scale": "--initial-loss-scale",
 }
-_OPTIMIZER_OTHERS = frozenset(("bf16", "fp16", "params_dtype", "use_distributed_optimizer"))
-"""The same as in the sections transformer and ddp."""
 
 _DDP_SWITCHES = {
     "grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),

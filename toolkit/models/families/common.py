@@ -5,7 +5,7 @@ from typing import Any
 
 from toolkit.models.families.base import Settings
 from toolkit.models.families.shape import sliding_layers
-from toolkit.models.families.tensors import Heads
+from toolkit.models.families.tensors import Heads, TensorMap, by_rows, whole
 from toolkit.models.spec import ModelSpec
 
 HF_ACTIVATIONS: Mapping[str, str] = {
@@ -99,6 +99,24 @@ def rope_of(settings: Settings) -> Mapping[str, Any]:
     """The map of rotary settings, under its old or its new name; empty when not stated."""
     stated: Mapping[str, Any] = settings["rope_parameters"] or settings["rope_scaling"] or {}
     return stated
+
+
+def outer_tensors(
+    spec: ModelSpec, embedding: str, norm: str, positions: str = ""
+) -> list[TensorMap]:
+    """Embeddings, final norm and, where it is not tied, the output projection."""
+    hidden, vocab = spec.hidden, spec.vocab
+    words = "embedding.word_embeddings.weight"
+    tensors = [by_rows(words, f"{embedding}.weight", vocab, hidden, padded=True)]
+    if positions:
+        name = "embedding.position_embeddings.weight"
+        tensors.append(whole(name, f"{positions}.weight", spec.max_positions, hidden))
+    for part in ("weight", "bias") if spec.layer_norm else ("weight",):
+        tensors.append(whole(f"decoder.final_layernorm.{part}", f"{norm}.{part}", hidden))
+    if not spec.tied_embeddings:
+        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
+        tensors.append(head)
+    return tensors
 
 
 def _rope_type(settings: Settings) -> str:

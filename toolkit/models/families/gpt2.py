@@ -68,23 +68,9 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     if not settings["scale_attn_weights"]:
         transformer["softmax_scale"] = 1.0
     gpt = common.gpt(spec) | {"position_embedding_type": "learned_absolute"}
-    return MegatronModel(transformer, gpt, (*_outer_tensors(spec), *_layer_tensors(spec)))
-
-
-def _outer_tensors(spec: ModelSpec) -> list[TensorMap]:
-    hidden = spec.hidden
-    tensors = [
-        by_rows("embedding.word_embeddings.weight", "transformer.wte.weight", spec.vocab,
-                hidden, padded=True),
-        whole("embedding.position_embeddings.weight", "transformer.wpe.weight",
-              spec.max_positions, hidden),
-        whole("decoder.final_layernorm.weight", "transformer.ln_f.weight", hidden),
-        whole("decoder.final_layernorm.bias", "transformer.ln_f.bias", hidden),
-    ]  # fmt: skip
-    if not spec.tied_embeddings:
-        head = by_rows("output_layer.weight", "lm_head.weight", spec.vocab, hidden, padded=True)
-        tensors.append(head)
-    return tensors
+    names = "transformer.wte", "transformer.ln_f", "transformer.wpe"
+    outer = common.outer_tensors(spec, *names)
+    return MegatronModel(transformer, gpt, (*outer, *_layer_tensors(spec)))
 
 
 def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:

@@ -60,28 +60,14 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
         "attention_dropout": common.dropout(settings, "attention_dropout"),
         "hidden_dropout": common.dropout(settings, "hidden_dropout"),
     }
+    outer = common.outer_tensors(spec, "gpt_neox.embed_in", "gpt_neox.final_layer_norm")
     theta, share = settings["rotary_emb_base"], settings["rotary_pct"]
     return MegatronModel(
         transformer,
         common.gpt(spec) | common.rotary(settings, theta=theta, share=share),
-        (*_outer_tensors(spec), *_layer_tensors(spec)),
+        (*outer, *_layer_tensors(spec)),
         parallel_residual=settings["use_parallel_residual"],
     )
-
-
-def _outer_tensors(spec: ModelSpec) -> list[TensorMap]:
-    hidden, vocab = spec.hidden, spec.vocab
-    final = "gpt_neox.final_layer_norm"
-    tensors = [
-        by_rows("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight", vocab, hidden,
-                padded=True),
-        whole("decoder.final_layernorm.weight", f"{final}.weight", hidden),
-        whole("decoder.final_layernorm.bias", f"{final}.bias", hidden),
-    ]  # fmt: skip
-    if not spec.tied_embeddings:
-        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
-        tensors.append(head)
-    return tensors
 
 
 def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:

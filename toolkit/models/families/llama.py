@@ -24,7 +24,6 @@ from toolkit.models.families.base import Family, MegatronModel, Settings
 from toolkit.models.families.tensors import (
     TensorMap,
     by_columns,
-    by_rows,
     fused_qkv,
     gated,
     whole,
@@ -107,17 +106,8 @@ def mlp_tensors(spec: ModelSpec) -> list[TensorMap]:
 
 
 def outer_tensors(spec: ModelSpec) -> list[TensorMap]:
-    """Embedding, final norm and, where it is not tied, the output projection."""
-    hidden, vocab = spec.hidden, spec.vocab
-    tensors = [
-        by_rows("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab,
-                hidden, padded=True),
-        whole("decoder.final_layernorm.weight", "model.norm.weight", hidden),
-    ]  # fmt: skip
-    if not spec.tied_embeddings:
-        head = by_rows("output_layer.weight", "lm_head.weight", vocab, hidden, padded=True)
-        tensors.append(head)
-    return tensors
+    """Embedding, final norm and output projection."""
+    return common.outer_tensors(spec, "model.embed_tokens", "model.norm")
 
 
 def decoder_tensors(spec: ModelSpec) -> tuple[TensorMap, ...]:

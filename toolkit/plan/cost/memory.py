@@ -164,11 +164,6 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     return max(share.parameters for share in shares) * compute_bytes(workload) / GIB
 
 
-def states_peak_gib(workload: Workload, layout: Layout) -> float:
-    """The most that model states ever take: in training, or while the model is built."""
-    return max(model_states_gib(workload, layout), building_gib(workload, layout))
-
-
 class StateBytes(NamedTuple):
     """Bytes per parameter before ZeRO."""
 
