@@ -210,8 +210,11 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how large, how precise. Exactly one of steps, tokens and epochs."""
+    """What, how long, how large, how precise. Exactly one of steps, tokens and epochs."""
 
+    objective: NonEmpty = "pretrain"
+    """What is minimised. `pretrain`: the mean cross entropy over the unmasked tokens of the
+    global batch. Other packages add objectives by entry points (docs/architecture.md)."""
     steps: Positive | None = None
     """Optimizer steps."""
     tokens: TokenCount | None = None
