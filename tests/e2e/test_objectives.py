@@ -33,7 +33,17 @@ def test_check_and_plan_know_it(project: Project, installed: dict[str, str]) -> 
         assert ended.code == 0, ended.err
     unknown = run(dmt("check", project.recipe, *settings(TOY)), project.folder)
     assert unknown.code == 2, "without the package"
-    assert "training.objective: found toy; allowed: one of pretrain; fix:" in unknown.err
+    assert "allowed  pretrain\n      fix      install the package" in unknown.err
+
+
+def test_megatron_lm_is_not_given_another_objective(
+    project: Project, installed: dict[str, str]
+) -> None:
+    changes = {**TOY, "parallel.engine": "megatron"}
+    argv = dmt("render", project.recipe, "--to", "megatron-lm", *settings(changes))
+    ended = run(argv, project.folder, installed)
+    assert ended.code == 2
+    assert "training.objective" in ended.err and "pretrain_gpt.py" in ended.err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""An objective of another package: the summed cross entropy of a sequence, averaged over them."""
+"""An objective of another package: the summed cross entropy of a sequence, averaged."""
 
 from torch import Tensor
 

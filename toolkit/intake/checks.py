@@ -62,7 +62,7 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
     name, known = recipe.training.objective, OBJECTIVES.names
     if name not in known:
         fix = similar(name, known) or "install the package that adds it"
-        yield Problem("training.objective", name, f"one of {', '.join(known)}", fix)
+        yield Problem("training.objective", name, ", ".join(known), fix)
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
