@@ -14,11 +14,9 @@ from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
-from toolkit.objectives import OBJECTIVES
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import Job
-from toolkit.recipe.explain import similar
 from toolkit.recipe.schema import Recipe
 
 
@@ -56,13 +54,6 @@ def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
         found = f"both {stated[0]} and {extra}"
         fix = f"remove one (`{extra}: null` where it comes from `extends`)"
         yield Problem(f"training.{extra}", found, allowed, fix)
-
-
-def _objective(recipe: Recipe) -> Iterator[Problem]:
-    name, known = recipe.training.objective, OBJECTIVES.names
-    if name not in known:
-        fix = similar(name, known) or "install the package that adds it"
-        yield Problem("training.objective", name, ", ".join(known), fix)
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
@@ -283,7 +274,6 @@ _SPREAD = (
 
 RULES: tuple[Rule, ...] = (
     Rule(_LENGTH, _length_of_run),
-    Rule(("training.objective",), _objective),
     Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),

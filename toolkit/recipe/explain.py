@@ -208,7 +208,7 @@ def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
     key = f"{dotted(path)}.kind"
     found = describe_node(node) if node else "nothing"
     value = node.value if isinstance(node, Scalar) else None
-    fix = similar(value, kinds) or f"add `kind: {kinds[0]}`"
+    fix = _similar(value, kinds) or f"add `kind: {kinds[0]}`"
     place = place_of([*path, "kind"], root)
     problem = _problem(key, place, found, f"one of {', '.join(kinds)}", fix)
     return Explained(problem, frozenset((dotted(path),)))
@@ -318,7 +318,7 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
         return f"put it in brackets: [{describe_node(node)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
         return f"write {slug}"
-    return similar(text, choices(annotation))
+    return _similar(text, choices(annotation))
 
 
 def _takes_list(annotation: Any) -> bool:
@@ -357,8 +357,7 @@ def _nearest(value: float, annotation: Any, metadata: Sequence[Any]) -> str:
     return ""
 
 
-def similar(value: object, words: Iterable[str]) -> str:
-    """ "Did you mean" the word that is closest to a value; empty where none is."""
+def _similar(value: object, words: Iterable[str]) -> str:
     close = _closest(value, words)
     return f"did you mean {close}?" if close else ""
 
