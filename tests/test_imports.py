@@ -17,7 +17,7 @@ HEAVY = {
 }  # fmt: skip
 LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
-    "toolkit.intake", "toolkit.models.spec", "toolkit.models.families",
+    "toolkit.intake", "toolkit.objectives", "toolkit.models.spec", "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launchers",
     "toolkit.cli.main", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.conflicts", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
@@ -32,6 +32,7 @@ LAYERS = (
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
      "toolkit.untrusted", "toolkit.registry", "toolkit.backend",
      "toolkit.suggest", "toolkit.batch", "toolkit.layout"),
+    ("toolkit.objectives",),
     ("toolkit.recipe",),
     ("toolkit.hardware",),
     ("toolkit.models",),

@@ -1,6 +1,7 @@
-"""What one forward pass is fed: the word that data, models and engines share."""
+"""What one forward pass is fed: the word that data, objectives, models and engines share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,18 @@ class MicroBatch:
     labels: "torch.Tensor"
     """int64 [micro_batch, sequence], already shifted: `labels[:, t]` is the token that
     follows `input_ids[:, t]`, or `IGNORE_INDEX` where no loss is taken."""
+    loss_weights: "torch.Tensor | None" = None
+    """float32 [micro_batch, sequence], not negative: how much the loss of a label counts. None:
+    1 for every label. A label that is `IGNORE_INDEX` counts nothing, whatever its weight."""
+    positions: "torch.Tensor | None" = None
+    """int64 [micro_batch, sequence], each below the sequence length: the positions that the
+    model sees, restarting at 0 with each document. None: 0, 1, 2, … in every row. Attention
+    does not depend on them; `segments` isolate documents."""
+    segments: "torch.Tensor | None" = None
+    """int32 [micro_batch, sequence]: the document of each token, which attends to no other.
+    None: a row is one document. No engine implements this yet; all of them refuse it."""
+    extra: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
+    """What else the objective reads, by name (`Objective.reads`)."""
     samples: tuple[int, ...] = ()
     """Which samples of the training data the rows are; for the sample log only."""
 
@@ -26,3 +39,19 @@ class MicroBatch:
     def tokens(self) -> int:
         """Unmasked tokens: those whose loss counts. Waits for a batch on a GPU."""
         return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: "torch.device") -> "MicroBatch":
+        """The batch with all its tensors on `device`."""
+
+        def moved(tensor: "torch.Tensor | None") -> "torch.Tensor | None":
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            loss_weights=moved(self.loss_weights),
+            positions=moved(self.positions),
+            segments=moved(self.segments),
+            extra={name: t.to(device, non_blocking=True) for name, t in self.extra.items()},
+        )

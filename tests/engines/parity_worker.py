@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +25,8 @@ from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
+from toolkit.objectives.base import LossTerms
+from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
@@ -68,6 +70,8 @@ class Case:
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
     export_to: str | None = None
     """Folder: export there, and measure the validation loss of the export as well."""
+    weighted: bool = False
+    """Batches with loss weights and positions, and an objective with a metric."""
 
     @property
     def name(self) -> str:
@@ -75,6 +79,7 @@ class Case:
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
         resumed = ["resumed"] if self.resume_in else []
+        resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
 
@@ -121,11 +126,69 @@ def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tokens[:, :-1], labels
 
 
-def reference(
-    *, wide: bool = False, family: dict[str, Any] | None = None
-) -> dict[str, list[float]]:
-    """A plain single-process transformers loop over whole global batches."""
-    wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {}), world=1)
+def weighted_fields(step: int) -> dict[str, torch.Tensor]:
+    """Very uneven loss weights, a quarter of them 0; positions that restart in each row."""
+    generator = torch.Generator().manual_seed(step)
+    shape = GLOBAL_BATCH, LENGTH
+    weights = torch.rand(shape, generator=generator) * torch.linspace(3, 0.1, LENGTH)
+    weights[torch.rand(shape, generator=generator) < 0.25] = 0.0
+    restart = torch.randint(1, LENGTH, (GLOBAL_BATCH, 1), generator=generator)
+    here = torch.arange(LENGTH)
+    return {
+        "loss_weights": weights,
+        "positions": torch.where(here < restart, here, here - restart),
+    }
+
+
+class Watched(Pretrain):
+    """The objective of weighted cases: names a metric, the mean probability of the labels."""
+
+    metrics = ("probability",)
+
+    def loss(self, log_probs: torch.Tensor, batch: MicroBatch) -> LossTerms:
+        trained = batch.labels != IGNORE_INDEX
+        probability = (log_probs.exp() * trained).sum()
+        return LossTerms(super().loss(log_probs, batch).loss, {"probability": probability})
+
+
+def weighted_reference(steps: int, family: dict[str, Any]) -> dict[str, list[float]]:
+    """As `reference`, with `weighted_fields`; at the end, the validation loss."""
+    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
+    losses, norms, probabilities = [], [], []
+    for step, (inputs, labels) in enumerate(global_batches(steps)):
+        loss, probability = weighted_loss(model, step, inputs, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(clipped(model))
+        optimizer.step()
+        losses.append(loss.item())
+        probabilities.append(probability.item())
+    with torch.no_grad():
+        validation, _ = weighted_loss(model, 0, *next(global_batches(1)))
+    return {
+        "loss": losses, "grad_norm": norms, "probability": probabilities,
+        "validation": [validation.item()],
+    }  # fmt: skip
+
+
+def weighted_loss(
+    model: torch.nn.Module, step: int, inputs: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted mean cross entropy and the labels' probability over the weights' sum."""
+    fields = weighted_fields(step)
+    # A mask, or transformers isolates what it takes for documents.
+    logits = model(
+        inputs, position_ids=fields["positions"], attention_mask=torch.ones_like(inputs)
+    ).logits
+    kept = labels != IGNORE_INDEX
+    chosen = logits.log_softmax(-1)[kept].gather(1, labels[kept][:, None])[:, 0]
+    weights = fields["loss_weights"][kept]
+    return -(chosen * weights).sum() / weights.sum(), chosen.exp().sum() / weights.sum()
+
+
+def reference_model(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """transformers' model and torch's AdamW, by themselves."""
+    wanted = recipe(case, world=1)
     config = hf.build_config(wanted.model)
     model = hf.empty_model(config, torch.device("cpu"))
     hf.fill(model, hf.weight_source(wanted.model, config, SEED))
@@ -135,29 +198,49 @@ def reference(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
     )  # fmt: skip
+    return model, optimizer
+
+
+def clipped(model: torch.nn.Module) -> float:
+    """The gradient norm; afterwards it is at most 1."""
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    norm = gradient.double().norm().item()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norm))
+    return norm
+
+
+def reference(
+    *, wide: bool = False, family: dict[str, Any] | None = None
+) -> dict[str, list[float]]:
+    """A plain single-process transformers loop over whole global batches."""
+    case = Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {})
+    model, optimizer = reference_model(case)
     losses, norms = [], []
     for inputs, labels in global_batches(STEPS):
         logits = model(inputs).logits
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        norms.append(gradient.double().norm().item())
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norms[-1]))
+        norms.append(clipped(model))
         optimizer.step()
         losses.append(loss.item())
     return {"loss": losses, "grad_norm": norms}
 
 
 def micro_batches(
-    inputs: torch.Tensor, labels: torch.Tensor, ranks: Ranks, layout: Layout
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    ranks: Ranks,
+    layout: Layout,
+    **fields: torch.Tensor,
 ) -> list[MicroBatch]:
-    """This rank's share of a global batch, in micro batches."""
+    """This rank's share of a global batch, in micro batches; `fields` are further ones."""
     share = GLOBAL_BATCH // layout.dp
     first = layout.data_rank(ranks.rank) * share
     mine, size = slice(first, first + share), layout.micro_batch
-    pairs = zip(inputs[mine].split(size), labels[mine].split(size), strict=True)
-    return [MicroBatch(*pair) for pair in pairs]
+    fields = {"input_ids": inputs, "labels": labels, **fields}
+    parts = zip(*(field[mine].split(size) for field in fields.values()), strict=True)
+    return [MicroBatch(**dict(zip(fields, part, strict=True))) for part in parts]
 
 
 def unmasked(labels: torch.Tensor) -> int:
@@ -177,6 +260,8 @@ def new_engine(
         weights = SavedWeights(saved, hf.parameter_shapes(config))
     rendered = plan.backend.render(wanted, plan.layout)
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
+    if case.weighted:
+        setup = replace(setup, objective=Watched())
     return build_engine(plan.engine, setup), plan.layout
 
 
@@ -189,12 +274,17 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
             folder = Path(case.resume_in) / case.name
             folder.mkdir(parents=True, exist_ok=True)
             engine, layout = save_and_load(case, ranks, engine, folder)
-        batches = micro_batches(inputs, labels, ranks, layout)
+        fields = weighted_fields(step) if case.weighted else {}
+        batches = micro_batches(inputs, labels, ranks, layout, **fields)
+        count: float = unmasked(labels)
+        if case.weighted:
+            count = fields["loss_weights"][labels != IGNORE_INDEX].sum().item()
         torch.manual_seed(step)  # as the training loop does, for dropout
-        results.append(engine.train_step(batches, unmasked(labels), 1e-3))
+        results.append(engine.train_step(batches, count, 1e-3))
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
-    validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
+    fields = weighted_fields(0) if case.weighted else {}
+    validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout, **fields))
     exported = None
     if case.export_to is not None:
         exported = exported_loss(case, ranks, engine, inputs, labels)
@@ -203,8 +293,8 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
         "exported": exported,
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
-        "tokens": [result.tokens for result in results],
         "validation": validation.loss,
+        "metrics": [dict(result.metrics) for result in results],
     }
 
 

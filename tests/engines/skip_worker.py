@@ -98,7 +98,6 @@ def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
     return {
         "skipped": skipped,
         "scalers": [spoiled_scaler, dropped_scaler],
-        "tokens": [r.tokens for r in spoiled if r is not None],
         "spoiled": [[r.loss, r.grad_norm] for r in spoiled if r is not None and not r.skipped],
         "dropped": [[r.loss, r.grad_norm] for r in dropped if r is not None],
     }

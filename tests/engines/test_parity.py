@@ -4,14 +4,15 @@ Masks are uneven across ranks and micro batches, so any mean of means would diff
 first digits.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.cases import OFFLOAD_TOLERANCE, TOLERANCE, run
-from tests.engines.parity_worker import GLOBAL_BATCH, Case, reference
+from tests.engines.cases import LAYERS, OFFLOAD_TOLERANCE, TOLERANCE, megatron, run, zero
+from tests.engines.parity_worker import GLOBAL_BATCH, Case, reference, weighted_reference
 
 SPLITS = (4, 2, 1)
 SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
@@ -33,6 +34,21 @@ OFFLOADED = [
     Case("deepspeed", 2, stage=1, offload="cpu"),
     Case("deepspeed", 2, stage=2, offload="cpu"),
     *(Case("deepspeed", micro, stage=3, offload="cpu") for micro in SPLITS),
+]
+WEIGHTED = [
+    replace(case, steps=10, family=LAYERS, weighted=True)
+    for case in (
+        Case("ddp", 2),
+        Case("deepspeed", 2, stage=2),
+        megatron(tensor=2),
+        Case("deepspeed", 4, stage=0),
+        Case("deepspeed", 2, stage=3),
+        Case("fsdp", 1, stage=3),
+        megatron(tensor=2, sequence=False, recompute="full"),
+        megatron(pipeline=2, virtual_pipeline=2),
+        megatron(4, stage=1),
+        zero(1),
+    )
 ]
 
 
@@ -71,6 +87,23 @@ def test_two_processes(cases: list[Case]) -> None:
     for name, result in run(cases, world=2).items():
         print(name)
         assert_equals_reference(result, TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(WEIGHTED[:3], marks=pytest.mark.quick), WEIGHTED[3:]],
+    ids=["some", "others"],
+)
+def test_loss_weights_positions_and_metrics(cases: list[Case]) -> None:
+    expected = weighted_reference(10, LAYERS)
+    for name, result in run(cases, world=2).items():
+        print(name)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
+        found = [metrics["probability"] for metrics in result["metrics"]]
+        assert found == pytest.approx(expected["probability"], rel=TOLERANCE)
+        assert [result["validation"]] == pytest.approx(expected["validation"], rel=TOLERANCE)
 
 
 @pytest.mark.slow

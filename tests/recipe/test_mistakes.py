@@ -276,6 +276,9 @@ MISTAKES = {
     ),
     # settings that disagree
     "no length": M("  steps: 100\n", "", "training", "add e.g. `steps: 1000`", at="training:"),
+    "misspelt objective": M(
+        "seed: 1", "objective: pretran", "training.objective", "did you mean pretrain?"
+    ),
     "two lengths": M(
         "steps: 100", "steps: 100\n  epochs: 2", "training.epochs", "remove one", at="epochs: 2"
     ),

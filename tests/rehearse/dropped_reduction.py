@@ -27,16 +27,13 @@ def _deepspeed(engine: Any, bug: ExitStack) -> None:
 def _megatron(engine: Any, bug: ExitStack) -> None:
     """Over the data-parallel ranks; under sequence parallel, the norms' in a tensor group."""
     if engine.setup.layout.sequence_parallel:
+        from megatron.core.distributed import finalize_model_grads
+
         reduction = {"_allreduce_non_tensor_model_parallel_grads": _nothing}
-        bug.enter_context(patch.dict(finalize_of(engine).__globals__, reduction))
+        bug.enter_context(patch.dict(finalize_model_grads.__globals__, reduction))
     for replica in engine.replicas:
         for group in replica.bucket_groups:
             bug.enter_context(patch.object(group, "start_grad_sync", _nothing))
-
-
-def finalize_of(engine: Any) -> Any:
-    """The function that reduces all gradients when the schedule is done."""
-    return engine.chunks[0].config.finalize_model_grads_func
 
 
 BUGS = {"DdpEngine": _ddp, "DeepSpeedEngine": _deepspeed, "MegatronEngine": _megatron}

@@ -19,7 +19,7 @@ def last_step(signalled: int, in_step: int) -> int:
             time.sleep(0.02 * rank)
             if rank == signalled and step == in_step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            stopping, total = stop.agreed()
+            stopping, (total,) = stop.agreed()
             assert total == 1 + 2 * step, "the sum over both ranks"
             if stopping:
                 break

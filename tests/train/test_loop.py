@@ -54,7 +54,7 @@ class Recorder:
     def after_step(self, progress: Progress, report: StepReport) -> None:
         self.calls.append(("step", progress.step))
         self.losses.append(report.result.loss)
-        self.tokens.append(report.result.tokens)
+        self.tokens.append(report.tokens)
         if report.result.skipped is not None:
             self.skipped[progress.step] = report.result.skipped
         if progress.step == self.signal_at:
@@ -83,6 +83,7 @@ def job(
         optimizer=OptimizerSection(learning_rate=5.0),
         schedule=ScheduleSection(name="constant"),
         guard=guard,
+        objective=engine.objective,
     )
 
 
@@ -116,9 +117,9 @@ def test_resumed_run_is_the_uninterrupted_one(dataset: PackedDataset) -> None:
 class TwoTensorRanks(StopRequest):
     """Both ranks of a tensor-parallel group count the same batch."""
 
-    def agreed(self) -> tuple[bool, int]:
-        stopping, number = super().agreed()
-        return stopping, 2 * number
+    def agreed(self) -> tuple[bool, tuple[float, ...]]:
+        stopping, numbers = super().agreed()
+        return stopping, tuple(2 * number for number in numbers)
 
 
 def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -> None:
@@ -142,7 +143,7 @@ class SpoiledEngine(FakeEngine):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
@@ -150,7 +151,7 @@ class SpoiledEngine(FakeEngine):
         added = self.spoiled.get(len(self.learning_rates), 0.0)
         self.logits = kept.clone()
         self.logits[-1] += added
-        result = super().train_step(micro_batches, tokens, learning_rate, max_loss)
+        result = super().train_step(micro_batches, count, learning_rate, max_loss)
         if result.skipped is not None:
             self.logits = kept
         return result

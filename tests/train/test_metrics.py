@@ -55,11 +55,20 @@ def steps(path: Path) -> list[int]:
 def test_the_contract_of_metrics_jsonl(tmp_path, events):
     log = MetricsLog.resume(tmp_path / "metrics.jsonl", 0, events)
     log.write(LINE)
-    assert [field.name for field in fields(Metrics)] == CONTRACT
+    assert [field.name for field in fields(Metrics)] == [*CONTRACT, "metrics"]
     (line,) = log.path.read_text().splitlines()
     assert list(strict(line)) == CONTRACT
     assert strict(line)["mfu"] is None
     assert not events.path.exists(), "a fresh run resumes nothing"
+
+
+def test_metrics_of_an_objective_stand_next_to_the_others(tmp_path, events):
+    log = MetricsLog.resume(tmp_path / "metrics.jsonl", 0, events)
+    log.write(replace(LINE, metrics={"accuracy": 0.5, "loss": 1.0}))
+    record = strict(log.path.read_text())
+    assert list(record) == [*CONTRACT, "accuracy"]
+    assert record["accuracy"] == 0.5
+    assert record["loss"] == LINE.loss, "a name of DMT's own takes precedence"
 
 
 @pytest.mark.parametrize(

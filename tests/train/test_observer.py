@@ -60,9 +60,9 @@ def test_no_save_begins_while_steps_are_skipped(
     observer = Observer(run, None)
     for step in range(1, 11):
         skipped = "not finite" if step in (4, 5, 6) else None
-        result = StepResult(1.0, 1.0, 1, skipped)
+        result = StepResult(1.0, 1.0, skipped)
         progress = Progress(step)
-        observer.after_step(progress, StepReport(result, 0.1, 0.1))
+        observer.after_step(progress, StepReport(result, 0.1, 1, 0.1))
         observer.save(progress, stopping=step == stopped_at)
     expected = [2, 7, 8, 10] if stopped_at is None else [2, 5, 7, 8, 10]
     assert saves.steps == expected

@@ -15,7 +15,7 @@ LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, None, 8, 1024, False, None
 def test_numbers_are_read_back(tmp_path):
     log = TensorBoardLog(tmp_path)
     log.write(LINE)
-    log.write_validation(1, 2.5)
+    log.write_validation(1, {"loss": 2.5})
     log.close()
     read = EventAccumulator(str(tmp_path)).Reload()
     assert read.Scalars("train/loss")[0].value == 5.5

@@ -110,4 +110,4 @@ def _micro_batch(dataset: PackedDataset, indices: Int64Array) -> MicroBatch:
         if index != _PADDING:
             input_ids[row], labels[row] = dataset.sample(int(index))
     samples = tuple(int(index) for index in indices)
-    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), samples)
+    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), samples=samples)

@@ -5,14 +5,15 @@ whole optimizer steps, because pipeline schedules do: the loop hands it the micr
 batches of one step and gets one `StepResult` back; backward, accumulation, clipping
 and the optimizer update are inside.
 
-Every engine minimises the same number: the mean cross entropy over all unmasked
-tokens of the *global* batch, so neither the number of ranks nor the split into micro
-batches changes loss or gradients.
+Every engine minimises the same number: the summed loss of the objective
+(`toolkit.objectives`) over the *global* batch, divided by its global count. So neither the
+number of ranks nor the split into micro batches changes loss or gradients. What an engine
+computes is the log-probability of every label; it does not know what is trained.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -27,23 +28,22 @@ class StepResult:
     """What one optimizer step did, equal on every rank."""
 
     loss: float
-    """Mean cross entropy (nats) over the unmasked tokens of the global batch; NaN when it has
-    none, which skips the step."""
+    """Loss of the global batch over its count; NaN when that is 0, which skips the step."""
     grad_norm: float
     """Global L2 norm of the gradients before clipping; means nothing in a skipped step."""
-    tokens: int
-    """Unmasked tokens of the global batch."""
     skipped: str | None = None
     """Why the update was skipped, in words; None when it was done."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The objective's metrics of the global batch, over its count."""
 
 
 NON_FINITE_GRADIENTS = "the gradients are not finite"
 
 
-def refusal(tokens: float, loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
-    """Why a global batch of so many unmasked tokens, with this loss and gradient, must be
-    skipped; None when it is learned from."""
-    if not tokens:
+def refusal(count: float, loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
+    """Why a global batch with this count, loss and gradient must be skipped; None when it is
+    learned from."""
+    if not count:
         return "no token of the batch is trained"
     if not math.isfinite(loss):
         return "the loss is not finite"
@@ -57,10 +57,11 @@ class EvalResult:
     """Validation loss, equal on every rank."""
 
     loss: float
-    """Mean cross entropy (nats) over all unmasked tokens of all ranks' batches; NaN when there
-    are none."""
+    """Loss of all ranks' batches over their count; NaN when that is 0."""
     tokens: int
-    """Unmasked tokens that it was taken over."""
+    """Their unmasked tokens."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The objective's metrics, over the same count."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,17 @@ class Engine(Protocol):
     def train_step(
         self,
         micro_batches: "Sequence[MicroBatch]",
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """Run one optimizer step over this rank's micro batches of the global batch.
 
-        `tokens` are the unmasked tokens of the global batch, which the loop counted over all
+        `count` is the objective's count of the global batch, which the loop summed over all
         ranks while the step before ran. `learning_rate` is the rate of this step. Every rank
-        passes the same number of micro batches; their unmasked token counts may differ, down
-        to zero.
+        passes the same number of micro batches; their counts may differ, down to zero.
 
-        All ranks skip the update alike when the global batch has no unmasked token, when its
+        All ranks skip the update alike when the count of the global batch is 0, when its
         loss is not finite or above `max_loss`, or when a gradient of any rank is not finite. A
         skipped step leaves weights, moments and step counts as they were, to the bit; of the
         engine's state only fp16's loss scale may change, and only for gradients.

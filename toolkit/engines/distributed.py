@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from toolkit.batch import MicroBatch
 from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.engines.scheduler_ranks import scheduler_ranks
-from toolkit.errors import BackendUnavailable
+from toolkit.errors import BackendUnavailable, DataError
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,6 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def global_tokens(
-    micro_batches: Sequence[MicroBatch],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Unmasked tokens of the micro batches of all of `group`'s ranks (None: of all ranks):
-    float64 scalar on `device`.
-    """
-    count = sum(batch.tokens for batch in micro_batches)
-    total = torch.tensor(float(count), dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return total
-
-
 class RunningSum:
     """A sum over the ranks of `group` (None: all) that runs while the caller continues.
 
@@ -164,8 +150,10 @@ def joint_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch on `device`."""
-    return MicroBatch(
-        batch.input_ids.to(device, non_blocking=True),
-        batch.labels.to(device, non_blocking=True),
-    )
+    """The batch on `device`. Raises DataError when it has segments."""
+    if batch.segments is not None:
+        raise DataError(
+            "the batch has segments, but no engine isolates the documents of a sequence yet",
+            fix="leave segments out: tokens then attend to earlier documents of their sequence",
+        )
+    return batch.to(device)

@@ -11,17 +11,21 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, whole_block
+from toolkit.engines import totals
 from toolkit.engines.base import Counters, EvalResult, StepResult, refusal
+from toolkit.models.log_probs import label_log_probs
+from toolkit.objectives.base import Objective
+from toolkit.objectives.pretrain import Pretrain
 
 
 class FakeEngine:
     """A unigram model of `vocab_size` tokens, trained by plain gradient descent."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, objective: Objective | None = None) -> None:
+        self.objective = objective or Pretrain()
         self.logits = torch.zeros(vocab_size)
         self.unused = torch.zeros(2, vocab_size)
         self.steps = 0
@@ -31,28 +35,35 @@ class FakeEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         self.learning_rates.append(learning_rate)
-        logits = self.logits.clone().requires_grad_()
-        loss = _summed_loss(logits, micro_batches) / tokens
-        (gradient,) = torch.autograd.grad(loss, logits)
-        loss, gradient = _sum_over_ranks(loss.detach()), _sum_over_ranks(gradient)
-        norm = gradient.norm().item()
-        skipped = refusal(tokens, loss.item(), max_loss, norm)
+        gradient = torch.zeros_like(self.logits)
+        sums = torch.zeros(1 + len(self.objective.metrics), dtype=torch.float64)
+        for batch in micro_batches:
+            logits = self.logits.clone().requires_grad_()
+            loss, parts = totals.terms(self.objective, _log_probs(logits, batch), batch)
+            gradient += torch.autograd.grad(loss / count, logits)[0]
+            sums += parts / count
+        mean_loss, *metrics = _sum_over_ranks(sums).tolist()
+        norm = _sum_over_ranks(gradient).norm().item()
+        skipped = refusal(count, mean_loss, max_loss, norm)
         if skipped is None:
             self.logits -= learning_rate * gradient
             self.steps += 1
-        return StepResult(loss.item(), norm, tokens, skipped)
+        return StepResult(mean_loss, norm, skipped, totals.named(self.objective, metrics))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        tokens = int(_sum_over_ranks(torch.tensor(sum(b.tokens for b in micro_batches))))
-        loss = _summed_loss(self.logits, micro_batches) / tokens
-        return EvalResult(_sum_over_ranks(loss).item(), tokens)
+        return totals.evaluate(
+            self.objective,
+            micro_batches,
+            lambda batch: _log_probs(self.logits, batch),
+            self.logits.device,
+        )
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
@@ -81,11 +92,9 @@ class FakeEngine:
         """See `Engine.close`."""
 
 
-def _summed_loss(logits: Tensor, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Sum of this rank's cross entropies."""
-    labels = torch.cat([batch.labels.flatten() for batch in micro_batches])
-    scores = logits.expand(len(labels), -1)
-    return cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+def _log_probs(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """The same logits at every position."""
+    return label_log_probs(logits.expand(*batch.labels.shape, -1), batch.labels)
 
 
 def _sum_over_ranks(value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
+from toolkit.objectives import OBJECTIVES, Objective
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
 
@@ -35,6 +36,7 @@ class EngineSetup:
     """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
     megatron: MegatronModel | None
     """The model in megatron-core's words; None for `hf`."""
+    objective: Objective
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class EngineSetup:
             ranks=ranks,
             engine_config=engine_config,
             megatron=megatron,
+            objective=OBJECTIVES[recipe.training.objective](),
         )
 
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers import initialization as hf_initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import model_spec
+from toolkit.models.log_probs import label_log_probs
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
@@ -195,15 +195,15 @@ def fill(model: nn.Module, weights: WeightSource) -> None:
         parameter.copy_(values.view_as(parameter))
 
 
-def summed_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """Sum (not mean) of the cross entropies of the unmasked positions, in fp32: scalar."""
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    return cross_entropy(
-        logits.float().flatten(0, 1),
-        batch.labels.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
+def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """See `label_log_probs`: fp32 [micro_batch, sequence]."""
+    options = {}
+    if batch.positions is not None:
+        options["position_ids"] = batch.positions
+        # Without a mask, transformers isolates documents where positions restart.
+        options["attention_mask"] = torch.ones_like(batch.input_ids)
+    logits = model(input_ids=batch.input_ids, use_cache=False, **options).logits
+    return label_log_probs(logits, batch.labels)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

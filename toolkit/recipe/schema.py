@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
+from toolkit.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
+    ObjectiveName: TypeAlias = str
 else:
     EngineChoice = Literal["auto", *BACKENDS.names]
+    ObjectiveName = Literal[*OBJECTIVES.names]
 
 
 @dataclass(frozen=True)
@@ -210,8 +213,11 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how large, how precise. Exactly one of steps, tokens and epochs."""
+    """What, how long, how large, how precise. Exactly one of steps, tokens and epochs."""
 
+    objective: ObjectiveName = "pretrain"
+    """What is minimised. `pretrain`: the mean cross entropy over the unmasked tokens of the
+    global batch. Other packages add objectives by entry points (docs/architecture.md)."""
     steps: Positive | None = None
     """Optimizer steps."""
     tokens: TokenCount | None = None

@@ -120,7 +120,8 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
 
     `batch` is the number of sequences per step. The learning rate is the recipe's largest in
     every step, up to LARGEST_RATE: a rehearsal that only warms up would hardly move the
-    weights.
+    weights. The objective is `pretrain`, that of the reference: engines know none, and what
+    another one reads is not in a rehearsal's batches.
     """
     divisors = degrees(plan)
     long = recipe.training.sequence_length
@@ -137,6 +138,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
         "global_batch_size": batch,
         "micro_batch_size": MICRO_BATCH,
         "precision": "fp32",
+        "objective": "pretrain",
     }
     model = {"hub": None, "revision": None, "init": "random", "config": config}
     return recipe.model_copy(

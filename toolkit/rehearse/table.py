@@ -156,5 +156,7 @@ def _training_changes(original: Recipe, small: Recipe) -> list[str]:
         "learning rate": tuple(f"{rate:g}" for rate in rates),
     }
     changes = [f"{key} {a} → {b}" if a != b else f"{key} {b}" for key, (a, b) in shown.items()]
+    if old.objective != new.objective:
+        changes.append(f"objective {old.objective} → {new.objective}")
     noisy = without_noise(_config(original)) != _config(original)
     return [*changes, "no dropout or jitter"] if noisy else changes

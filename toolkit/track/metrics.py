@@ -1,7 +1,9 @@
 """`metrics.jsonl`: one object per logged step, each step once, also after a resume."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.run import jsonl
 from toolkit.run.events import EventLog
@@ -14,7 +16,8 @@ class Metrics:
     step: int
     """Optimizer steps done, counting this one: the first step's line says 1."""
     loss: float
-    """Mean cross entropy (nats) over the unmasked tokens of the global batch."""
+    """Loss of the global batch, as the objective defines it; `pretrain`: mean cross entropy
+    (nats) over its unmasked tokens."""
     grad_norm: float
     """Global L2 norm of the gradients before clipping."""
     lr: float
@@ -36,6 +39,13 @@ class Metrics:
     """True when the update was skipped; events.jsonl says why."""
     memory_gib: float | None
     """Peak device memory of the fullest rank; null on CPU."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The objective's metrics, written next to the others under their own names."""
+
+    def record(self) -> dict[str, Any]:
+        """The line: DMT's own names first, which take precedence."""
+        own = asdict(self)
+        return own | {name: v for name, v in own.pop("metrics").items() if name not in own}
 
 
 class MetricsLog:
@@ -59,7 +69,7 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Append one line; it is in the file when this returns, if there was room for it."""
-        jsonl.append_where_room(self.path, asdict(metrics))
+        jsonl.append_where_room(self.path, metrics.record())
 
 
 def mfu(

@@ -1,7 +1,7 @@
 """TensorBoard event files of a run, for those who asked for them in the recipe."""
 
 import importlib
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,14 @@ class TensorBoardLog:
 
     def write(self, metrics: Metrics) -> None:
         """Add every number of `metrics` at its step."""
-        for name, value in asdict(metrics).items():
+        for name, value in metrics.record().items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(f"train/{name}", value, metrics.step)
 
-    def write_validation(self, step: int, loss: float) -> None:
-        """Add the validation loss after `step` steps."""
-        self._writer.add_scalar("validation/loss", loss, step)
+    def write_validation(self, step: int, found: Mapping[str, float]) -> None:
+        """Add the validation loss and metrics after `step` steps."""
+        for name, value in found.items():
+            self._writer.add_scalar(f"validation/{name}", value, step)
 
     def close(self) -> None:
         """Write out what is buffered."""

@@ -1,6 +1,7 @@
 """The training loop: what happens in a run, in order, on one screen."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -13,6 +14,7 @@ from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import Stopped
 from toolkit.failpoints import failpoint
 from toolkit.layout import Layout
+from toolkit.objectives.base import Objective, check_batch
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.guard import HISTORY_STEPS, Guard
 from toolkit.train.schedule import learning_rate
@@ -32,12 +34,12 @@ class Progress:
     consumed_tokens: int | None = 0
     """Unmasked tokens of `consumed_samples`; None where an older checkpoint did not count."""
 
-    def advance(self, result: StepResult, samples: int) -> None:
+    def advance(self, result: StepResult, samples: int, tokens: int) -> None:
         """One more step is done, skipped or not."""
         self.step += 1
         self.consumed_samples += samples
         if self.consumed_tokens is not None:
-            self.consumed_tokens += result.tokens
+            self.consumed_tokens += tokens
         if result.skipped is None:
             self.recent_losses = (*self.recent_losses, result.loss)[-HISTORY_STEPS:]
 
@@ -48,6 +50,8 @@ class StepReport:
 
     result: StepResult
     learning_rate: float
+    tokens: int
+    """Unmasked tokens of the global batch."""
     seconds: float
     """Since the step before was done: logging it counts, saving and validating do not."""
     samples: tuple[int, ...] = ()
@@ -83,6 +87,7 @@ class Job:
     optimizer: OptimizerSection
     schedule: ScheduleSection
     guard: GuardSection
+    objective: Objective
 
     def micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
         """This rank's part of the global batch of `step`; nothing beyond the last step."""
@@ -93,6 +98,11 @@ class Job:
             consumed_samples, self.dp_rank, layout.dp, layout.micro_batch
         )
 
+    def counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """Unmasked tokens of this rank's micro batches, and what the objective counts."""
+        counted = sum(float(self.objective.count(batch)) for batch in batches)
+        return sum(batch.tokens for batch in batches), counted
+
 
 def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
     """Train from `progress` to the last step.
@@ -101,32 +111,35 @@ def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None
     many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
     """
     layout, guard = job.layout, Guard(job.guard)
-    replicas = layout.world // layout.dp  # ranks that count the same tokens
+    replicas = layout.world // layout.dp  # ranks that count the same batches
     coming = job.micro_batches(progress.step, progress.consumed_samples)
-    stop.ask(sum(batch.tokens for batch in coming))
+    for batch in coming[:1]:
+        check_batch(job.objective, batch)
+    stop.ask(*job.counts(coming))
     _, counted = stop.agreed()
     started = time.perf_counter()
     while progress.step < job.total_steps:
         rate = learning_rate(
             progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
         )
-        micro_batches, tokens = coming, counted // replicas
+        micro_batches, (tokens, count) = coming, (sum_ / replicas for sum_ in counted)
         coming = job.micro_batches(
             progress.step + 1, progress.consumed_samples + layout.global_batch
         )
         # The one reduction of the loop: it runs while the step does.
-        stop.ask(sum(batch.tokens for batch in coming))
+        stop.ask(*job.counts(coming))
         # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
         _seed(_step_seed(job.seed, progress.step, job.dp_rank))
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
-        result = job.engine.train_step(micro_batches, tokens, rate, max_loss)
-        progress.advance(result, layout.global_batch)
+        result = job.engine.train_step(micro_batches, count, rate, max_loss)
+        progress.advance(result, layout.global_batch, int(tokens))
 
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
         done = time.perf_counter()
         seconds, started = done - started, done
-        hooks.after_step(progress, StepReport(result, rate, seconds, samples))
+        report = StepReport(result, rate, int(tokens), seconds, samples)
+        hooks.after_step(progress, report)
         guard.check(progress.step, result)
         asked, counted = stop.agreed()
         stopping = asked and progress.step < job.total_steps

@@ -80,16 +80,13 @@ class Reporter:
 
     def validated(self, step: int, result: EvalResult, seconds: float) -> None:
         """Write a validation loss everywhere, and how long training waited for it."""
+        found = {"step": step, "loss": result.loss, "tokens": result.tokens}
         self.events.write(
-            "evaluation",
-            step=step,
-            loss=result.loss,
-            tokens=result.tokens,
-            seconds=round(seconds, 3),
+            "evaluation", **{**result.metrics, **found}, seconds=round(seconds, 3)
         )
         self.progress.message(f"step {step}  validation loss {result.loss:.4f}")
         if self.tensorboard is not None:
-            self.tensorboard.write_validation(step, result.loss)
+            self.tensorboard.write_validation(step, {**result.metrics, "loss": result.loss})
 
     def finish(self) -> None:
         """Let W&B and TensorBoard write what they hold."""
@@ -185,7 +182,7 @@ class Observer:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=report.learning_rate,
-            tokens=result.tokens,
+            tokens=report.tokens,
             tokens_per_s=tokens_per_s,
             step_time_s=step_time_s,
             mfu=mfu(
@@ -195,6 +192,7 @@ class Observer:
             consumed_tokens=progress.consumed_tokens,
             skipped=result.skipped is not None,
             memory_gib=peak_memory_gib(self.run.ranks.device),
+            metrics=result.metrics,
         )
 
     def evaluate(self, progress: Progress) -> None:

@@ -20,7 +20,7 @@ class StopRequest:
 
         with StopRequest() as stop:
             for step in …:
-                stop.ask(0)
+                stop.ask()
                 …
                 if stop.agreed()[0]:
                     save and leave
@@ -34,7 +34,8 @@ class StopRequest:
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self._reason: str | None = None
-        self._interrupts = self._number = 0
+        self._interrupts = 0
+        self._numbers: tuple[float, ...] = ()
         self._handlers = handling(STOP_SIGNALS, self._remember)
         self._pending: tuple[torch.Tensor, Work] | None = None
 
@@ -58,8 +59,8 @@ class StopRequest:
             if self._interrupts >= _INTERRUPTS_TO_FORCE:
                 raise KeyboardInterrupt
 
-    def ask(self, number: int) -> None:
-        """Begin a step's one reduction: may we go on, and what is the sum of `number`?
+    def ask(self, *numbers: float) -> None:
+        """Begin a step's one reduction: may we go on, and what is the sum of each number?
 
         Every rank calls it before a step and `agreed` after it: the reduction runs while the
         step does, and neither costs its latency.
@@ -67,26 +68,26 @@ class StopRequest:
         import torch
         import torch.distributed as dist
 
-        self._number = number
+        self._numbers = numbers
         if dist.is_initialized() and dist.get_world_size() > 1:
             # On the default group: each gloo group has threads that wake all the time.
-            sums = torch.tensor([int(self._asked()), number])
+            sums = torch.tensor([self._asked(), *numbers], dtype=torch.float64)
             work = dist.all_reduce(sums, async_op=True)
             assert work is not None
             self._pending = (sums, work)
 
-    def agreed(self) -> tuple[bool, int]:
-        """Whether to stop, and the sum of the numbers of all ranks; the same on every rank.
+    def agreed(self) -> tuple[bool, tuple[float, ...]]:
+        """Whether to stop, and the sums over the numbers of all ranks; the same on every rank.
 
         With several ranks, a signal that comes while a step runs is answered after the next.
         """
         if self._pending is None:
-            return self._asked(), self._number
+            return self._asked(), self._numbers
         sums, work = self._pending
         work.wait()
         self._pending = None
-        asking, number = sums.tolist()
-        return asking > 0, number
+        asking, *totals = sums.tolist()
+        return asking > 0, tuple(totals)
 
     def _asked(self) -> bool:
         if self._file is not None and self._file.exists():

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import adam
+from toolkit.engines import adam, totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
@@ -23,9 +22,11 @@ from toolkit.engines.deepspeed.state import (
     zeroed,
 )
 from toolkit.engines.deepspeed.veto import Veto, let_skip
-from toolkit.engines.distributed import RunningSum, global_tokens, to_device
+from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
+from toolkit.objectives.base import Objective
+from toolkit.objectives.pretrain import Pretrain
 
 
 class DeepSpeedEngine:
@@ -33,6 +34,7 @@ class DeepSpeedEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
+        self.objective: Objective = setup.objective
         self.device = setup.ranks.device
         self.copies = setup.layout.dp
         self.copy = setup.layout.data_rank(setup.ranks.rank)
@@ -64,39 +66,42 @@ class DeepSpeedEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(
+            1 + len(self.objective.metrics), dtype=torch.float64, device=self.device
+        )
         norm: float | None = None
         self.model.seed_dropout()
         loss_scale = self._loss_scale_of_norm()
-        for index, batch in enumerate(micro_batches):
+        for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            batch_loss = self._loss(batch).double() / tokens
-            loss += batch_loss.detach()
+            batch = to_device(micro_batch, self.device)
+            loss, parts = totals.terms(self.objective, self._log_probs(batch), batch)
+            sums += parts / count
             if last:
-                mine = loss.clone()
-                joint_loss = RunningSum(loss, self.model.data_group)
-                self.veto.judge(mine, joint_loss.result, max_loss, self.optimizer)
+                mine = sums.clone()
+                joint_sums = RunningSum(sums, self.model.data_group)
+                self.veto.judge(mine, joint_sums.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
-            self.engine.backward(batch_loss * self.copies, scale_wrt_gas=False)
+            self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
             if last and self.plain:
                 norm = self._plain_norm()
             self.engine.step()
         applied = self.engine.was_step_applied()
         if norm is None:
             norm = float(self.engine.get_global_grad_norm() or 0.0) / loss_scale
-        mean_loss = float(joint_loss.result())
-        skipped = refusal(tokens, mean_loss, max_loss)
+        mean_loss, *metrics = joint_sums.result().tolist()
+        skipped = refusal(count, mean_loss, max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
             skipped = NON_FINITE_GRADIENTS
-        return StepResult(mean_loss, norm, tokens, skipped)
+        return StepResult(mean_loss, norm, skipped, totals.named(self.objective, metrics))
 
     def _plain_norm(self) -> float:
         """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""
@@ -110,18 +115,19 @@ class DeepSpeedEngine:
             return 1.0
         return float(self.optimizer.loss_scale_config.cur_scale)
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        return self.model.summed_loss(self.engine, to_device(batch, self.device))
+    def _log_probs(self, batch: MicroBatch) -> Tensor:
+        return self.model.log_probs(self.engine, batch)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        tokens = global_tokens(micro_batches, self.device, self.model.data_group)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with hf.evaluating(self.engine):
-            for batch in micro_batches:
-                loss += self._loss(batch)
-        dist.all_reduce(loss, group=self.model.data_group)
-        return EvalResult((loss / tokens).item(), int(tokens.item()))
+            return totals.evaluate(
+                self.objective,
+                micro_batches,
+                self._log_probs,
+                self.device,
+                self.model.data_group,
+            )
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
@@ -145,7 +151,10 @@ class DeepSpeedEngine:
         """Make a step that changes no weight: moments on NVMe exist only after a first one."""
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
+        # The recipe's objective may read what this batch lacks.
+        self.objective = Pretrain()
         self.train_step([batch] * self.setup.layout.gradient_accumulation, 1, 0.0)
+        self.objective = self.setup.objective
         adam.set_steps([self._adam], 0)
 
     @property

@@ -2,7 +2,8 @@
 model.
 
 Both are one `nn.Module` to DeepSpeed. They differ in how they are built and filled, in
-which ranks hold copies of the same parameters, and in how they turn a batch into a loss.
+which ranks hold copies of the same parameters, and in how they turn a batch into
+log-probabilities.
 """
 
 import logging
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
 from toolkit.engines import distributed
 from toolkit.engines.megatron.config import render_model
@@ -57,8 +58,8 @@ class TrainedModel(Protocol):
         """Let the random streams of the coming step follow from torch's seed."""
         ...
 
-    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        """Sum of the cross entropies of the unmasked positions, in fp32: scalar."""
+    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
         ...
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
@@ -100,9 +101,9 @@ class TransformersModel:
     def seed_dropout(self) -> None:
         """See `TrainedModel.seed_dropout`; torch's own stream is the only one."""
 
-    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        """See `TrainedModel.summed_loss`."""
-        return hf.summed_loss(engine, batch)
+    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """See `TrainedModel.log_probs`."""
+        return hf.log_probs(engine, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         """See `TrainedModel.gradient_norm`."""
@@ -174,13 +175,12 @@ class MegatronShard:
 
         seed_dropout()
 
-    def summed_loss(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
-        """See `TrainedModel.summed_loss`."""
-        from toolkit.models.megatron.model import position_ids
+    def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
+        """See `TrainedModel.log_probs`."""
+        from toolkit.models.megatron.model import log_probs
 
-        positions = position_ids(batch.input_ids)
-        losses: Tensor = engine(batch.input_ids, positions, None, labels=batch.labels)
-        return (losses.float() * (batch.labels != IGNORE_INDEX)).sum()
+        losses = engine(batch.input_ids, batch.positions, None, labels=batch.labels)
+        return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
         """See `TrainedModel.gradient_norm`."""

@@ -23,7 +23,7 @@ class Veto:
 
     def __init__(self, module: nn.Module) -> None:
         self._loss: Callable[[], Tensor] | None = None
-        """The loss to judge; None outside the last micro batch."""
+        """The loss to judge, and what follows it; None outside the last micro batch."""
         self._max_loss = math.inf
         self._scaler: dict[str, Any] = {}
         """fp16's loss scale and counts as they were before this step."""
@@ -32,7 +32,7 @@ class Veto:
     def _spoil(self, gradient: Tensor) -> Tensor | None:
         if self._loss is None:
             return None
-        loss = self._loss()
+        loss = self._loss()[0]
         accepted = torch.isfinite(loss) & (loss <= self._max_loss)
         return gradient * torch.where(accepted, 1.0, torch.nan)
 
@@ -40,7 +40,8 @@ class Veto:
         self, mine: Tensor, joint: Callable[[], Tensor], max_loss: float, optimizer: Any
     ) -> None:
         """Call after the last forward: may its backward be trusted? `mine` is this rank's part
-        of the loss; `joint` returns the global loss, and is called late in the backward."""
+        of loss and metrics, the loss first; `joint` returns the global ones, and is called late
+        in the backward."""
         self._loss = joint if max_loss < math.inf else lambda: mine
         self._max_loss = max_loss
         self._scaler = dict(_scaler_state(optimizer))

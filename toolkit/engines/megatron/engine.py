@@ -1,12 +1,12 @@
 """Engine `megatron`: megatron-core's schedules, gradient reduction and optimizer.
 
 Tensor, pipeline, virtual pipeline, sequence and expert parallel are megatron-core's. The
-loss of every micro batch is a sum over tokens; megatron-core divides the gradients by the
-tokens of the global batch once they are reduced.
+loss of every micro batch is a sum; the gradients are divided by the count of the global batch
+once they are reduced.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import adam
+from toolkit.engines import adam, totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
@@ -39,7 +39,7 @@ from toolkit.models.megatron.model import (
     build_chunks,
     join_groups,
     leave_groups,
-    position_ids,
+    log_probs,
     seed_dropout,
 )
 
@@ -97,7 +97,7 @@ class MegatronEngine:
     def _configure_schedule(self) -> None:
         """Tell the schedules how to reduce gradients and scale the loss."""
         config = self.chunks[0].config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if len(self.replicas) == 1:
             config.no_sync_func = self.replicas[0].no_sync
@@ -107,7 +107,7 @@ class MegatronEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
@@ -118,16 +118,30 @@ class MegatronEngine:
         for replica in self.replicas:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, _, gradient_sum = self._run(micro_batches, forward_only=False)
-        skipped = refusal(tokens, loss, max_loss, gradient_sum)
-        if skipped is not None:
-            # The gradient buffers are cleared when the next step begins.
-            return StepResult(loss, math.inf, tokens, skipped)
-        with cpu.cuda_type_names():
-            updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            return StepResult(loss, math.inf, tokens, NON_FINITE_GRADIENTS)
-        return StepResult(loss, float(grad_norm), tokens)
+        self._count = count
+        found, gradient_sum = self._run(micro_batches, forward_only=False)
+        skipped = refusal(count, found.loss, max_loss, gradient_sum)
+        grad_norm = math.inf
+        if skipped is None:  # otherwise, gradients are cleared when the next step begins
+            with cpu.cuda_type_names():
+                updated, norm, _ = self.optimizer.step()
+            if updated:
+                grad_norm = float(norm)
+            else:
+                skipped = NON_FINITE_GRADIENTS
+        return StepResult(found.loss, grad_norm, skipped, found.metrics)
+
+    def _finalize_gradients(
+        self, chunks: list[DistributedDataParallel], _: object, **groups: Any
+    ) -> None:
+        """Reduce the gradients, and divide them by the global count.
+
+        megatron-core would sum a count of its own over the ranks, as an integer.
+        """
+        finalize_model_grads(chunks, None, **groups)
+        if self._count:
+            for chunk in chunks:
+                chunk.scale_gradients(1.0 / self._count)
 
     def _gradient_sum(self) -> Tensor:
         """Sum of this rank's gradients, which is finite exactly where all of them are.
@@ -146,20 +160,20 @@ class MegatronEngine:
         for replica in self.replicas:
             replica.eval()
         with torch.no_grad():
-            loss, tokens, _ = self._run(micro_batches, forward_only=True)
+            result, _ = self._run(micro_batches, forward_only=True)
         for replica in self.replicas:
             replica.train()
-        return EvalResult(loss, tokens)
+        return result
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
-    ) -> tuple[float, int, float]:
-        """Run the pipeline schedule; on all ranks, mean loss and tokens of the global batch,
-        and a sum of all gradients (0 without a backward)."""
+    ) -> tuple[EvalResult, float]:
+        """Run the pipeline schedule; on all ranks, loss and metrics of the global batch, and a
+        sum of all gradients (0 without a backward)."""
         batches = [to_device(batch, self.device) for batch in micro_batches]
         micro_batch, length = batches[0].input_ids.shape
         sums = get_forward_backward_func()(
-            forward_step_func=_forward,
+            forward_step_func=self._forward,
             data_iterator=[iter(batches) for _ in self.replicas],
             model=self.replicas,
             num_microbatches=len(batches),
@@ -168,14 +182,30 @@ class MegatronEngine:
             forward_only=forward_only,
         )
         # Only the last stage has losses, and every tensor-parallel rank has the same ones.
-        total = torch.zeros(3, dtype=torch.float64, device=self.device)
+        objective = self.setup.objective
+        total = torch.zeros(4 + len(objective.metrics), dtype=torch.float64, device=self.device)
         if sums and parallel_state.get_tensor_model_parallel_rank() == 0:
-            total[:2] += torch.stack(sums).sum(dim=0)
+            total[:-1] += torch.stack(sums).sum(dim=0)
         if not forward_only:
-            total[2] = self._gradient_sum()
+            total[-1] = self._gradient_sum()
         dist.all_reduce(total)
-        loss, tokens, gradient_sum = total.tolist()
-        return loss / tokens if tokens else math.nan, int(tokens), gradient_sum
+        *found, gradient_sum = total.tolist()
+        return totals.eval_result(objective, found), gradient_sum
+
+    def _forward(
+        self, batches: Iterator[MicroBatch], chunk: nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """One micro batch through one chunk: its output, and what makes a loss of the last."""
+        batch = next(batches)
+        output = chunk(batch.input_ids, batch.positions, None, labels=batch.labels)
+        return output, partial(self._terms, batch)
+
+    def _terms(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The summed loss of a micro batch, a count that is not used, and what is logged."""
+        objective = self.setup.objective
+        loss, parts = totals.terms(objective, log_probs(losses, batch), batch)
+        unused = torch.zeros((), dtype=torch.int, device=self.device)
+        return loss, unused, totals.counted(objective, parts, batch)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
@@ -202,19 +232,3 @@ class MegatronEngine:
         """See `Engine.close`."""
         del self.replicas, self.optimizer, self.chunks
         leave_groups()
-
-
-def _forward(batches: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Any]:
-    """One micro batch through one chunk: its output, and what makes a loss of the last."""
-    batch = next(batches)
-    positions = position_ids(batch.input_ids)
-    output = chunk(batch.input_ids, positions, None, labels=batch.labels)
-    return output, partial(_summed_loss, batch.labels)
-
-
-def _summed_loss(labels: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the unmasked tokens' `losses` [batch, sequence], their number, and both."""
-    mask = labels != IGNORE_INDEX
-    loss = (losses.float() * mask).sum()
-    tokens = mask.sum()
-    return loss, tokens.int(), torch.stack([loss.detach().double(), tokens.double()])

@@ -33,6 +33,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM, a number of steps",
             "set training.steps or training.tokens instead",
         )
+    if recipe.training.objective != "pretrain":
+        yield Problem(
+            "training.objective",
+            recipe.training.objective,
+            "in Megatron-LM's pretrain_gpt.py, pretrain",
+            "set training.objective to pretrain, or train with `dmt launch`",
+        )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
         yield Problem(

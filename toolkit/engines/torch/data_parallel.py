@@ -9,13 +9,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
-from toolkit.engines import adam
+from toolkit.engines import adam, totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
-from toolkit.engines.distributed import RunningSum, global_tokens, to_device
+from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -48,31 +47,34 @@ class DataParallelEngine:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        tokens: int,
+        count: float,
         learning_rate: float,
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
+        objective = self.setup.objective
+        sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=self.device)
+        for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.accumulating(last=last):
-                batch_loss = self.summed_loss(batch).double() / tokens
-                loss += batch_loss.detach()
+                batch = to_device(micro_batch, self.device)
+                loss, parts = totals.terms(objective, self.log_probs(batch), batch)
+                sums += parts / count
                 if last:
-                    joint_loss = RunningSum(loss)
+                    joint_sums = RunningSum(sums)
                 # Gradients are averaged over ranks; the loss is a sum over them.
-                torch.autograd.backward(self.scaler.scale(batch_loss * self.world))
+                torch.autograd.backward(self.scaler.scale(loss / count * self.world))
         self.scaler.unscale_(self.optimizer)
-        values = torch.stack([joint_loss.result(), self.gradient_norm()]).tolist()
-        skipped = refusal(tokens, values[0], max_loss, values[1])
+        values = torch.cat([joint_sums.result(), self.gradient_norm()[None]]).tolist()
+        mean_loss, *metrics, norm = values
+        skipped = refusal(count, mean_loss, max_loss, norm)
         if skipped is None:
-            self._update(learning_rate, values[1])
+            self._update(learning_rate, norm)
         # That fp16's scale is too high is said by gradients, not by a refused loss.
         keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
         self.scaler.update(self.scaler.get_scale() if keep_scale else None)
         self.optimizer.zero_grad()
-        return StepResult(values[0], values[1], tokens, skipped)
+        return StepResult(mean_loss, norm, skipped, totals.named(objective, metrics))
 
     def _update(self, learning_rate: float, norm: float) -> None:
         """Clip gradients of this norm, and step."""
@@ -95,19 +97,16 @@ class DataParallelEngine:
         """L2 norm of all gradients: float64 scalar, equal on every rank."""
         raise NotImplementedError
 
-    def summed_loss(self, batch: MicroBatch) -> Tensor:
-        """See `hf.summed_loss`."""
-        return hf.summed_loss(self.replica, to_device(batch, self.device))
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """See `hf.log_probs`."""
+        return hf.log_probs(self.replica, batch)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        tokens = global_tokens(micro_batches, self.device)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
         with hf.evaluating(self.replica):
-            for batch in micro_batches:
-                loss += self.summed_loss(batch)
-        dist.all_reduce(loss)
-        return EvalResult((loss / tokens).item(), int(tokens.item()))
+            return totals.evaluate(
+                self.setup.objective, micro_batches, self.log_probs, self.device
+            )
 
     def counters(self) -> Counters:
         """See `Engine.counters`."""

@@ -52,7 +52,7 @@ class DdpEngine(DataParallelEngine):
         digits.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        torch.autograd.backward(hf.summed_loss(self.replica, MicroBatch(tokens, tokens)))
+        torch.autograd.backward(hf.log_probs(self.replica, MicroBatch(tokens, tokens)).sum())
         self.model.zero_grad()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
@@ -70,11 +70,11 @@ class DdpEngine(DataParallelEngine):
         """See `DataParallelEngine.gradient_norm`."""
         return joint_norm(self.gradients())
 
-    def summed_loss(self, batch: MicroBatch) -> Tensor:
-        """See `hf.summed_loss`; under autocast in 16 bits."""
+    def log_probs(self, batch: MicroBatch) -> Tensor:
+        """See `hf.log_probs`; under autocast in 16 bits."""
         dtype = AUTOCAST.get(self.setup.precision)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return super().summed_loss(batch)
+            return super().log_probs(batch)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""

@@ -79,7 +79,7 @@ def megatron_logits(folder: Path, config: dict[str, object], tokens: Tensor) -> 
     }
     state = dist_checkpointing.load({"model": wanted}, str(folder), strategy)
     chunk.load_state_dict({**chunk.state_dict(), **state["model"]})
-    logits: Tensor = chunk.eval()(tokens, megatron.position_ids(tokens), None)
+    logits: Tensor = chunk.eval()(tokens, None, None)
     return logits[..., : described.gpt["vocab_size"]].float()
 
 

@@ -1,4 +1,4 @@
-"""Building megatron-core's GPTModel on this rank, and asking it for losses."""
+"""Building megatron-core's GPTModel on this rank, and asking it for log-probabilities."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
@@ -36,6 +37,37 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
     vocabulary: int
     """Tokens without padding."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._positions: Tensor | None = None
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
+
+    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
+        """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
+        of the batch, which megatron-core itself gives to learned embeddings only."""
+        if self._positions is None:
+            return None
+        return angles[self._positions.T, 0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """`position_ids` None: 0, 1, 2, … in every row.
+
+        The cross entropy [batch, sequence] on the last stage, hidden states on others.
+        """
+        self._positions = position_ids
+        if position_ids is None:
+            length = input_ids.shape[1]
+            position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        output: Tensor = super().forward(input_ids, position_ids, attention_mask, labels=labels)
+        return output
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
@@ -151,6 +183,7 @@ def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     return TransformerConfig(**objects)
 
 
-def position_ids(input_ids: Tensor) -> Tensor:
-    """0, 1, 2, … for every row: int64 [batch, sequence]."""
-    return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+def log_probs(losses: Tensor, batch: MicroBatch) -> Tensor:
+    """A last chunk's output as log p(label), 0 where the label is `IGNORE_INDEX`: fp32
+    [micro_batch, sequence]."""
+    return -(losses.float() * (batch.labels != IGNORE_INDEX))

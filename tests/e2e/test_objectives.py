@@ -1,0 +1,72 @@
+"""An objective of another package, which only its entry point makes known."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import ROOT, curve, dmt, events, records, run, settings
+
+ENTRY_POINTS = """
+[dmt.objectives]
+toy = tests.e2e.toy_objective:Toy
+demanding = tests.e2e.toy_objective:Demanding
+"""
+TOY = {"training.objective": "toy"}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which the package with the objective is installed."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "toy-0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 0.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return {"PYTHONPATH": f"{ROOT}:{site}"}
+
+
+def test_check_and_plan_know_it(project: Project, installed: dict[str, str]) -> None:
+    for verb in ("check", "plan"):
+        ended = run(dmt(verb, project.recipe, *settings(TOY)), project.folder, installed)
+        assert ended.code == 0, ended.err
+    unknown = run(dmt("check", project.recipe, *settings(TOY)), project.folder)
+    assert unknown.code == 2, "without the package"
+    assert "found    toy\n      allowed  pretrain\n" in unknown.err
+
+
+def test_megatron_lm_is_not_given_another_objective(
+    project: Project, installed: dict[str, str]
+) -> None:
+    changes = {**TOY, "parallel.engine": "megatron"}
+    argv = dmt("render", project.recipe, "--to", "megatron-lm", *settings(changes))
+    ended = run(argv, project.folder, installed)
+    assert ended.code == 2
+    assert "training.objective" in ended.err and "pretrain_gpt.py" in ended.err
+
+
+@pytest.mark.slow
+def test_it_trains(own_project: Project, ddp_run: Path, installed: dict[str, str]) -> None:
+    changes: dict[str, object] = {**TOY, "training.steps": 6}
+    ended = own_project.launch("toy", changes, env=installed)
+    assert ended.code == 0, ended.err
+    lines = records(own_project.folder / "toy" / "metrics.jsonl")
+    pretrained = curve(ddp_run)
+    for line in lines:
+        tokens = line["tokens"] / 8
+        assert line["tokens_per_sequence"] == pytest.approx(tokens, rel=1e-12)
+    assert lines[0]["loss"] == pytest.approx(pretrained[1][0] * lines[0]["tokens"] / 8)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    (validation,) = events(own_project.folder / "toy", "evaluation")
+    assert validation["loss"] > math.log(10) * validation["tokens_per_sequence"] / 8
+    assert not {"tokens_per_sequence"} & set(records(ddp_run / "metrics.jsonl")[0])
+
+
+@pytest.mark.slow
+def test_data_that_lacks_what_it_reads_is_refused(
+    own_project: Project, installed: dict[str, str]
+) -> None:
+    ended = own_project.launch("no", {"training.objective": "demanding"}, env=installed)
+    assert ended.code == 2
+    assert "Demanding reads loss_weights, rewards, which the training data" in ended.err

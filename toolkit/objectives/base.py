@@ -1,0 +1,64 @@
+"""What an objective is: from the log-probabilities of the labels to what is minimised.
+
+The loss of a step is the sum of `loss` over all micro batches of all ranks, divided by the
+sum of `count`, the global count: neither the number of ranks nor the split into micro batches
+changes it. Engines compute the log-probabilities and know nothing else about the objective.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What one micro batch adds to the numerators of loss and metrics."""
+
+    loss: "Tensor"
+    """Scalar with history, summed and not yet divided by anything."""
+    metrics: Mapping[str, "Tensor"] = field(default_factory=dict)
+    """Scalars under the names of `Objective.metrics`, summed like the loss."""
+
+
+class Objective(Protocol):
+    """What is minimised. Made without arguments; stateless."""
+
+    reads: tuple[str, ...]
+    """What it needs of a batch besides token ids and labels: optional fields of `MicroBatch`,
+    or names in its `extra`."""
+    metrics: tuple[str, ...]
+    """Names of what is logged besides the loss, each divided by the global count as well."""
+
+    def count(self, batch: "MicroBatch") -> "Tensor":
+        """What this micro batch adds to the global count (tokens, pairs): a scalar, ≥ 0."""
+        ...
+
+    def loss(self, log_probs: "Tensor", batch: "MicroBatch") -> LossTerms:
+        """Summed loss and metrics of a micro batch.
+
+        `log_probs` is fp32 [micro_batch, sequence]: log p(label), 0 where the label is
+        `IGNORE_INDEX`. Log-probabilities and batch are on one device.
+        """
+        ...
+
+
+def check_batch(objective: Objective, batch: "MicroBatch") -> None:
+    """Raise DataError when the batch lacks what the objective reads."""
+    missing = [
+        name
+        for name in objective.reads
+        if getattr(batch, name, None) is None and name not in batch.extra
+    ]
+    if missing:
+        raise DataError(
+            f"the objective {type(objective).__name__} reads {', '.join(missing)}, which the "
+            "training data does not provide",
+            fix="set training.objective to pretrain, or choose data with these fields",
+        )

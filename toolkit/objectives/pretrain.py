@@ -1,0 +1,34 @@
+"""Objective `pretrain`: the mean cross entropy of the labels."""
+
+from typing import TYPE_CHECKING
+
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.objectives.base import LossTerms
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Pretrain:
+    """Mean cross entropy (nats) over the unmasked tokens of the global batch.
+
+    With `loss_weights` it is the weighted mean: the sum of weight times cross entropy over the
+    sum of the weights, both over the unmasked tokens.
+    """
+
+    reads: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+    def count(self, batch: MicroBatch) -> "Tensor":
+        """See `Objective.count`: the unmasked tokens, or the sum of their weights."""
+        trained = batch.labels != IGNORE_INDEX
+        if batch.loss_weights is not None:
+            return (batch.loss_weights * trained).double().sum()
+        return trained.sum()
+
+    def loss(self, log_probs: "Tensor", batch: MicroBatch) -> LossTerms:
+        """See `Objective.loss`."""
+        if batch.loss_weights is not None:
+            log_probs = log_probs * batch.loss_weights
+        # In fp64 the sum does not depend on how tokens are divided into micro batches.
+        return LossTerms(-log_probs.double().sum())
