@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-from toolkit.backend import BACKENDS, Pair
+from toolkit.backend import BACKENDS, ModelName, Pair
 from toolkit.errors import Problem
-from toolkit.models.families import model_spec, unsupported
+from toolkit.models import frozen
+from toolkit.models.families import unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
@@ -27,11 +28,13 @@ class Job:
     cluster: ClusterSection
     training: TrainingSection
     config: Mapping[str, object]
+    freeze: tuple[str, ...] = ()
+    """The recipe's `model.freeze`."""
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
-        return model_spec(self.config)
+        """The model's shape, with what is frozen of it."""
+        return frozen.spec_of(self.config, self.freeze)
 
     @cached_property
     def inexpressible(self) -> str | None:
@@ -57,6 +60,8 @@ def problems(job: Job) -> list[Problem]:
     Of the pairs that legality leaves, the one that comes nearest speaks. Keys are full
     dotted paths; file and line are left to the caller.
     """
+    if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
+        return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
     return min(found, key=len, default=[])
@@ -64,15 +69,25 @@ def problems(job: Job) -> list[Problem]:
 
 def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
+    partly = _partly_frozen(job, pair.model)
     if pair.model != "megatron":
-        return []
+        return partly
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
     backend = BACKENDS[pair.engine]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
-    return [problem for rule in rules for problem in rule(job)]
+    return [*partly, *(problem for rule in rules for problem in rule(job))]
+
+
+def _partly_frozen(job: Job, model: ModelName) -> list[Problem]:
+    """A parameter of this model implementation that holds several tensors trains as a whole."""
+    if not job.freeze:
+        return []
+    names = frozen.matching(job.freeze, frozen.names_of(job.config))
+    parameters = frozen.parameters_of(job.config, model)
+    return [*frozen.part_problems(names, parameters)]
 
 
 def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:

@@ -1,0 +1,136 @@
+"""Parameters that do not train: the ones that the patterns of `model.freeze` match.
+
+Patterns are matched with the names of a Hugging Face checkpoint. A tied head has none of its
+own: it is the embedding. Nothing here imports torch.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.models.families import mapped, model_spec
+from toolkit.models.families.base import Instance
+from toolkit.models.spec import FrozenParameters, ModelSpec
+
+KEY = "model.freeze"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_STACKED = re.compile(r"(\.mlp\.experts)\.\d+\.(?:(gate|up)_proj|down_proj)\.weight$")
+"""Tensors of one expert, which transformers keeps in one parameter for all experts."""
+
+
+def matching(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
+    """The names that any of the patterns matches."""
+    return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+
+
+def frozen_names(patterns: Sequence[str], names: Collection[str]) -> frozenset[str]:
+    """The names of the tensors that do not train, of all `names` of a model's checkpoint.
+
+    Raises RecipeError for a pattern that matches none, and where nothing would train.
+    """
+    if found := [*problems(patterns, names)]:
+        raise RecipeError(found)
+    return matching(patterns, names)
+
+
+def problems(patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with the patterns for a model with these tensors."""
+    idle = [pattern for pattern in patterns if not matching([pattern], names)]
+    if idle:
+        fix = "`dmt checkpoint inspect --tensors` and the checkpoint's index list the names"
+        if matching(idle, _HEADS):
+            fix = "name the input embedding: the head of this model is tied to it"
+        allowed = f"patterns of its tensors' names, e.g. {min(names)}"
+        yield Problem(KEY, f"{', '.join(idle)}, which matches no tensor", allowed, fix)
+    elif patterns and len(matching(patterns, names)) == len(names):
+        found = f"{', '.join(patterns)}, which matches all {len(names):,} tensors"
+        yield Problem(KEY, found, "at least one tensor that trains", "freeze fewer")
+
+
+def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
+    """Is the parameter that is made of the checkpoint tensors `parts` frozen?
+
+    Raises RecipeError when only some of them are: a parameter trains as a whole.
+    """
+    if found := [*part_problems(frozen, [parts])]:
+        raise RecipeError(found)
+    return not frozen.isdisjoint(parts)
+
+
+def part_problems(
+    frozen: frozenset[str], parameters: Iterable[Collection[str]]
+) -> Iterator[Problem]:
+    """The first of the parameters, each given by the tensors that it is made of, of which only
+    a part is frozen."""
+    for parts in parameters:
+        some, others = sorted(frozen & {*parts}), sorted({*parts} - frozen)
+        if some and others:
+            rest = ", ".join(others[:3])
+            yield Problem(
+                KEY,
+                f"{', '.join(some[:3])} without {rest}",
+                "all tensors of a parameter: this model implementation keeps them in one",
+                f"freeze {rest} too",
+            )
+            return
+
+
+def parameters_of(
+    config: Mapping[str, object], implementation: str
+) -> Iterator[frozenset[str]]:
+    """The checkpoint tensors of each parameter that holds several: megatron-core's fused
+    projections, or for `hf` the stacked experts."""
+    parts = [tensors_of(instance) for instance in mapped(config).instances()]
+    if implementation == "megatron":
+        yield from parts
+        return
+    stacked: dict[str, set[str]] = {}
+    for name in frozenset[str]().union(*parts):
+        if match := _STACKED.search(name):
+            kind = "gate_up" if match[2] else "down"
+            stacked.setdefault(f"{name[: match.end(1)]}.{kind}", set()).add(name)
+    yield from map(frozenset, stacked.values())
+
+
+def tensors_of(instance: Instance) -> frozenset[str]:
+    """The checkpoint tensors that one of megatron-core's tensors is made of."""
+    numbers = {"layer": instance.layer, "expert": instance.expert}
+    rows = (part for stack in instance.tensor.stacks for part in stack)
+    return frozenset(name.format(**numbers) for name in {part.tensor for part in rows})
+
+
+def names_of(config: Mapping[str, object]) -> frozenset[str]:
+    """The tensors of a checkpoint of the model."""
+    return frozenset[str]().union(*map(tensors_of, mapped(config).instances()))
+
+
+def spec_of(config: Mapping[str, object], patterns: Sequence[str]) -> ModelSpec:
+    """The model's shape, with what `patterns` freeze of it."""
+    spec = model_spec(config)
+    return replace(spec, frozen=_counted(config, patterns, spec)) if patterns else spec
+
+
+def _counted(
+    config: Mapping[str, object], patterns: Sequence[str], spec: ModelSpec
+) -> FrozenParameters:
+    """Elements that do not train, of a tensor that is frozen in part the rows that are."""
+    split, whole, experts = ([0] * spec.layers for _ in range(3))
+    ends = dict.fromkeys(("word_embeddings", "position_embeddings", "output_layer", "norm"), 0)
+    for instance in mapped(config).instances():
+        tensor, numbers = instance.tensor, {"layer": instance.layer, "expert": instance.expert}
+        count = (tensor.columns or 1) * sum(
+            part.stop - part.start
+            for stack in tensor.stacks
+            for part in stack
+            if matching(patterns, [part.tensor.format(**numbers)])
+        )
+        if instance.layer is None:
+            ends[next(part for part in ends if part in tensor.name)] += count
+        elif instance.expert is not None:
+            experts[instance.layer] += count
+        else:
+            kind = whole if "norm" in tensor.name or ".router" in tensor.name else split
+            kind[instance.layer] += count
+    return FrozenParameters(*ends.values(), tuple(split), tuple(whole), tuple(experts))
