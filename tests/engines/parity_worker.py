@@ -68,12 +68,15 @@ class Case:
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
     export_to: str | None = None
     """Folder: export there, and measure the validation loss of the export as well."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the parameters that do not train."""
 
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
+        parts += [f"without {pattern}" for pattern in self.freeze]
         resumed = ["resumed"] if self.resume_in else []
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
@@ -83,7 +86,10 @@ def recipe(case: Case, world: int) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "parity",
-            "model": {"config": CONFIG | (WIDE if case.wide else {}) | case.family},
+            "model": {
+                "config": CONFIG | (WIDE if case.wide else {}) | case.family,
+                "freeze": case.freeze,
+            },
             "data": {"train": {"kind": "text", "files": ["unused"]}},
             "training": {
                 "steps": case.steps,
@@ -122,15 +128,24 @@ def global_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def reference(
-    *, wide: bool = False, family: dict[str, Any] | None = None
+    *,
+    wide: bool = False,
+    family: dict[str, Any] | None = None,
+    frozen: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, list[float]]:
-    """A plain single-process transformers loop over whole global batches."""
+    """A plain single-process transformers loop over whole global batches.
+
+    `frozen` says of a parameter's name that it does not train.
+    """
     wanted = recipe(Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {}), world=1)
     config = hf.build_config(wanted.model)
     model = hf.empty_model(config, torch.device("cpu"))
     hf.fill(model, hf.weight_source(wanted.model, config, SEED))
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    vectors = [p for p in trained if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
@@ -141,9 +156,9 @@ def reference(
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        gradient = torch.cat([p.grad.flatten() for p in trained])
         norms.append(gradient.double().norm().item())
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norms[-1]))
+        torch.nn.utils.clip_grads_with_norm_(trained, 1.0, torch.tensor(norms[-1]))
         optimizer.step()
         losses.append(loss.item())
     return {"loss": losses, "grad_norm": norms}

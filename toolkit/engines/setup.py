@@ -9,6 +9,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
+from toolkit.models.frozen import frozen_names
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
 
@@ -35,6 +36,8 @@ class EngineSetup:
     """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
     megatron: MegatronModel | None
     """The model in megatron-core's words; None for `hf`."""
+    frozen: frozenset[str] = frozenset()
+    """Checkpoint tensors that do not train."""
 
     @classmethod
     def of(
@@ -48,8 +51,11 @@ class EngineSetup:
     ) -> "EngineSetup":
         """What the engine of `plan` reads of a recipe.
 
-        Raises PlanError when the loaded `model_config` is not what was planned.
+        Raises PlanError when the loaded `model_config` is not what was planned, RecipeError
+        where `model.freeze` does not suit the model.
         """
+        from toolkit.models.weights import checkpoint_names
+
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
@@ -64,6 +70,10 @@ class EngineSetup:
             ranks=ranks,
             engine_config=engine_config,
             megatron=megatron,
+            frozen=frozen_names(
+                recipe.model.freeze,
+                [part.name for one in weights.shapes.items() for part in checkpoint_names(*one)],
+            ),
         )
 
 

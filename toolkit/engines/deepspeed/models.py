@@ -93,6 +93,7 @@ class TransformersModel:
     def __init__(self, setup: EngineSetup) -> None:
         self.config = setup.model_config
         model = _build_transformers(setup)
+        hf.freeze(model, setup.frozen)
         if setup.layout.recompute == "full":
             hf.enable_recompute(model)
         self.module = model
@@ -143,6 +144,7 @@ class MegatronShard:
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
         weights.fill(self.chunks, self.model, setup.weights)
+        weights.freeze(self.chunks, self.model, setup.frozen)
         self.mpu = _mpu()
         self.data_group = parallel_state.get_data_parallel_group()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -165,7 +167,8 @@ class MegatronShard:
 
         for name, parameter in self.module.named_parameters():
             head_norm = "q_layernorm" in name or "k_layernorm" in name
-            if getattr(parameter, "sequence_parallel", False) or head_norm:
+            partial = getattr(parameter, "sequence_parallel", False) or head_norm
+            if partial and parameter.requires_grad:
                 parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
     def seed_dropout(self) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import Block, TensorMap, blocks
+from toolkit.models.frozen import is_frozen
 from toolkit.models.megatron.model import GPTChunk
 from toolkit.models.weights import WeightSource
 
@@ -127,6 +128,18 @@ def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
         assert embedding is not None, "the group holds the first and the last stage"
         group = parallel_state.get_embedding_group()
         dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
+
+
+def freeze(
+    chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]
+) -> None:
+    """Keep the parameters from training that are made of these checkpoint tensors.
+
+    Raises RecipeError for a parameter of which only a part is frozen.
+    """
+    for shard in shards(chunks, model):
+        if is_frozen(frozen, {block.tensor for block in shard.blocks}):
+            shard.parameter.requires_grad_(False)
 
 
 def saved_here(shard: Shard) -> bool:
