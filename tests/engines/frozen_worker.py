@@ -1,6 +1,7 @@
 """What every rank of test_frozen.py does: train, and look into the real optimizers."""
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from tests.engines.parity_worker import (
     unmasked,
     write_state,
 )
+from toolkit.checkpoint.export import DTYPES
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_block
 from toolkit.checkpoint.verify import verify
-from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.models import huggingface as hf
 
@@ -34,23 +35,33 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     for inputs, labels in global_batches(STEPS):
         batches = micro_batches(inputs, labels, ranks, layout)
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
-    inputs, labels = next(global_batches(1))
-    engine.evaluate(micro_batches(inputs, labels, ranks, layout))
+    refused = engine.train_step(batches, unmasked(labels), 1e-3, max_loss=0.5)
+    engine.evaluate(batches)
     parameters = list(parameters_of(engine))
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
     checkpoint = write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     found = {
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
-        "frozen_gradients": [p.grad for p in parameters if not p.requires_grad],
+        "refused": refused.skipped,
+        "optimizer_steps": engine.counters().optimizer_steps,
+        "gradients": sum(p.grad is not None for p in parameters if not p.requires_grad),
         "trained": trained,
         "frozen": sum(numel_of(p) for p in parameters) - trained,
+        "shares": shares_of(case, ranks.world),
         "moments": sum(state["exp_avg"].numel() for state in states_of(engine)),
         "buffers": sum(buffer.grad_data.numel() for buffer in buffers_of(engine)),
         "checkpoint": saved(case, checkpoint) if ranks.rank == 0 else None,
     }
     engine.close()
     return found
+
+
+def shares_of(case: Case, world: int) -> int:
+    """Ranks that the optimizer states of one model-parallel rank are spread over."""
+    spread = case.engine in ("deepspeed", "fsdp", "megatron") and case.stage not in (0, "auto")
+    degrees = (case.parallel.get(name, 1) for name in ("tensor", "pipeline"))
+    return world // prod(degrees) if spread else 1
 
 
 def parameters_of(engine: Any) -> Iterator[nn.Parameter]:
@@ -99,12 +110,14 @@ def saved(case: Case, checkpoint: Path) -> dict[str, Any]:
         "problems": verify(checkpoint).problems,
         "quantities": {name: state.quantities(name) for name in blocks},
         "unchanged": {
-            name: torch.equal(state.read("weight", block), first.read_block(block).float())
+            name: torch.equal(state.read("weight", block), held(case, first.read_block(block)))
             for name, block in blocks.items()
         },
     }
 
 
-def steps(engine: Engine) -> int:
-    """Updates that the engine says it made."""
-    return engine.counters().optimizer_steps
+def held(case: Case, weight: torch.Tensor) -> torch.Tensor:
+    """A weight as the engine keeps it: DeepSpeed and megatron-core round it to 16 bits."""
+    rounded = case.engine in ("deepspeed", "megatron")
+    kept = DTYPES.get(case.precision, torch.float32) if rounded else torch.float32
+    return weight.to(kept).float()

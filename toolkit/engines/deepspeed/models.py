@@ -189,12 +189,13 @@ class MegatronShard:
         """See `TrainedModel.gradient_norm`."""
         split: list[nn.Parameter] = []
         whole: list[nn.Parameter] = []
-        for parameter in module.parameters():
+        for parameter in filter(lambda one: one.requires_grad, module.parameters()):
             is_split = getattr(parameter, "tensor_model_parallel", False)
             (split if is_split else whole).append(parameter)
-        squares = distributed.gradient_norm(split).square()
-        dist.all_reduce(squares, group=self.tensor_group)
-        return (squares + distributed.gradient_norm(whole).square()).sqrt()
+        squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
+        if split:
+            dist.all_reduce(squares[0], group=self.tensor_group)
+        return torch.stack(squares).sum().sqrt()
 
     def restore_buffers(self, module: nn.Module) -> None:
         """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import Block, TensorMap, blocks
@@ -140,6 +140,18 @@ def freeze(
     for shard in shards(chunks, model):
         if is_frozen(frozen, {block.tensor for block in shard.blocks}):
             shard.parameter.requires_grad_(False)
+    for chunk in chunks:
+        if frozen and chunk.pre_process and chunk.config.recompute_granularity == "full":
+            chunk.embedding.register_forward_hook(_let_recompute)
+
+
+def _let_recompute(_: object, __: object, embedded: Tensor) -> None:
+    """megatron-core's recompute is reentrant: layers whose input needs no gradient get none.
+
+    So what a frozen embedding returns is marked as if it needed one.
+    """
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()
 
 
 def saved_here(shard: Shard) -> bool:
