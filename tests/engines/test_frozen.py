@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.test_reshape import around, write_all
-from tests.checkpoint.test_reshape import check as check_reshape
+from tests.checkpoint.reshaping import around, write_all
+from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
 from tests.engines.frozen_worker import STEPS, look
 from tests.engines.parity_worker import Case, each_case, reference
 from tests.forked import run_ranks
-from toolkit.errors import RecipeError
 
 UNTIED = LAYERS | {"tie_word_embeddings": False}
 PADDING = 256

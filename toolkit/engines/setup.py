@@ -72,7 +72,11 @@ class EngineSetup:
             megatron=megatron,
             frozen=frozen_names(
                 recipe.model.freeze,
-                [part.name for one in weights.shapes.items() for part in checkpoint_names(*one)],
+                [
+                    part.name
+                    for one in weights.shapes.items()
+                    for part in checkpoint_names(*one)
+                ],
             ),
         )
 

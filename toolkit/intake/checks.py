@@ -284,7 +284,13 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
     Rule(
-        (*_SPREAD, "model.config", "model.freeze", "training.sequence_length", "training.precision"),
+        (
+            *_SPREAD,
+            "model.config",
+            "model.freeze",
+            "training.sequence_length",
+            "training.precision",
+        ),
         _model_in_parallel,
     ),
     Rule(("parallel.zero",), _nvme),

@@ -77,33 +77,30 @@ def part_problems(
             return
 
 
-def parameters_of(
-    config: Mapping[str, object], implementation: str
-) -> Iterator[frozenset[str]]:
-    """The checkpoint tensors of each parameter that holds several: megatron-core's fused
-    projections, or for `hf` the stacked experts."""
-    parts = [tensors_of(instance) for instance in mapped(config).instances()]
-    if implementation == "megatron":
-        yield from parts
-        return
-    stacked: dict[str, set[str]] = {}
-    for name in frozenset[str]().union(*parts):
+def fused(config: Mapping[str, object]) -> list[frozenset[str]]:
+    """The tensors that each parameter of the megatron-core model is made of."""
+    return [_tensors_of(instance) for instance in mapped(config).instances()]
+
+
+def stacked(config: Mapping[str, object]) -> list[set[str]]:
+    """The tensors of each parameter in which transformers keeps several: a layer's experts."""
+    found: dict[str, set[str]] = {}
+    for name in names_of(config):
         if match := _STACKED.search(name):
             kind = "gate_up" if match[2] else "down"
-            stacked.setdefault(f"{name[: match.end(1)]}.{kind}", set()).add(name)
-    yield from map(frozenset, stacked.values())
-
-
-def tensors_of(instance: Instance) -> frozenset[str]:
-    """The checkpoint tensors that one of megatron-core's tensors is made of."""
-    numbers = {"layer": instance.layer, "expert": instance.expert}
-    rows = (part for stack in instance.tensor.stacks for part in stack)
-    return frozenset(name.format(**numbers) for name in {part.tensor for part in rows})
+            found.setdefault(f"{name[: match.end(1)]}.{kind}", set()).add(name)
+    return list(found.values())
 
 
 def names_of(config: Mapping[str, object]) -> frozenset[str]:
     """The tensors of a checkpoint of the model."""
-    return frozenset[str]().union(*map(tensors_of, mapped(config).instances()))
+    return frozenset[str]().union(*fused(config))
+
+
+def _tensors_of(instance: Instance) -> frozenset[str]:
+    numbers = {"layer": instance.layer, "expert": instance.expert}
+    rows = (part for stack in instance.tensor.stacks for part in stack)
+    return frozenset(name.format(**numbers) for name in {part.tensor for part in rows})
 
 
 def spec_of(config: Mapping[str, object], patterns: Sequence[str]) -> ModelSpec:

@@ -70,6 +70,12 @@ class Plan:
         """The engine, for everyone who does not train with it."""
         return BACKENDS[self.engine]
 
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that do not train."""
+        trained = self.trainable_parameters
+        return 0 if trained is None else self.parameters - trained
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `plan.json`."""
         return asdict(self)

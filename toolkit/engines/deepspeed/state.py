@@ -56,9 +56,7 @@ def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
     return holder.detach().view(-1)[offset : offset + parameter.numel()]
 
 
-def partitions(
-    optimizer: Any, placed: Placed, copies: int, copy: int
-) -> Iterator[StateShard]:
+def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterator[StateShard]:
     """Stages 1 and 2: of each parameter this rank holds a run of elements, or none; of a frozen
     one all `copies` replicas hold all, and replica `copy` writes its share of them."""
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)

@@ -130,9 +130,7 @@ def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
         dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
 
 
-def freeze(
-    chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]
-) -> None:
+def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]) -> None:
     """Keep the parameters from training that are made of these checkpoint tensors.
 
     Raises RecipeError for a parameter of which only a part is frozen.

@@ -72,12 +72,12 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
         vocabulary += matrix + parts.position_embedding
     part = layers / spec.layers
     share = StageShare(stage, layers, part * split, part * experts, vocabulary, output)
-    return share._replace(frozen=_frozen(spec, tp, ep, pp, vpp, share)) if spec.frozen else share
+    return (
+        share._replace(frozen=_frozen(spec, tp, ep, pp, vpp, share)) if spec.frozen else share
+    )
 
 
-def _frozen(
-    spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, share: StageShare
-) -> _Frozen:
+def _frozen(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, share: StageShare) -> _Frozen:
     """What of a stage's share does not train; the final norm counts in every layer, as there."""
     frozen = spec.frozen
     assert frozen is not None

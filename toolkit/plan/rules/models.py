@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-from toolkit.backend import BACKENDS, ModelName, Pair
+from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
 from toolkit.models import frozen
 from toolkit.models.families import unsupported
@@ -41,10 +41,23 @@ class Job:
         """Why megatron-core cannot compute this model exactly; None when it can."""
         return unsupported(self.config)
 
+    @cached_property
+    def partly_frozen(self) -> tuple[list[Problem], list[Problem]]:
+        """Why transformers, and why megatron-core, cannot freeze a part of a parameter."""
+        if not self.freeze:
+            return [], []
+        names = frozen.matching(self.freeze, frozen.names_of(self.config))
+        stacked, fused = (
+            [*frozen.part_problems(names, parameters)]
+            for parameters in (frozen.stacked(self.config), frozen.fused(self.config))
+        )
+        return stacked, fused
+
     def asking(self, parallel: ParallelSection) -> "Job":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        other.__dict__.update(spec=self.spec, inexpressible=self.inexpressible)
+        for name in ("spec", "inexpressible", "partly_frozen"):
+            other.__dict__[name] = getattr(self, name)
         return other
 
 
@@ -69,25 +82,16 @@ def problems(job: Job) -> list[Problem]:
 
 def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
-    partly = _partly_frozen(job, pair.model)
+    stacked, fused = job.partly_frozen
     if pair.model != "megatron":
-        return partly
+        return stacked
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
     backend = BACKENDS[pair.engine]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
-    return [*partly, *(problem for rule in rules for problem in rule(job))]
-
-
-def _partly_frozen(job: Job, model: ModelName) -> list[Problem]:
-    """A parameter of this model implementation that holds several tensors trains as a whole."""
-    if not job.freeze:
-        return []
-    names = frozen.matching(job.freeze, frozen.names_of(job.config))
-    parameters = frozen.parameters_of(job.config, model)
-    return [*frozen.part_problems(names, parameters)]
+    return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
 def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:
