@@ -56,6 +56,7 @@ class EngineSetup:
         """
         from toolkit.models.weights import checkpoint_names
 
+        parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
@@ -70,14 +71,7 @@ class EngineSetup:
             ranks=ranks,
             engine_config=engine_config,
             megatron=megatron,
-            frozen=frozen_names(
-                recipe.model.freeze,
-                [
-                    part.name
-                    for one in weights.shapes.items()
-                    for part in checkpoint_names(*one)
-                ],
-            ),
+            frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
         )
 
 

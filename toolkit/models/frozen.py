@@ -112,9 +112,9 @@ def spec_of(config: Mapping[str, object], patterns: Sequence[str]) -> ModelSpec:
 def _counted(
     config: Mapping[str, object], patterns: Sequence[str], spec: ModelSpec
 ) -> FrozenParameters:
-    """Elements that do not train, of a tensor that is frozen in part the rows that are."""
+    """Elements that do not train, by part; each row as its own checkpoint tensor is."""
     split, whole, experts = ([0] * spec.layers for _ in range(3))
-    ends = dict.fromkeys(("word_embeddings", "position_embeddings", "output_layer", "norm"), 0)
+    ends = {"word_embeddings": 0, "position_embeddings": 0, "output_layer": 0, "norm": 0}
     for instance in mapped(config).instances():
         tensor, numbers = instance.tensor, {"layer": instance.layer, "expert": instance.expert}
         count = (tensor.columns or 1) * sum(
@@ -130,4 +130,12 @@ def _counted(
         else:
             kind = whole if "norm" in tensor.name or ".router" in tensor.name else split
             kind[instance.layer] += count
-    return FrozenParameters(*ends.values(), tuple(split), tuple(whole), tuple(experts))
+    return FrozenParameters(
+        embedding=ends["word_embeddings"],
+        position_embedding=ends["position_embeddings"],
+        lm_head=ends["output_layer"],
+        final_norm=ends["norm"],
+        layers=tuple(split),
+        whole=tuple(whole),
+        experts=tuple(experts),
+    )

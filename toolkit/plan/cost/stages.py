@@ -1,11 +1,12 @@
 """What one rank of each pipeline stage holds, before ZeRO."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from toolkit.layout import padded_vocab, stage_layers
-from toolkit.models.spec import ModelSpec
+from toolkit.models.spec import FrozenParameters, ModelSpec
 
 
 class _Frozen(NamedTuple):
@@ -72,26 +73,34 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
         vocabulary += matrix + parts.position_embedding
     part = layers / spec.layers
     share = StageShare(stage, layers, part * split, part * experts, vocabulary, output)
-    return (
-        share._replace(frozen=_frozen(spec, tp, ep, pp, vpp, share)) if spec.frozen else share
-    )
-
-
-def _frozen(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, share: StageShare) -> _Frozen:
-    """What of a stage's share does not train; the final norm counts in every layer, as there."""
-    frozen = spec.frozen
-    assert frozen is not None
+    if spec.frozen is None:
+        return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))
-    held = [i for chunk in range(share.stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
+    held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
+    return share._replace(frozen=_frozen(spec, spec.frozen, share, held, tp, ep))
+
+
+def _frozen(
+    spec: ModelSpec,
+    frozen: FrozenParameters,
+    share: StageShare,
+    held: Sequence[int],
+    tp: int,
+    ep: int,
+) -> _Frozen:
+    """What does not train of a stage that holds the layers `held`, split as its share is."""
     split, whole, experts = (
         sum(counts[layer] for layer in held)
         for counts in (frozen.layers, frozen.whole, frozen.experts)
     )
-    matrix = padded_vocab(spec.vocab, tp) * spec.hidden / tp
     head = frozen.embedding if spec.tied_embeddings else frozen.lm_head
-    output = matrix if head and share.stage == pp - 1 else 0.0
-    vocabulary = 0.0 if spec.tied_embeddings and pp == 1 else output
+    output = share.output if head else 0.0
+    vocabulary = 0.0
     if share.stage == 0:
-        vocabulary += (matrix if frozen.embedding else 0.0) + frozen.position_embedding
-    dense = split / tp + whole + frozen.final_norm * share.layers / spec.layers
+        embedding = padded_vocab(spec.vocab, tp) * spec.hidden / tp
+        vocabulary = (embedding if frozen.embedding else 0.0) + frozen.position_embedding
+    if share.stage > 0 or not spec.tied_embeddings:
+        vocabulary += output
+    final_norm = frozen.final_norm * share.layers / spec.layers  # in every layer, as there
+    dense = split / tp + whole + final_norm
     return _Frozen(dense, experts / (ep if ep > 1 else tp), vocabulary, output)
