@@ -5,17 +5,15 @@ Regressions (resuming on other GPUs or in another layout): DeepSpeed#5405, #2921
 was made from another seed, five layers divide by no pipeline, 101 tokens by no tensor group.
 """
 
-import random
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.reshape_worker import load_all, save_all
-from tests.engines.cases import LAYERS, MIXTRAL, OFFLOAD_TOLERANCE, TOLERANCE, megatron
+from tests.checkpoint.reshaping import around, check, write_all
+from tests.engines.cases import LAYERS, MIXTRAL, megatron
 from tests.engines.parity_worker import Case
-from tests.forked import run_ranks
 
 
 def zero(stage: int, **more: Any) -> Case:
@@ -51,41 +49,6 @@ MOE: dict[str, tuple[int, Case]] = {
     "ep2-replicated": (2, megatron(expert=2, stage=0, family=MIXTRAL)),
     "tp2-ep2": (4, megatron(tensor=2, expert=2, family=MIXTRAL)),
 }
-
-
-def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of every layout; how each went on unbroken."""
-    unbroken = {}
-    for world in (1, 2, 4):
-        cases = {name: case for name, (ranks, case) in layouts.items() if ranks == world}
-        if cases:
-            unbroken |= run_ranks(save_all, world, folder, cases)[0]
-    return unbroken
-
-
-def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]]) -> None:
-    """Continue the first layout of each pair in the second."""
-    # Other processes for each target: the groups of every engine have threads that stay.
-    for target, (world, case) in layouts.items():
-        sources = [source for source, wanted in pairs if wanted == target]
-        results = (
-            run_ranks(load_all, world, folder, target, case, sources)[0] if sources else {}
-        )
-        for source, result in results.items():
-            name = f"{source} in {target}"
-            assert result["different"] == [], name
-            tolerance = OFFLOAD_TOLERANCE if "offload" in name else TOLERANCE
-            for quantity in ("loss", "grad_norm"):
-                wanted = unbroken[source][quantity]
-                assert result[quantity] == pytest.approx(wanted, rel=tolerance), name
-                if source == target:
-                    assert result[quantity] == wanted, f"{name}: not bitwise the same"
-
-
-def around(layouts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs in which every layout is left once and entered once."""
-    names = random.Random(5).sample(list(layouts), len(layouts))
-    return list(zip(names, [*names[1:], names[0]], strict=True))
 
 
 @pytest.fixture(scope="module")

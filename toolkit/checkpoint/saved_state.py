@@ -91,8 +91,14 @@ class SavedState:
     @property
     def nbytes(self) -> int:
         """Bytes of all whole tensors, moments included."""
-        numel = sum(map(prod, self.shapes.values()))
-        return numel * len(QUANTITIES) * torch.float32.itemsize
+        numel = sum(
+            prod(shape) * len(self.quantities(tensor)) for tensor, shape in self.shapes.items()
+        )
+        return numel * torch.float32.itemsize
+
+    def quantities(self, tensor: str) -> list[str]:
+        """What is stored of a tensor: its weight alone where it does not train."""
+        return [quantity for quantity in QUANTITIES if (quantity, tensor) in self._index]
 
     def names(self) -> list[tuple[str, str]]:
         """Every quantity and tensor of which something is stored."""
@@ -165,7 +171,7 @@ class SavedState:
 
     def load(self, shard: StateShard) -> None:
         """Give a rank's shard its values, all quantities."""
-        for quantity in QUANTITIES:
+        for quantity in shard.quantities:
             parts = [self.read(quantity, block).reshape(-1) for block in shard.blocks]
             if parts:
                 shard.put(quantity, parts[0] if len(parts) == 1 else torch.cat(parts))

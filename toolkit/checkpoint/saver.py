@@ -21,7 +21,6 @@ from torch import Tensor
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.shards import (
-    QUANTITIES,
     StateShard,
     as_stored,
     block_shape,
@@ -147,7 +146,7 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
     for shard in state:
         if not shard.saved_here:
             continue
-        for quantity in QUANTITIES:
+        for quantity in shard.quantities:
             values = _Values(shard, quantity)
             if copied:
                 values.keep()

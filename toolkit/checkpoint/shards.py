@@ -37,13 +37,21 @@ class StateShard:
     in_memory = True
     """False where `get` fetches a copy from elsewhere."""
 
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What there is of the elements: the weight alone where they do not train."""
+        return tuple(self._values)
+
     def get(self, quantity: str) -> Tensor:
-        """The fp32 values of `quantity`, flat; elements beyond the blocks are padding."""
-        return self._values[quantity].detach().view(-1)
+        """The fp32 values of `quantity`, flat; elements beyond the blocks are padding.
+
+        A copy where a weight does not train and is kept in 16 bits.
+        """
+        return self._values[quantity].detach().view(-1).float()
 
     def put(self, quantity: str, values: Tensor) -> None:
         """Replace the values of `quantity`; `values` [elements of the blocks] is flat."""
-        self.get(quantity)[: values.numel()].copy_(values)
+        self._values[quantity].detach().view(-1)[: values.numel()].copy_(values)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from toolkit.checkpoint.shards import QUANTITIES, block_numel, block_shape, whol
 from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
+from toolkit.models.frozen import matching
 
 _DTYPE = "F32"
 """safetensors' name of the type of weights and moments."""
@@ -60,7 +61,7 @@ def _present(folder: Path) -> set[str]:
 
 def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
     try:
-        yield from coverage_problems(state)
+        yield from coverage_problems(state, manifest.freeze)
         if any(name.startswith(f"{COMPANIONS}/") for name in manifest.files):
             check_complete(state)
         else:
@@ -69,11 +70,17 @@ def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
         yield error.message
 
 
-def coverage_problems(state: SavedState) -> Iterator[str]:
-    """Where weight and moments do not hold every element of each tensor exactly once."""
+def coverage_problems(state: SavedState, freeze: Sequence[str] = ()) -> Iterator[str]:
+    """Where weight and moments do not hold every element of each tensor exactly once.
+
+    Tensors that match a pattern of `freeze` have no moments.
+    """
+    frozen = matching(freeze, state.shapes)
     for tensor, shape in state.shapes.items():
         whole = whole_block(tensor, shape)
-        for quantity in QUANTITIES:
+        if tensor in frozen and len(state.quantities(tensor)) > 1:
+            yield f"{tensor} does not train, but has moments"
+        for quantity in QUANTITIES[:1] if tensor in frozen else QUANTITIES:
             parts = state.parts(quantity, tensor)
             for part in parts:
                 if (part.dtype, part.shape) != (_DTYPE, block_shape(part.block)):

@@ -11,8 +11,8 @@ from toolkit.cli.check import human
 from toolkit.layout import layout_text
 from toolkit.units import byte_size
 
-_STATE_BYTES = 3 * 4
-"""Per parameter: weight and two moments in fp32."""
+_WEIGHT_BYTES, _STATE_BYTES = 4, 3 * 4
+"""Per parameter: the weight, and with two moments, in fp32."""
 
 
 class Held(NamedTuple):
@@ -22,13 +22,15 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
     pieces: int
     """Rectangles in which its weight is stored."""
+    trained: bool
+    """Whether it has moments."""
 
 
 def contents(folder: Path) -> list[Held]:
     """Every tensor of a checkpoint. Raises CheckpointError for files that are damaged."""
     state = SavedState(folder)
     return [
-        Held(name, shape, len(state.parts("weight", name)))
+        Held(name, shape, len(state.parts("weight", name)), len(state.quantities(name)) > 1)
         for name, shape in state.shapes.items()
     ]
 
@@ -48,9 +50,10 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     scale = "" if manifest.loss_scale is None else f", loss scale {manifest.loss_scale}"
     yield "precision", f"{training['precision']}; weights and moments in fp32{scale}"
     parameters = sum(prod(one.shape) for one in held)
-    nbytes = byte_size(parameters * _STATE_BYTES)
+    frozen = sum(prod(one.shape) for one in held if not one.trained)
+    nbytes = byte_size((parameters - frozen) * _STATE_BYTES + frozen * _WEIGHT_BYTES)
     told = f"{len(held):,}, {human(parameters)} parameters, {nbytes} with both moments"
-    yield "tensors", told
+    yield "tensors", told + (f"; {human(frozen)} are frozen and have none" if frozen else "")
     yield "files", f"{len(manifest.files):,}, {byte_size(manifest.nbytes)}"
     yield "W&B run", manifest.wandb_id or "none"
     yield "versions", ", ".join(_versions(manifest))

@@ -63,7 +63,9 @@ class Planned:
         """What has to be saved, how often and where."""
         steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
         step_s = self.plan.step_time_s
-        return Job(self.plan.parameters, self.cluster, step_s, steps, every)
+        plan = self.plan
+        frozen = plan.frozen_parameters
+        return Job(plan.parameters, self.cluster, step_s, steps, every, frozen)
 
     @property
     def run(self) -> "plan_tables.Run | None":
@@ -188,6 +190,7 @@ def _machine_output(
     plans = [_entry(found, one) for one in _strategies(found, top)]
     plans[0] |= {
         "parameters": plan.parameters,
+        "trainable_parameters": plan.trainable_parameters,
         "reasons": list(plan.reasons),
         "ledger": [asdict(entry) for entry in ledger_of(planned.recipe, plan)],
     }
@@ -231,7 +234,10 @@ def _print(planned: Planned, top: int, explain: bool, assumed: Assumptions | Non
     console = Console()
     recipe, plan, found = planned.recipe, planned.plan, planned.search
     by_part = _estimate(found, found.best)
-    title = Text.assemble((recipe.name, "bold"), f"  {human(plan.parameters)} parameters")
+    trained = plan.parameters - plan.frozen_parameters
+    of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
+    size = f"  {human(plan.parameters)} parameters{of_them}"
+    title = Text.assemble((recipe.name, "bold"), size)
     show(console, [title, *map(_row, _rows(plan, recipe.cluster, planned.cluster.gpu))])
     if not found.fits:
         show(console, ["", *_shortfall(found, plan)])

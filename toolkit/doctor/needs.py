@@ -167,5 +167,7 @@ def _run_dir(recipe: Recipe) -> Path:
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
-    """fp32 weights and two moments of every parameter (docs/checkpoints.md)."""
-    return None if assignment is None else 12 * assignment.plan.parameters
+    """fp32 weights, and two moments of what trains (docs/checkpoints.md)."""
+    if assignment is None:
+        return None
+    return 12 * assignment.plan.parameters - 8 * assignment.plan.frozen_parameters

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.errors import CheckpointError
 
@@ -23,6 +23,13 @@ def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
         state["exp_avg"] = torch.zeros_like(weight)
         state["exp_avg_sq"] = torch.zeros_like(weight)
     return {"weight": weight, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def states(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Tensor]:
+    """The `moments` of a parameter that is its own master; of a frozen one the weight alone."""
+    if not parameter.requires_grad:
+        return {"weight": parameter}
+    return moments(optimizer, parameter)
 
 
 def _counts_in_groups(optimizer: Any) -> bool:

@@ -9,6 +9,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
+from toolkit.models.frozen import frozen_names
 from toolkit.objectives import OBJECTIVES, Objective
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
@@ -37,6 +38,8 @@ class EngineSetup:
     megatron: MegatronModel | None
     """The model in megatron-core's words; None for `hf`."""
     objective: Objective
+    frozen: frozenset[str] = frozenset()
+    """Checkpoint tensors that do not train."""
 
     @classmethod
     def of(
@@ -50,8 +53,12 @@ class EngineSetup:
     ) -> "EngineSetup":
         """What the engine of `plan` reads of a recipe.
 
-        Raises PlanError when the loaded `model_config` is not what was planned.
+        Raises PlanError when the loaded `model_config` is not what was planned, RecipeError
+        where `model.freeze` does not suit the model.
         """
+        from toolkit.models.weights import checkpoint_names
+
+        parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
@@ -67,6 +74,7 @@ class EngineSetup:
             engine_config=engine_config,
             megatron=megatron,
             objective=OBJECTIVES[recipe.training.objective](),
+            frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
         )
 
 

@@ -161,7 +161,8 @@ def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
     config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
     if config is None or check_config(config) or legality.problems(parallel, cluster):
         return
-    yield from model_rules.problems(Job(parallel, cluster, recipe.training, config))
+    job = Job(parallel, cluster, recipe.training, config, recipe.model.freeze)
+    yield from model_rules.problems(job)
 
 
 def _nvme(recipe: Recipe) -> Iterator[Problem]:
@@ -283,7 +284,13 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
     Rule(
-        (*_SPREAD, "model.config", "training.sequence_length", "training.precision"),
+        (
+            *_SPREAD,
+            "model.config",
+            "model.freeze",
+            "training.sequence_length",
+            "training.precision",
+        ),
         _model_in_parallel,
     ),
     Rule(("parallel.zero",), _nvme),

@@ -21,6 +21,7 @@ from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import model_spec
+from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import label_log_probs
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.spec import ModelSpec
@@ -206,15 +207,26 @@ def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
     return label_log_probs(logits, batch.labels)
 
 
+def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
+    """Keep the parameters from training that are made of these checkpoint tensors.
+
+    Raises RecipeError for a parameter of which only a part is frozen.
+    """
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if is_frozen(frozen, {piece.name for piece in checkpoint_names(name, shape)}):
+            parameter.requires_grad_(False)
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: weight decay for matrices, none for norms and biases.
+    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases.
 
     Norm weights and biases are exactly the parameters with one dimension. Under ZeRO-3
     a parameter's own shape is empty and `ds_shape` holds the real one.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
         shape = getattr(parameter, "ds_shape", parameter.shape)
         (decayed if len(shape) > 1 else plain).append(parameter)
     groups = [

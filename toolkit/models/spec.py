@@ -33,7 +33,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        """All trainable parameters, tied weights counted once."""
+        """All parameters, tied weights counted once."""
         return (
             self.embedding + self.position_embedding + self.attention + self.mlp
             + self.router + self.experts + self.norms + self.lm_head
@@ -43,6 +43,28 @@ class ParameterCounts:
     def active(self) -> int:
         """Parameters that one token passes through: all but the experts not chosen."""
         return self.total - self.inactive_experts
+
+
+@dataclass(frozen=True)
+class FrozenParameters:
+    """Parameters that do not train, by part."""
+
+    embedding: int
+    position_embedding: int
+    lm_head: int
+    final_norm: int
+    layers: tuple[int, ...]
+    """Attention and dense MLP of each layer, which tensor parallel splits."""
+    whole: tuple[int, ...]
+    """Norms and routers of each layer, which every tensor-parallel rank holds."""
+    experts: tuple[int, ...]
+    """Experts of each layer."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        ends = self.embedding + self.position_embedding + self.lm_head + self.final_norm
+        return ends + sum(self.layers) + sum(self.whole) + sum(self.experts)
 
 
 @dataclass(frozen=True)
@@ -89,6 +111,13 @@ class ModelSpec:
     layer_norm: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norms_per_layer: int = 2
+    frozen: FrozenParameters | None = None
+    """What `model.freeze` keeps from training; None: everything trains."""
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that train."""
+        return self.parameters.total - (self.frozen.total if self.frozen else 0)
 
     @property
     def parameters(self) -> ParameterCounts:

@@ -60,6 +60,8 @@ class Plan:
     """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
     hfu: float | None = None
     """The same with what recompute repeats."""
+    trainable_parameters: int | None = None
+    """Parameters that train; None in plans of releases before this one, where all do."""
     remedies: tuple[str, ...] = ()
     """Where nothing fits: the smallest changes with which something does."""
 
@@ -67,6 +69,12 @@ class Plan:
     def backend(self) -> Backend:
         """The engine, for everyone who does not train with it."""
         return BACKENDS[self.engine]
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that do not train."""
+        trained = self.trainable_parameters
+        return 0 if trained is None else self.parameters - trained
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `plan.json`."""
@@ -108,7 +116,8 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
-    job = Job(recipe.parallel, where, recipe.training, model_config(recipe.model))
+    config = model_config(recipe.model)
+    job = Job(recipe.parallel, where, recipe.training, config, recipe.model.freeze)
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)
@@ -160,6 +169,7 @@ def plan_of(found: Search) -> Plan:
         model=best.pair.model,
         layout=best.layout,
         parameters=job.spec.parameters.total,
+        trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),
         model_states_gib=model_states_gib(workload, best.layout),

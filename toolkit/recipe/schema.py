@@ -148,6 +148,10 @@ class ModelSection(Section):
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""
+    freeze: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
+    """Parameters that do not train: patterns of the names that they have in a Hugging Face
+    checkpoint, e.g. `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and
+    no optimizer states."""
 
 
 class TextSource(Section):

@@ -50,12 +50,11 @@ class DeepSpeedCost(EngineCost):
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two where communication overlaps) and gathered weights."""
-        held = share.parameters
-        bucket = width * min(BUCKET, held)
+        bucket = width * min(BUCKET, share.trained.parameters)
         if layout.zero_stage == 0:
             return 0.0
         if layout.zero_stage == 3:
-            return 2 * bucket + width * min(LIVE_PARAMETERS, held)
+            return 2 * bucket + width * min(LIVE_PARAMETERS, share.parameters)
         return (2 if layout.zero_stage == 1 else 3) * bucket
 
 

@@ -140,7 +140,7 @@ class DeepSpeedEngine:
         if self.stage == 0:
             return whole_parameters(self.optimizer, placed, self.copies, self.copy)
         if self.stage < 3:
-            return partitions(self.optimizer, placed)
+            return partitions(self.optimizer, placed, self.copies, self.copy)
         fresh = self.optimizer.swap_optimizer and not self.optimizer.optimizer.state
         if fresh:
             self._allocate_swapped_moments()

@@ -94,6 +94,7 @@ class TransformersModel:
     def __init__(self, setup: EngineSetup) -> None:
         self.config = setup.model_config
         model = _build_transformers(setup)
+        hf.freeze(model, setup.frozen)
         if setup.layout.recompute == "full":
             hf.enable_recompute(model)
         self.module = model
@@ -144,6 +145,7 @@ class MegatronShard:
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
         weights.fill(self.chunks, self.model, setup.weights)
+        weights.freeze(self.chunks, self.model, setup.frozen)
         self.mpu = _mpu()
         self.data_group = parallel_state.get_data_parallel_group()
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -166,7 +168,8 @@ class MegatronShard:
 
         for name, parameter in self.module.named_parameters():
             head_norm = "q_layernorm" in name or "k_layernorm" in name
-            if getattr(parameter, "sequence_parallel", False) or head_norm:
+            partial = getattr(parameter, "sequence_parallel", False) or head_norm
+            if partial and parameter.requires_grad:
                 parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
     def seed_dropout(self) -> None:
@@ -186,12 +189,13 @@ class MegatronShard:
         """See `TrainedModel.gradient_norm`."""
         split: list[nn.Parameter] = []
         whole: list[nn.Parameter] = []
-        for parameter in module.parameters():
+        for parameter in filter(lambda one: one.requires_grad, module.parameters()):
             is_split = getattr(parameter, "tensor_model_parallel", False)
             (split if is_split else whole).append(parameter)
-        squares = distributed.gradient_norm(split).square()
-        dist.all_reduce(squares, group=self.tensor_group)
-        return (squares + distributed.gradient_norm(whole).square()).sqrt()
+        squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
+        if split:
+            dist.all_reduce(squares[0], group=self.tensor_group)
+        return torch.stack(squares).sum().sqrt()
 
     def restore_buffers(self, module: nn.Module) -> None:
         """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""

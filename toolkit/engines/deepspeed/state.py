@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.checkpoint.shards import PlacedParameter, StateShard, cut
+from toolkit.checkpoint.shards import QUANTITIES, PlacedParameter, StateShard, cut
 from toolkit.engines import adam
 
 SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -43,7 +43,9 @@ def _stage_0_masters(optimizer: Any) -> Callable[[nn.Parameter], Any]:
                 found[id(parameter)] = 0, master
 
     def of(parameter: nn.Parameter) -> Any:
-        offset, master = found.get(id(parameter), (0, parameter))
+        if id(parameter) not in found:  # fp32, or frozen
+            return 0, adam.states(inner, parameter)
+        offset, master = found[id(parameter)]
         return offset, adam.moments(inner, master)
 
     return of
@@ -54,14 +56,19 @@ def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
     return holder.detach().view(-1)[offset : offset + parameter.numel()]
 
 
-def partitions(optimizer: Any, placed: Placed) -> Iterator[StateShard]:
-    """Stages 1 and 2: of each parameter this rank holds a run of elements, or none."""
+def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterator[StateShard]:
+    """Stages 1 and 2: of each parameter this rank holds a run of elements, or none; of a frozen
+    one all `copies` replicas hold all, and replica `copy` writes its share of them."""
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if masters is None:  # stage 1 in bf16 has an optimizer of its own
         masters = optimizer.fp32_groups_flat_partition
     for weight in masters:  # also one of which this rank holds padding only: its step counts
         adam.moments(optimizer.optimizer, weight)
-    for parameter, place in placed:
+    for index, (parameter, place) in enumerate(placed):
+        if not parameter.requires_grad:
+            mine = place.saved_here and index % copies == copy
+            yield StateShard(place.blocks, {"weight": parameter}, saved_here=mine)
+            continue
         fragment = parameter._hp_mapping  # type: ignore[attr-defined]
         if fragment is None:
             continue
@@ -82,6 +89,10 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
         size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
         start = copy * size
         blocks = cut(place.blocks, start, start + size)
+        if not parameter.requires_grad:
+            weight = {"weight": parameter.ds_tensor}  # type: ignore[attr-defined]
+            yield StateShard(blocks, weight, saved_here=place.saved_here)
+            continue
         if optimizer.swap_optimizer:
             yield SwappedShard(optimizer, parameter, blocks, saved_here=place.saved_here)
             continue
@@ -94,7 +105,7 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
 def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
     """The same shards with the moments of an optimizer that has not made a step."""
     for shard in shards:
-        for quantity in ("exp_avg", "exp_avg_sq"):
+        for quantity in shard.quantities[1:]:
             shard.put(quantity, torch.zeros_like(shard.get(quantity)))
         yield shard
 
@@ -107,6 +118,7 @@ class SwappedShard(StateShard):
     """
 
     in_memory = False
+    quantities = QUANTITIES
 
     def __init__(
         self, optimizer: Any, parameter: nn.Parameter, blocks: Any, *, saved_here: bool

@@ -59,6 +59,7 @@ class MegatronEngine:
         config = setup.engine_config
         self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
         weights.fill(self.chunks, self.model, setup.weights)
+        weights.freeze(self.chunks, self.model, setup.frozen)
         self.replicas = self._wrap()
         self.optimizer = self._build_optimizer()
         self._configure_schedule()
@@ -219,8 +220,11 @@ class MegatronEngine:
 
     def counters(self) -> Counters:
         """See `Engine.counters`."""
-        adams = megatron_state.adams(self.optimizer)
-        return Counters(adam.steps_of(adams), megatron_state.loss_scale(self.optimizer))
+        steps = adam.steps_of(megatron_state.adams(self.optimizer))
+        # Where all of a pipeline stage is frozen, its ranks count nothing.
+        most = torch.tensor(steps, device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return Counters(int(most), megatron_state.loss_scale(self.optimizer))
 
     def set_counters(self, counters: Counters) -> None:
         """See `Engine.set_counters`."""

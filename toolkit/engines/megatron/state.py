@@ -41,11 +41,16 @@ def state(
     masters = dict(_masters(optimizer))
     for index, shard in enumerate(weights.shards(chunks, model)):
         master = masters.get(shard.parameter)
+        copies, copy = weights.copies(shard)
+        mine = index % copies == copy
+        if not shard.parameter.requires_grad:
+            saved_here = mine and weights.saved_here(shard)
+            yield StateShard(shard.blocks, {"weight": shard.parameter}, saved_here=saved_here)
+            continue
         if master is None:
             continue  # other data-parallel ranks have all of it
         values = adam.moments(master.adam, master.weight)
-        copies, copy = weights.copies(shard)
-        mine = master.distributed or index % copies == copy
+        mine = mine or master.distributed
         yield StateShard(
             cut(shard.blocks, master.start, master.start + master.weight.numel()),
             values,

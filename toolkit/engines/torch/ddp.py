@@ -29,6 +29,7 @@ class DdpEngine(DataParallelEngine):
         super().__init__(setup)
         self.model = hf.empty_model(setup.model_config, self.device)
         hf.fill(self.model, setup.weights)
+        hf.freeze(self.model, setup.frozen)
         if setup.layout.recompute == "full":
             hf.enable_recompute(self.model)
         self.model.train()
@@ -85,6 +86,6 @@ class DdpEngine(DataParallelEngine):
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
             yield StateShard(
                 parameter_blocks(name, parameter.shape),
-                adam.moments(self.optimizer, parameter),
+                adam.states(self.optimizer, parameter),
                 saved_here=index % self.world == self.setup.ranks.rank,
             )

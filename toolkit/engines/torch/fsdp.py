@@ -41,6 +41,7 @@ class FsdpEngine(DataParallelEngine):
         offloads = config["offload_policy"] is not None
         self.keeps_gathered = not config["reshard_after_forward"]
         self.model = hf.meta_model(setup.model_config)
+        hf.freeze(self.model, setup.frozen)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then its layers."""
         self.model.to_empty(device=torch.device("cpu") if offloads else self.device)
@@ -136,7 +137,7 @@ class FsdpEngine(DataParallelEngine):
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
         for name, parameter in self.shards.items():
-            states = adam.moments(self.optimizer, parameter)
+            states = adam.states(self.optimizer, parameter)
             values = {quantity: local(state) for quantity, state in states.items()}
             first = self._first_element(parameter)
             blocks = parameter_blocks(name, parameter.shape)

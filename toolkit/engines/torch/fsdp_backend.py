@@ -47,7 +47,7 @@ class FsdpCost(EngineCost):
         gathered = share.vocabulary + GATHERED_LAYERS * layer
         if layout.zero_stage == 2:
             gathered = share.parameters
-        return width * (gathered + share.output) + (width + FP32_BYTES) * layer
+        return width * (gathered + share.trained.output) + (width + FP32_BYTES) * layer
 
 
 class FsdpBackend(Backend):

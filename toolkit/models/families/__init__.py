@@ -30,7 +30,8 @@ FAMILIES: Mapping[str, Family] = {
 """Every supported `model_type`."""
 
 __all__ = [
-    "FAMILIES", "MegatronModel", "megatron_model", "model_spec", "settings_of", "unsupported"
+    "FAMILIES", "MegatronModel", "mapped", "megatron_model", "model_spec", "settings_of",
+    "unsupported",
 ]  # fmt: skip
 
 
@@ -52,10 +53,15 @@ def unsupported(config: Mapping[str, object]) -> str | None:
 
 def megatron_model(config: Mapping[str, object]) -> MegatronModel:
     """The config in megatron-core's words. Raises PlanError where it is `unsupported`."""
+    if (reason := unsupported(config)) is not None:
+        raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
+    return mapped(config)
+
+
+def mapped(config: Mapping[str, object]) -> MegatronModel:
+    """The map of the model's tensors; its other fields count where nothing is `unsupported`."""
     settings = settings_of(config)
     family = settings.family
-    if (reason := unsupported(config)) is not None or family.model is None:
-        raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
     model = family.model(shape(settings), settings)
     token = settings["pad_token_id"]
     if family.freezes_padding and token is not None:

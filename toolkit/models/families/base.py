@@ -99,8 +99,8 @@ class Family:
 
     model_type: str
     keys: Mapping[str, Key]
-    model: Callable[[ModelSpec, Settings], MegatronModel] | None
-    """None for a family that `unsupported` always refuses."""
+    model: Callable[[ModelSpec, Settings], MegatronModel]
+    """The map of its tensors also where the config is `unsupported`."""
     unsupported: Callable[[ModelSpec, Settings], str | None]
     """Why megatron-core cannot compute this config exactly; None when it can."""
 

@@ -15,8 +15,9 @@ from toolkit.models.config_keys import (
     Key,
     without,
 )
-from toolkit.models.families import llama
-from toolkit.models.families.base import Family, Settings
+from toolkit.models.families import common, llama
+from toolkit.models.families.base import Family, MegatronModel, Settings
+from toolkit.models.families.tensors import whole
 from toolkit.models.spec import ModelSpec
 
 KEYS: Mapping[str, Key] = {
@@ -50,6 +51,17 @@ def even_layers(settings: Settings) -> range:
     return range(0, settings["num_hidden_layers"], 2)
 
 
+def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+    """Names and shapes of the tensors: llama's, and two more norms in every layer."""
+    del settings
+    norms = [
+        whole(f"{llama.LAYER}.{norm}.weight", f"{llama.HF_LAYER}.{norm}.weight", spec.hidden)
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+    ]
+    tensors = (*llama.decoder_tensors(spec), *norms)
+    return MegatronModel(common.transformer(spec), common.gpt(spec), tensors)
+
+
 def unsupported(spec: ModelSpec, settings: Settings) -> str:
     """Why megatron-core cannot compute any gemma2."""
     del spec, settings
@@ -62,7 +74,7 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str:
 GEMMA2 = Family(
     "gemma2",
     KEYS,
-    None,
+    model,
     unsupported,
     strict_heads=True,
     norms_per_layer=4,

@@ -61,7 +61,7 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """GPT-2 as a megatron-core GPTModel."""
     transformer = common.transformer(spec) | {
         "layernorm_epsilon": settings["layer_norm_epsilon"],
-        "activation_func": common.HF_ACTIVATIONS[settings["activation_function"]],
+        "activation_func": common.HF_ACTIVATIONS.get(settings["activation_function"]),
         "attention_dropout": common.dropout(settings, "attn_pdrop"),
         "hidden_dropout": common.dropout(settings, "resid_pdrop"),
     }

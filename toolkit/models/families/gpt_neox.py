@@ -56,7 +56,7 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """GPT-NeoX as a megatron-core GPTModel, with a layer of ours for the parallel residual."""
     transformer = common.transformer(spec) | {
         "layernorm_epsilon": settings["layer_norm_eps"],
-        "activation_func": common.HF_ACTIVATIONS[settings["hidden_act"]],
+        "activation_func": common.HF_ACTIVATIONS.get(settings["hidden_act"]),
         "attention_dropout": common.dropout(settings, "attention_dropout"),
         "hidden_dropout": common.dropout(settings, "hidden_dropout"),
     }

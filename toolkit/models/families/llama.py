@@ -119,7 +119,7 @@ def decoder_transformer(spec: ModelSpec, settings: Settings) -> dict[str, Any]:
     """TransformerConfig fields of a decoder whose config has llama's keys."""
     fields = {
         "layernorm_epsilon": settings["rms_norm_eps"],
-        "activation_func": common.HF_ACTIVATIONS[settings["hidden_act"]],
+        "activation_func": common.HF_ACTIVATIONS.get(settings["hidden_act"]),
         "attention_dropout": common.dropout(settings, "attention_dropout"),
     }
     return common.transformer(spec) | fields | common.sliding_window(settings)

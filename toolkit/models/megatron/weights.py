@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import Block, TensorMap, blocks
+from toolkit.models.frozen import is_frozen
 from toolkit.models.megatron.model import GPTChunk
 from toolkit.models.weights import WeightSource
 
@@ -127,6 +128,28 @@ def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
         assert embedding is not None, "the group holds the first and the last stage"
         group = parallel_state.get_embedding_group()
         dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
+
+
+def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]) -> None:
+    """Keep the parameters from training that are made of these checkpoint tensors.
+
+    Raises RecipeError for a parameter of which only a part is frozen.
+    """
+    for shard in shards(chunks, model):
+        if is_frozen(frozen, {block.tensor for block in shard.blocks}):
+            shard.parameter.requires_grad_(False)
+    for chunk in chunks:
+        if frozen and chunk.pre_process and chunk.config.recompute_granularity == "full":
+            chunk.embedding.register_forward_hook(_let_recompute)
+
+
+def _let_recompute(_: object, __: object, embedded: Tensor) -> None:
+    """megatron-core's recompute is reentrant: layers whose input needs no gradient get none.
+
+    So what a frozen embedding returns is marked as if it needed one.
+    """
+    if torch.is_grad_enabled():
+        embedded.requires_grad_()
 
 
 def saved_here(shard: Shard) -> bool:

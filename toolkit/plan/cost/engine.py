@@ -59,7 +59,7 @@ class EngineCost:
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Bytes of buckets and gathered weights where gradients are reduced over ranks; `width`
         bytes per element are computed in. DDP copies gradients into buckets."""
-        return FP32_BYTES * share.parameters
+        return FP32_BYTES * share.trained.parameters
 
 
 def in_place_logit_bytes(width: int) -> int:

@@ -199,7 +199,7 @@ def _states(
     # An expert's states are spread over the ranks that hold this expert.
     expert_copies = max(1, copies * layout.tp // layout.ep) if layout.ep > 1 else copies
 
-    def held(per_parameter: float, stage: int) -> float:
+    def held(per_parameter: float, stage: int, share: StageShare) -> float:
         if layout.zero_stage < stage:
             return per_parameter * share.parameters
         return per_parameter * (
@@ -210,10 +210,10 @@ def _states(
     away = layout.offload_optimizer != "none"
     sharded = workload.cost.sharded_weights_from
     return (
-        0.0 if layout.offload_parameters != "none" else held(each.weight, sharded),
+        0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
         # From stage 2 on, reduced gradients go where the optimizer is.
-        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2),
-        0.0 if away else held(each.optimizer, 1),
+        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, share.trained),
+        0.0 if away else held(each.optimizer, 1, share.trained),
     )
 
 
@@ -301,14 +301,14 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
     ranks = min(gpus_per_node, layout.world)
     each = state_bytes(workload)
     copies = 0 if workload.cost.sends_fp32_weights else compute_bytes(workload)
-    share = _offloaded_parameters(workload, layout)
+    share, trained = _offloaded_parameters(workload, layout)
     held = 0.0
     if layout.offload_optimizer == "cpu":
-        held += (each.optimizer + each.gradient + copies) * share
+        held += (each.optimizer + each.gradient + copies) * trained
     elif layout.offload_optimizer == "nvme":
         # Gradients stay in memory; four buffers of one sub-group pass by.
-        held += each.gradient * share
-        held += NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, share)
+        held += each.gradient * trained
+        held += NVME_BUFFERS * each.optimizer * min(NVME_SUB_GROUP, trained)
     if layout.offload_parameters == "cpu":
         held += each.weight * share
     elif layout.offload_parameters == "nvme":
@@ -319,16 +319,18 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
     """Disk of one node for what is offloaded to NVMe."""
     ranks = min(gpus_per_node, layout.world)
-    each, share = state_bytes(workload), _offloaded_parameters(workload, layout)
+    each, (share, trained) = state_bytes(workload), _offloaded_parameters(workload, layout)
     held = 0.0
     if layout.offload_optimizer == "nvme":
-        held += (each.optimizer + each.gradient) * share
+        held += (each.optimizer + each.gradient) * trained
     if layout.offload_parameters == "nvme":
         held += each.weight * share
     return held * ranks
 
 
-def _offloaded_parameters(workload: Workload, layout: Layout) -> float:
-    """Parameters whose states one rank keeps away: its ZeRO partition of the first stage."""
+def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
+    """Parameters, and those that train, whose states one rank keeps away: its ZeRO partition
+    of the first stage."""
     share = stage_share(workload.spec, *_degrees(layout), 0)
-    return share.parameters / (layout.dp if layout.zero_stage else 1)
+    ranks = layout.dp if layout.zero_stage else 1
+    return share.parameters / ranks, share.trained.parameters / ranks

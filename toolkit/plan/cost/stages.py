@@ -1,10 +1,21 @@
 """What one rank of each pipeline stage holds, before ZeRO."""
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from toolkit.layout import padded_vocab, stage_layers
-from toolkit.models.spec import ModelSpec
+from toolkit.models.spec import FrozenParameters, ModelSpec
+
+
+class _Frozen(NamedTuple):
+    """Parameters of a share that do not train, by the fields of `StageShare`."""
+
+    dense: float
+    experts: float
+    vocabulary: float
+    output: float
 
 
 class StageShare(NamedTuple):
@@ -20,6 +31,16 @@ class StageShare(NamedTuple):
     """Parameters that embed tokens or make logits."""
     output: float
     """Those that make logits, also where they are the embedding's."""
+    frozen: _Frozen | None = None
+    """What of these does not train; None: everything trains."""
+
+    @property
+    def trained(self) -> "StageShare":
+        """The same with the parameters that train."""
+        if self.frozen is None:
+            return self
+        rest = {key: getattr(self, key) - value for key, value in self.frozen._asdict().items()}
+        return self._replace(frozen=None, **{key: max(0.0, x) for key, x in rest.items()})
 
     @property
     def parameters(self) -> float:
@@ -51,4 +72,35 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
     if stage == 0:
         vocabulary += matrix + parts.position_embedding
     part = layers / spec.layers
-    return StageShare(stage, layers, part * split, part * experts, vocabulary, output)
+    share = StageShare(stage, layers, part * split, part * experts, vocabulary, output)
+    if spec.frozen is None:
+        return share
+    bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))
+    held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
+    return share._replace(frozen=_frozen(spec, spec.frozen, share, held, tp, ep))
+
+
+def _frozen(
+    spec: ModelSpec,
+    frozen: FrozenParameters,
+    share: StageShare,
+    held: Sequence[int],
+    tp: int,
+    ep: int,
+) -> _Frozen:
+    """What does not train of a stage that holds the layers `held`, split as its share is."""
+    split, whole, experts = (
+        sum(counts[layer] for layer in held)
+        for counts in (frozen.layers, frozen.whole, frozen.experts)
+    )
+    head = frozen.embedding if spec.tied_embeddings else frozen.lm_head
+    output = share.output if head else 0.0
+    vocabulary = 0.0
+    if share.stage == 0:
+        embedding = padded_vocab(spec.vocab, tp) * spec.hidden / tp
+        vocabulary = (embedding if frozen.embedding else 0.0) + frozen.position_embedding
+    if share.stage > 0 or not spec.tied_embeddings:
+        vocabulary += output
+    final_norm = frozen.final_norm * share.layers / spec.layers  # in every layer, as there
+    dense = split / tp + whole + final_norm
+    return _Frozen(dense, experts / (ep if ep > 1 else tp), vocabulary, output)

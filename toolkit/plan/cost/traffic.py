@@ -166,7 +166,7 @@ def _sharded_s(
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp, layout.tp)
     gather = layers * ring.all_gather_s(place.width * share.parameters / layers)
-    size = reduce_bytes(place.workload) * share.parameters
+    size = reduce_bytes(place.workload) * share.trained.parameters
     reduce = layers * ring.reduce_scatter_s(size / layers)
     slowed = place.efficiency[place.workload.cost.overlap]
     before = _exposed(gather, forward_s, slowed)
@@ -184,13 +184,13 @@ def _replicated_s(
     beside nothing)."""
     layout, workload = place.layout, place.workload
     ring = place.group(layout.dp * layout.cp, layout.tp)
-    size = reduce_bytes(workload) * share.parameters
+    size = reduce_bytes(workload) * share.trained.parameters
     times, gather = 1, 0.0
     if layout.zero_stage == 0:
         reduce = ring.all_reduce_s(size)
     else:
         reduce = ring.reduce_scatter_s(size)
-        gather = ring.all_gather_s(place.width * share.parameters)
+        gather = ring.all_gather_s(place.width * share.trained.parameters)
     if layout.zero_stage == 2:
         times = layout.gradient_accumulation  # gradients are never whole: reduced every time
     if not workload.reduce_overlap:
@@ -204,7 +204,7 @@ def _replicated_s(
 def tied_embedding_s(place: Place) -> float:
     """The first and the last stage add up their gradients of a shared embedding."""
     layout, spec = place.layout, place.workload.spec
-    if layout.pp == 1 or not spec.tied_embeddings:
+    if layout.pp == 1 or not spec.tied_embeddings or (spec.frozen and spec.frozen.embedding):
         return 0.0
     pair = place.group(2, layout.world - layout.world // layout.pp)
     return pair.all_reduce_s(

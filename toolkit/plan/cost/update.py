@@ -15,7 +15,7 @@ STATE_BYTES = 12
 
 
 def updated_parameters(layout: Layout, share: StageShare) -> float:
-    """Parameters that one rank updates."""
+    """Parameters of `share` that one rank updates, where all of them train."""
     if layout.zero_stage == 0:
         return share.parameters
     copies = layout.dp * layout.cp
@@ -25,7 +25,7 @@ def updated_parameters(layout: Layout, share: StageShare) -> float:
 
 def optimizer_s(place: Place, share: StageShare, device: Device) -> float:
     """Seconds of the optimizer's step, on the device or on the host."""
-    parameters = updated_parameters(place.layout, share)
+    parameters = updated_parameters(place.layout, share.trained)
     if place.layout.offload_optimizer == "none":
         return UPDATE_BYTES * parameters / device.memory
     cluster, efficiency = place.cluster, place.efficiency
@@ -48,7 +48,7 @@ def offload_s(
     host = place.cluster.host_link_bytes_per_s * efficiency["link.host"]
     on_node = min(place.cluster.gpus_per_node, layout.world)
     disk = place.cluster.nvme_bytes_per_s * efficiency["link.nvme"] / on_node
-    shard = updated_parameters(layout, share)
+    held, shard = (updated_parameters(layout, one) for one in (share, share.trained))
     steps = layout.gradient_accumulation
     fp32_weights = place.workload.cost.sends_fp32_weights
     added = 0.0
@@ -61,6 +61,6 @@ def offload_s(
         added += max(0.0, 2 * STATE_BYTES * shard / disk - optimizer_s)
     if layout.offload_parameters != "none":
         width = FP32_BYTES if fp32_weights else place.width
-        read = width * shard / (disk if layout.offload_parameters == "nvme" else host)
+        read = width * held / (disk if layout.offload_parameters == "nvme" else host)
         added += steps * (max(0.0, read - forward_s) + max(0.0, read - backward_s))
     return added

@@ -17,6 +17,8 @@ from toolkit.plan.failures.goodput import (
 
 BYTES_PER_PARAMETER = 12
 """Of a checkpoint: the fp32 weight and both of Adam's moments."""
+BYTES_PER_FROZEN_PARAMETER = 4
+"""The weight alone."""
 BARRIER_S = 0.6
 """What a save stops training for besides the copy: ranks wait for each other. 0.59 s of
 blocking were measured for 405B on 8,960 GPUs (ByteCheckpoint, arXiv:2407.20143, table 8)."""
@@ -84,11 +86,14 @@ class Job:
     """Of the whole run; None where that is not known before the data is."""
     every_steps: int | None = None
     """Between saves, as the recipe says; None for none before the end."""
+    frozen: int = 0
+    """Of the parameters, those that do not train."""
 
     @property
     def checkpoint_bytes(self) -> float:
         """Of one checkpoint."""
-        return float(BYTES_PER_PARAMETER) * self.parameters
+        without_moments = BYTES_PER_FROZEN_PARAMETER * self.frozen
+        return float(BYTES_PER_PARAMETER) * (self.parameters - self.frozen) + without_moments
 
 
 def goodput_as_written(job: Job, assumed: Assumptions) -> float | None:

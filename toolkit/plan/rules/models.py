@@ -12,7 +12,8 @@ from math import gcd
 
 from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
-from toolkit.models.families import model_spec, unsupported
+from toolkit.models import frozen
+from toolkit.models.families import unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
@@ -27,21 +28,36 @@ class Job:
     cluster: ClusterSection
     training: TrainingSection
     config: Mapping[str, object]
+    freeze: tuple[str, ...] = ()
+    """The recipe's `model.freeze`."""
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
-        return model_spec(self.config)
+        """The model's shape, with what is frozen of it."""
+        return frozen.spec_of(self.config, self.freeze)
 
     @cached_property
     def inexpressible(self) -> str | None:
         """Why megatron-core cannot compute this model exactly; None when it can."""
         return unsupported(self.config)
 
+    @cached_property
+    def partly_frozen(self) -> tuple[list[Problem], list[Problem]]:
+        """Why transformers, and why megatron-core, cannot freeze a part of a parameter."""
+        if not self.freeze:
+            return [], []
+        names = frozen.matching(self.freeze, frozen.names_of(self.config))
+        stacked, fused = (
+            [*frozen.part_problems(names, parameters)]
+            for parameters in (frozen.stacked(self.config), frozen.fused(self.config))
+        )
+        return stacked, fused
+
     def asking(self, parallel: ParallelSection) -> "Job":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        other.__dict__.update(spec=self.spec, inexpressible=self.inexpressible)
+        for name in ("spec", "inexpressible", "partly_frozen"):
+            other.__dict__[name] = getattr(self, name)
         return other
 
 
@@ -57,6 +73,8 @@ def problems(job: Job) -> list[Problem]:
     Of the pairs that legality leaves, the one that comes nearest speaks. Keys are full
     dotted paths; file and line are left to the caller.
     """
+    if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
+        return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
     return min(found, key=len, default=[])
@@ -64,15 +82,16 @@ def problems(job: Job) -> list[Problem]:
 
 def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
+    stacked, fused = job.partly_frozen
     if pair.model != "megatron":
-        return []
+        return stacked
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
     backend = BACKENDS[pair.engine]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
-    return [problem for rule in rules for problem in rule(job)]
+    return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
 def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:

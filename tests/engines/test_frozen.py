@@ -1,0 +1,178 @@
+"""Parameters that do not train: on every engine the run of plain transformers and torch with
+`requires_grad_(False)`, and no gradient, optimizer state or moment of what is frozen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.reshaping import around, write_all
+from tests.checkpoint.reshaping import check as check_reshape
+from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
+from tests.engines.frozen_worker import STEPS, look
+from tests.engines.parity_worker import Case, each_case, reference
+from tests.forked import run_ranks
+
+UNTIED = LAYERS | {"tie_word_embeddings": False}
+PADDING = 256
+"""Elements that an optimizer may add to its partitions."""
+
+ATTENTION = ("*.self_attn.*", "*.post_attention_layernorm.weight")
+"""In every layer, half of its tensors."""
+EMBEDDING = ("model.embed_tokens.*",)
+BOTTOM = (*EMBEDDING, "model.layers.[0-2].*")
+"""All of the first of two pipeline stages."""
+TOP = ("model.layers.[2-4].*", "model.norm.weight", "lm_head.weight")
+"""All of the last of two pipeline stages."""
+MATRICES = (*EMBEDDING, "*proj.weight")
+
+FROZEN: Mapping[tuple[str, ...], Any] = {
+    ATTENTION: lambda name: "self_attn" in name or "post_attention" in name,
+    EMBEDDING: lambda name: "embed" in name,
+    BOTTOM: lambda name: "embed" in name or _layer(name) in (0, 1, 2),
+    TOP: lambda name: name[:10] in ("model.norm", "lm_head.we") or _layer(name) in (2, 3, 4),
+    MATRICES: lambda name: "norm" not in name,
+}
+"""What is frozen, as the reference has it: by name, without patterns."""
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else None
+
+
+def frozen(case: Case, freeze: tuple[str, ...], **changes: Any) -> Case:
+    return replace(case, freeze=freeze, **{"family": LAYERS, **changes})
+
+
+def deepspeed(stage: int, freeze: tuple[str, ...], **more: Any) -> Case:
+    return frozen(Case("deepspeed", 2, stage=stage, **more), freeze)
+
+
+def fsdp(stage: int, freeze: tuple[str, ...], **more: Any) -> Case:
+    return frozen(Case("fsdp", 2, stage=stage, **more), freeze)
+
+
+HALF = [
+    frozen(Case("ddp", 2), ATTENTION),
+    fsdp(3, ATTENTION),
+    *(deepspeed(stage, ATTENTION) for stage in (1, 2, 3)),
+    frozen(megatron(tensor=2), ATTENTION),
+    frozen(megatron(pipeline=2), ATTENTION),
+]
+OTHERS = [
+    deepspeed(0, ATTENTION),
+    frozen(megatron(stage=1), ATTENTION),
+    frozen(Case("ddp", 2), BOTTOM),
+    fsdp(2, BOTTOM),
+    fsdp(3, BOTTOM),
+    deepspeed(3, BOTTOM),
+    frozen(megatron(tensor=2, sequence=False), BOTTOM),
+    frozen(megatron(pipeline=2), BOTTOM),
+    frozen(megatron(pipeline=2), BOTTOM, family=UNTIED),
+    frozen(megatron(pipeline=2), TOP, family=UNTIED),
+    frozen(megatron(pipeline=2, virtual_pipeline=2), BOTTOM),
+]
+RECOMPUTED = [
+    frozen(Case("ddp", 2, recompute="full"), EMBEDDING),
+    fsdp(3, EMBEDDING, recompute="full"),
+    deepspeed(3, EMBEDDING, recompute="full"),
+    frozen(megatron(tensor=2, recompute="full"), EMBEDDING),
+    frozen(megatron(pipeline=2, recompute="full"), EMBEDDING, family=UNTIED),
+    frozen(megatron(pipeline=2, recompute="full"), BOTTOM),
+]
+MEGATRON_IN_DEEPSPEED = [
+    *(frozen(zero(stage), ATTENTION) for stage in range(4)),
+    frozen(zero(0), MATRICES),
+    frozen(zero(3, recompute="full"), EMBEDDING),
+    frozen(megatron(tensor=2, pipeline=2, stage=1), BOTTOM),
+]
+HALF_PRECISION = [
+    *(deepspeed(stage, ATTENTION, precision="bf16") for stage in range(4)),
+    frozen(megatron(stage=1), ATTENTION, precision="bf16"),
+    frozen(megatron(pipeline=2), BOTTOM, precision="bf16"),
+    frozen(megatron(pipeline=2), BOTTOM, precision="fp16"),
+    fsdp(3, BOTTOM, precision="bf16"),
+]
+
+
+@cache
+def _reference(freeze: tuple[str, ...], family: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return reference(family=dict(family), frozen=FROZEN[freeze])
+
+
+def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> None:
+    found = run_ranks(each_case, world, partial(look, str(folder)), list(cases))
+    for case in cases:
+        print(case.name)
+        ranks = [results[case.name] for results in found]
+        expected = _reference(case.freeze, tuple(case.family.items()))
+        for quantity in ("loss", "grad_norm"):
+            wanted = expected[quantity][:STEPS]
+            assert ranks[0][quantity] == pytest.approx(wanted, rel=tolerance)
+        for rank in ranks:
+            assert rank["refused"] == "the loss is above 0.5"
+            assert rank["optimizer_steps"] == STEPS
+            assert rank["gradients"] == 0
+            whole = rank["moments"] * rank["shares"]
+            assert abs(whole - rank["trained"]) < PADDING
+            assert rank["buffers"] in (0, pytest.approx(rank["trained"], abs=PADDING))
+        assert sum(rank["frozen"] for rank in ranks) > 2 * PADDING
+        _check_saved(ranks[0]["checkpoint"], FROZEN[case.freeze])
+
+
+def _check_saved(saved: Mapping[str, Any], is_frozen: Any) -> None:
+    assert saved["problems"] == ()
+    for name, quantities in saved["quantities"].items():
+        moments = [] if is_frozen(name) else ["exp_avg", "exp_avg_sq"]
+        assert quantities == ["weight", *moments], name
+        assert saved["unchanged"][name] == is_frozen(name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(HALF, marks=pytest.mark.quick), OTHERS, RECOMPUTED],
+    ids=["half", "whole-stages", "recomputed"],
+)
+def test_two_processes(cases: list[Case], tmp_path: Path) -> None:
+    check(cases, 2, tmp_path, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    check(MEGATRON_IN_DEEPSPEED, 4, tmp_path, TOLERANCE)
+
+
+@pytest.mark.slow
+def test_16_bits(tmp_path: Path) -> None:
+    check(HALF_PRECISION, 2, tmp_path, 3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
+def test_offload(tmp_path: Path) -> None:
+    cases = [deepspeed(stage, BOTTOM, offload="cpu") for stage in (1, 2, 3)]
+    check([*cases, fsdp(3, BOTTOM, offload="cpu")], 2, tmp_path, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [ATTENTION, BOTTOM], ids=["attention", "bottom"])
+def test_reshape(freeze: tuple[str, ...], tmp_path: Path) -> None:
+    """Saved in each layout, continued in another one with the same losses; the weights and
+    moments that it saves again are the same to the bit."""
+    layouts = {
+        "ddp": (2, frozen(Case("ddp", 2), freeze)),
+        "zero1": (2, deepspeed(1, freeze)),
+        "pp2": (2, frozen(megatron(pipeline=2), freeze)),
+        "zero2": (2, deepspeed(2, freeze)),
+        "tp2": (2, frozen(megatron(tensor=2), freeze)),
+        "fsdp3": (2, fsdp(3, freeze)),
+        "zero3": (2, deepspeed(3, freeze)),
+        "tp2-zero1": (4, frozen(zero(1), freeze)),
+    }
+    check_reshape(tmp_path, write_all(tmp_path, layouts), layouts, around(layouts))

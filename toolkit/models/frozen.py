@@ -1,0 +1,141 @@
+"""Parameters that do not train: the ones that the patterns of `model.freeze` match.
+
+Patterns are matched with the names of a Hugging Face checkpoint. A tied head has none of its
+own: it is the embedding. Nothing here imports torch.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from toolkit.errors import Problem, RecipeError
+from toolkit.models.families import mapped, model_spec
+from toolkit.models.families.base import Instance
+from toolkit.models.spec import FrozenParameters, ModelSpec
+
+KEY = "model.freeze"
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_STACKED = re.compile(r"(\.mlp\.experts)\.\d+\.(?:(gate|up)_proj|down_proj)\.weight$")
+"""Tensors of one expert, which transformers keeps in one parameter for all experts."""
+
+
+def matching(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
+    """The names that any of the patterns matches."""
+    return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+
+
+def frozen_names(patterns: Sequence[str], names: Collection[str]) -> frozenset[str]:
+    """The names of the tensors that do not train, of all `names` of a model's checkpoint.
+
+    Raises RecipeError for a pattern that matches none, and where nothing would train.
+    """
+    if found := [*problems(patterns, names)]:
+        raise RecipeError(found)
+    return matching(patterns, names)
+
+
+def problems(patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with the patterns for a model with these tensors."""
+    idle = [pattern for pattern in patterns if not matching([pattern], names)]
+    if idle:
+        fix = "`dmt checkpoint inspect --tensors` and the checkpoint's index list the names"
+        if matching(idle, _HEADS):
+            fix = "name the input embedding: the head of this model is tied to it"
+        allowed = f"patterns of its tensors' names, e.g. {min(names)}"
+        yield Problem(KEY, f"{', '.join(idle)}, which matches no tensor", allowed, fix)
+    elif patterns and len(matching(patterns, names)) == len(names):
+        found = f"{', '.join(patterns)}, which matches all {len(names):,} tensors"
+        yield Problem(KEY, found, "at least one tensor that trains", "freeze fewer")
+
+
+def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
+    """Is the parameter that is made of the checkpoint tensors `parts` frozen?
+
+    Raises RecipeError when only some of them are: a parameter trains as a whole.
+    """
+    if found := [*part_problems(frozen, [parts])]:
+        raise RecipeError(found)
+    return not frozen.isdisjoint(parts)
+
+
+def part_problems(
+    frozen: frozenset[str], parameters: Iterable[Collection[str]]
+) -> Iterator[Problem]:
+    """The first of the parameters, each given by the tensors that it is made of, of which only
+    a part is frozen."""
+    for parts in parameters:
+        some, others = sorted(frozen & {*parts}), sorted({*parts} - frozen)
+        if some and others:
+            rest = ", ".join(others[:3])
+            yield Problem(
+                KEY,
+                f"{', '.join(some[:3])} without {rest}",
+                "all tensors of a parameter: this model implementation keeps them in one",
+                f"freeze {rest} too",
+            )
+            return
+
+
+def fused(config: Mapping[str, object]) -> list[frozenset[str]]:
+    """The tensors that each parameter of the megatron-core model is made of."""
+    return [_tensors_of(instance) for instance in mapped(config).instances()]
+
+
+def stacked(config: Mapping[str, object]) -> list[set[str]]:
+    """The tensors of each parameter in which transformers keeps several: a layer's experts."""
+    found: dict[str, set[str]] = {}
+    for name in names_of(config):
+        if match := _STACKED.search(name):
+            kind = "gate_up" if match[2] else "down"
+            found.setdefault(f"{name[: match.end(1)]}.{kind}", set()).add(name)
+    return list(found.values())
+
+
+def names_of(config: Mapping[str, object]) -> frozenset[str]:
+    """The tensors of a checkpoint of the model."""
+    return frozenset[str]().union(*fused(config))
+
+
+def _tensors_of(instance: Instance) -> frozenset[str]:
+    numbers = {"layer": instance.layer, "expert": instance.expert}
+    rows = (part for stack in instance.tensor.stacks for part in stack)
+    return frozenset(name.format(**numbers) for name in {part.tensor for part in rows})
+
+
+def spec_of(config: Mapping[str, object], patterns: Sequence[str]) -> ModelSpec:
+    """The model's shape, with what `patterns` freeze of it."""
+    spec = model_spec(config)
+    return replace(spec, frozen=_counted(config, patterns, spec)) if patterns else spec
+
+
+def _counted(
+    config: Mapping[str, object], patterns: Sequence[str], spec: ModelSpec
+) -> FrozenParameters:
+    """Elements that do not train, by part; each row as its own checkpoint tensor is."""
+    split, whole, experts = ([0] * spec.layers for _ in range(3))
+    ends = {"word_embeddings": 0, "position_embeddings": 0, "output_layer": 0, "norm": 0}
+    for instance in mapped(config).instances():
+        tensor, numbers = instance.tensor, {"layer": instance.layer, "expert": instance.expert}
+        count = (tensor.columns or 1) * sum(
+            part.stop - part.start
+            for stack in tensor.stacks
+            for part in stack
+            if matching(patterns, [part.tensor.format(**numbers)])
+        )
+        if instance.layer is None:
+            ends[next(part for part in ends if part in tensor.name)] += count
+        elif instance.expert is not None:
+            experts[instance.layer] += count
+        else:
+            kind = whole if "norm" in tensor.name or ".router" in tensor.name else split
+            kind[instance.layer] += count
+    return FrozenParameters(
+        embedding=ends["word_embeddings"],
+        position_embedding=ends["position_embeddings"],
+        lm_head=ends["output_layer"],
+        final_norm=ends["norm"],
+        layers=tuple(split),
+        whole=tuple(whole),
+        experts=tuple(experts),
+    )
