@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 EngineName = str
 """One of `BACKENDS.names`."""
 ModelName = Literal["hf", "megatron"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp16"]
+CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""What the cost model knows: published runs computed in fp8."""
 Stage = Literal[0, 1, 2, 3]
 
 ANY = 65536
@@ -54,7 +56,6 @@ class Support:
     """Largest tensor-parallel degree; likewise below."""
     pipeline: int = 1
     virtual_pipeline: int = 1
-    context: int = 1
     expert: int = 1
     sequence: bool = False
     """Sequence parallel inside the tensor group."""

@@ -168,38 +168,35 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         (
             {},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "ddp"},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "ZeRO 1, 2, 3",
                 "offload to cpu, nvme",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "fsdp"},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "ZeRO 0, 1",
                 "offload to nvme",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "megatron"},
-            {"context above 1", "ZeRO 2, 3", "offload to cpu, nvme", "fp8"},
+            {"ZeRO 2, 3", "offload to cpu, nvme"},
         ),
         (
             {"parallel__engine": "deepspeed", **TP2},
-            {"pipeline, virtual pipeline, context, expert above 1", "offload to nvme", "fp8"},
+            {"pipeline, virtual pipeline, expert above 1", "offload to nvme"},
         ),
     ],
 )
@@ -209,7 +206,7 @@ def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
 
 def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("megatron", "megatron")
-    more = Support(tensor=2, context=2, zero_stages=(0, 1, 2))
+    more = Support(tensor=2, zero_stages=(0, 1, 2))
     monkeypatch.setitem(legality.table(), pair, more)
     asked = {"parallel__engine": "megatron"}
     assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)

@@ -38,7 +38,6 @@ _DEGREES = {
     "tensor": "tp",
     "pipeline": "pp",
     "virtual pipeline": "vpp",
-    "context": "cp",
     "expert": "ep",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""

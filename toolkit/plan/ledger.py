@@ -149,5 +149,3 @@ def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield f"{', '.join(sorted(ways))} recompute", f"not in {pair}"
     if spec.moe_layers:
         yield "router's balancing loss", "no mean over tokens: it depends on the batch's split"
-    if "fp8" not in support.precisions:
-        yield "fp8", "no engine of this release trains in it"

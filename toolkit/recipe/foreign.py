@@ -36,11 +36,15 @@ _LENGTH = Foreign("training.sequence_length")
 _RATE = Foreign("optimizer.learning_rate")
 _MIN_RATE = Foreign("schedule.min_learning_rate")
 _WARMUP_SHARE = Foreign("schedule.warmup_steps", "in steps: the ratio times `training.steps`")
-_PRECISION = Foreign("training.precision", "one of fp32, bf16, fp16, fp8")
+_PRECISION = Foreign("training.precision", "one of fp32, bf16, fp16")
+_FP8_LATER = "fp8 is not in this release: write bf16"
+_FP8 = Foreign(
+    None, "fp8 is not in this release; remove it, and set `training.precision: bf16`"
+)
 _BETAS = Foreign("optimizer.betas", "both in one list: [beta1, beta2]")
 _TENSOR = Foreign("parallel.tensor")
 _PIPELINE = Foreign("parallel.pipeline")
-_CONTEXT = Foreign("parallel.context")
+_CONTEXT = Foreign(None, "context parallel is not in this release; remove it")
 _EXPERT = Foreign("parallel.expert")
 _VIRTUAL = Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers")
 _ZERO_CONFIG = Foreign("parallel.zero.config", "name the JSON file there")
@@ -55,7 +59,7 @@ _WANDB = Foreign("logging.wandb.project")
 _RUN_DIRECTORY = Foreign("name", "it names the run directory, `runs/<name>`")
 _ALL_WEIGHTS = Foreign(None, "this release trains all weights, without adapters; remove it")
 _TEXT_ONLY = Foreign(None, "this release trains on text, not on chats; remove it")
-_DERIVED_RANKS = Foreign(None, "derived: world / (tensor · pipeline · context); remove it")
+_DERIVED_RANKS = Foreign(None, "derived: world / (tensor · pipeline); remove it")
 
 FOREIGN: dict[str, Foreign] = {
     # batch
@@ -106,7 +110,8 @@ FOREIGN: dict[str, Foreign] = {
     # precision and seed
     "bf16": _PRECISION,
     "fp16": _PRECISION,
-    "fp8": _PRECISION,
+    "fp8": _FP8,
+    "float8": _FP8,
     "tf32": _PRECISION,
     "mixed_precision": _PRECISION,
     "torch_dtype": _PRECISION,
@@ -126,6 +131,7 @@ FOREIGN: dict[str, Foreign] = {
     "virtual_pipeline_model_parallel_size": _VIRTUAL,
     "context_parallel_size": _CONTEXT,
     "context_parallel_degree": _CONTEXT,
+    "context": _CONTEXT,
     "cp": _CONTEXT,
     "expert_model_parallel_size": _EXPERT,
     "expert_parallel_degree": _EXPERT,
@@ -213,7 +219,6 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "float32": "fp32",
         "float": "fp32",
         "no": "fp32",
-        "float8": "fp8",
     },
     "optimizer.name": {
         "adam": "adamw",
@@ -233,6 +238,12 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "model.init": {"scratch": "random", "from_pretrained": "pretrained"},
 }
 """Values of other tools, lower-case, by our setting: what they are called here."""
+
+
+LATER_VALUES: dict[str, dict[str, str]] = {
+    "training.precision": {"fp8": _FP8_LATER, "float8": _FP8_LATER},
+}
+"""Values, lowercase, by our setting, that this release lacks: what to write instead."""
 
 
 def foreign(name: str) -> Foreign | None:

@@ -224,7 +224,7 @@ class TrainingSection(Section):
     """Sequences per optimizer step over all ranks; never changed by a layout."""
     micro_batch_size: Positive | Auto = "auto"
     """Sequences per rank and forward pass; gradient accumulation is derived from it."""
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Compute type; master weights and optimizer states are fp32 everywhere."""
     seed: Count = 1234
     """Fixes initial weights and data order, whatever the layout."""
@@ -318,8 +318,6 @@ class ParallelSection(Section):
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
-    context: Degree = 1
-    """Context-parallel degree: the sequence split over ranks."""
     expert: Degree | Auto = 1
     """Expert-parallel degree of mixture-of-experts layers."""
     sequence: bool | Auto = "auto"

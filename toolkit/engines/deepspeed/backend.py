@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, ModelName, Precision, Support
+from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.config import (
     DeepSpeedRequest,
@@ -42,7 +42,7 @@ class DeepSpeedCost(EngineCost):
         DeepSpeed shard or offload it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
-    def reduce_bytes(self, precision: Precision) -> int:
+    def reduce_bytes(self, precision: CostPrecision) -> int:
         """In the training precision, unless its configuration states another."""
         return FP32_BYTES if precision == "fp32" else 2
 
@@ -115,7 +115,6 @@ class DeepSpeedBackend(Backend):
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""
         precision = recipe.training.precision
-        assert precision != "fp8", "refused at check"
         zero = recipe.parallel.zero
         request = DeepSpeedRequest(
             layout, precision, recipe.optimizer, zero.nvme_path, zero.config

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.backend import ANY, Backend, Precision, Support
+from toolkit.backend import ANY, Backend, CostPrecision, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
@@ -23,7 +23,7 @@ class MegatronCost(EngineCost):
     megatron_kernels = True
     overlap = "overlap.megatron"
 
-    def reduce_bytes(self, precision: Precision) -> int:
+    def reduce_bytes(self, precision: CostPrecision) -> int:
         """In the precision of the gradient buffer."""
         return 2 if precision == "fp16" else FP32_BYTES
 
@@ -37,11 +37,7 @@ class MegatronCost(EngineCost):
 
 
 class MegatronBackend(Backend):
-    """megatron-core's DDP, distributed optimizer and pipeline schedules.
-
-    Context parallel needs an attention of its own over the context group: not yet. fp8 needs
-    Transformer Engine's layers: not yet.
-    """
+    """megatron-core's DDP, distributed optimizer and pipeline schedules."""
 
     name = "megatron"
     title = "megatron-core"
