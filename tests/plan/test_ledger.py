@@ -15,7 +15,7 @@ from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import ledger_of
 
-ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"}
+ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states", "attention"}
 
 
 def entries(**changes: Any) -> list[Entry]:
@@ -221,3 +221,11 @@ def test_summary_has_a_line_per_kind() -> None:
     assert exact.startswith("exact: initial weights, data order, token-mean loss")
     assert approximated == "approximated: order of sums, kernels"
     assert refused.startswith("refused: ")
+
+
+def test_fp16_states_its_loss_scale_and_every_plan_its_attention() -> None:
+    sixteen = {"training__precision": "fp16", "cluster__gpu": "h100-80gb"}
+    assert "65,536 times the mean loss" in why("loss scale", **sixteen)
+    assert "loss scale" not in names("approximated", training__precision="bf16")
+    for engine in ("ddp", "megatron"):
+        assert why("attention", parallel__engine=engine).startswith("sdpa")

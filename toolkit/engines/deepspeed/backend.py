@@ -16,7 +16,7 @@ from toolkit.errors import Problem
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.planner import Plan
+from toolkit.plan.planner import Plan, first_loss_scale
 from toolkit.plan.rules.models import Job, known
 from toolkit.recipe.schema import Recipe
 
@@ -117,7 +117,12 @@ class DeepSpeedBackend(Backend):
         precision = recipe.training.precision
         zero = recipe.parallel.zero
         request = DeepSpeedRequest(
-            layout, precision, recipe.optimizer, zero.nvme_path, zero.config
+            layout,
+            precision,
+            recipe.optimizer,
+            zero.nvme_path,
+            zero.config,
+            first_loss_scale(precision),
         )
         return render(request)
 
