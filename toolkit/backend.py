@@ -64,7 +64,7 @@ class Support:
     auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
     """Which of them `auto` may choose in 16 bits."""
     zero_config: bool = False
-    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
+    """Does the engine read `parallel.zero.config` and `extra`, which are DeepSpeed's?"""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_together: bool = False

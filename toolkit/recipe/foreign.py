@@ -48,6 +48,7 @@ _CONTEXT = Foreign(None, "context parallel is not in this release; remove it")
 _EXPERT = Foreign("parallel.expert")
 _VIRTUAL = Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers")
 _ZERO_CONFIG = Foreign("parallel.zero.config", "name the JSON file there")
+_ZERO_EXTRA = Foreign("parallel.zero.extra", "a map of such keys of DeepSpeed's")
 _ZERO_STAGE = Foreign("parallel.zero.stage")
 _RECOMPUTE = Foreign("parallel.recompute", "one of none, selective, full, auto")
 _TOKENIZER = Foreign("data.tokenizer", "a hub id, a local folder or `bytes`")
@@ -144,6 +145,11 @@ FOREIGN: dict[str, Foreign] = {
     "use_distributed_optimizer": Foreign(None, "the megatron engine always does; remove it"),
     "zero_optimization": Foreign("parallel.zero", "stage, offload_optimizer, …"),
     "zero_stage": _ZERO_STAGE,
+    "allgather_bucket_size": _ZERO_EXTRA,
+    "overlap_comm": _ZERO_EXTRA,
+    "reduce_bucket_size": _ZERO_EXTRA,
+    "stage3_param_persistence_threshold": _ZERO_EXTRA,
+    "stage3_prefetch_bucket_size": _ZERO_EXTRA,
     "deepspeed": _ZERO_CONFIG,
     "deepspeed_config": _ZERO_CONFIG,
     "fsdp": Foreign("parallel.engine", "`engine: fsdp`"),

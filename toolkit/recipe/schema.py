@@ -302,6 +302,10 @@ class ZeroSection(Section):
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
     relative to the recipe's file. Default: the preset that fits stage and offload."""
+    extra: dict[str, Any] | None = None
+    """Engine deepspeed: settings of DeepSpeed's `zero_optimization` section that have no key
+    here, e.g. `{reduce_bucket_size: 50000000, overlap_comm: false}`; they replace the
+    preset's."""
 
 
 class ParallelSection(Section):

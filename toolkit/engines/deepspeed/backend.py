@@ -12,6 +12,7 @@ from toolkit.engines.deepspeed.config import (
     render,
     stage_of,
 )
+from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
@@ -95,20 +96,22 @@ class DeepSpeedBackend(Backend):
         """Take stage and offload of the recipe's own DeepSpeed file where it leaves them open.
 
         `parallel.zero.config` names that file. What the recipe states itself stays, and must
-        agree with the file (`render` checks that).
+        agree with the file (`render` checks that). Raises RecipeError where
+        `parallel.zero.extra` is wrong.
         """
         zero = recipe.parallel.zero
-        if zero.config is None:
+        if zero.config is None and not zero.extra:
             return recipe
-        file = open_config(zero.config)
-        optimizer, parameters = offload_of(file)
-        update: dict[str, object] = {}
-        if zero.stage == "auto" and (stage := stage_of(file)) is not None:
-            update["stage"] = stage
-        if zero.offload_optimizer == "auto" and optimizer is not None:
-            update["offload_optimizer"] = optimizer
-        if zero.offload_parameters == "auto" and parameters is not None:
-            update["offload_parameters"] = parameters
+        update: dict[str, object] = {"extra": checked_extra(zero) or None}
+        if zero.config is not None:
+            file = open_config(zero.config)
+            optimizer, parameters = offload_of(file)
+            if zero.stage == "auto" and (stage := stage_of(file)) is not None:
+                update["stage"] = stage
+            if zero.offload_optimizer == "auto" and optimizer is not None:
+                update["offload_optimizer"] = optimizer
+            if zero.offload_parameters == "auto" and parameters is not None:
+                update["offload_parameters"] = parameters
         parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
         return recipe.model_copy(update={"parallel": parallel})
 
@@ -122,6 +125,7 @@ class DeepSpeedBackend(Backend):
             recipe.optimizer,
             zero.nvme_path,
             zero.config,
+            zero.extra or {},
             first_loss_scale(precision),
         )
         return render(request)

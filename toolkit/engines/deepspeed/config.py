@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -99,6 +99,8 @@ class DeepSpeedRequest:
     config: str | None = None
     """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
     fits the layout."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
     """The plan's first loss scale, a power of two; None but in fp16."""
 
@@ -136,6 +138,8 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
     config = copy.deepcopy(dict(file.values))
+    for name, value in request.extra.items():
+        _put(config, f"{ZERO}.{name}", value)
     for key, setting in owned.items():
         if setting.needed or _get(config, key) is not None:
             _put(config, key, setting.value)

@@ -20,20 +20,25 @@ _TOP_LEVEL = """
     zero_optimization
 """
 
-_ZERO = """
-    allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
-    elastic_checkpoint enable_sanity_checks ignore_unused_parameters leaf_module legacy_stage1
-    load_from_fp32_weights log_trace_cache_warnings memory_efficient_linear offload_optimizer
-    offload_param overlap_comm override_module_apply parameter_alignment
-    pipeline_loading_checkpoint reduce_bucket_size reduce_scatter round_robin_gradients
-    save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
-    stage3_gather_16bit_weights_on_model_save stage3_max_live_parameters
-    stage3_max_reuse_distance stage3_model_persistence_threshold
-    stage3_module_granularity_threshold stage3_param_persistence_threshold
-    stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params sub_group_size
-    use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
+_ZERO_SWITCHES = """
+    allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint
+    enable_sanity_checks ignore_unused_parameters legacy_stage1 load_from_fp32_weights
+    log_trace_cache_warnings memory_efficient_linear overlap_comm override_module_apply
+    parameter_alignment pipeline_loading_checkpoint reduce_scatter round_robin_gradients
+    save_muon_momentum_buffer_in_memory stage3_allgather_sequential
+    stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params
+    use_multi_rank_bucket_allreduce zero_quantized_gradients
     zero_quantized_nontrainable_weights zero_quantized_weights
 """
+
+_ZERO_SIZES = """
+    allgather_bucket_size reduce_bucket_size stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold
+    stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
+"""
+
+_ZERO_BLOCKS = "leaf_module offload_optimizer offload_param zenflow"
 
 _OFFLOAD_OPTIMIZER = """
     buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read
@@ -64,7 +69,7 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
         "fp16": _FP16,
         "optimizer": "legacy_fusion params type",
         "optimizer.params": "adam_w_mode betas eps foreach fused lr torch_adam weight_decay",
-        "zero_optimization": _ZERO,
+        "zero_optimization": " ".join((_ZERO_SWITCHES, _ZERO_SIZES, _ZERO_BLOCKS, "stage")),
         "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
         "zero_optimization.offload_param": (
             "buffer_count buffer_size device max_in_cpu nvme_path pin_memory"
@@ -73,3 +78,10 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
 }
 """Keys of each checked block; "" is the top level. `optimizer.params` holds those of AdamW.
 Old spellings that DeepSpeed still translates (`cpu_offload`, …) are left out on purpose."""
+
+ZERO_SWITCHES = frozenset(_ZERO_SWITCHES.split())
+"""Keys of `zero_optimization` that are true or false."""
+ZERO_SIZES = frozenset(_ZERO_SIZES.split())
+"""Those that are integers of 0 or more."""
+ZERO_POSITIVE = frozenset(("reduce_bucket_size",))
+"""Those of the integers that may not be 0."""

@@ -261,6 +261,8 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
     if zero.config is not None and not support.zero_config:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
+    if zero.extra and not support.zero_config:
+        refuse("zero.extra", ", ".join(zero.extra), "null", f"remove it{or_engine}")
     return found
 
 
