@@ -19,6 +19,7 @@ from rich.text import Text
 from toolkit.backend import adopt_engine_config
 from toolkit.cli.conflict_tables import record, show
 from toolkit.cli.console import Console
+from toolkit.cli.options import AsJson
 from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
@@ -71,9 +72,7 @@ def check(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 

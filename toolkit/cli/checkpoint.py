@@ -16,7 +16,7 @@ from toolkit.checkpoint.locate import CHECKPOINTS, Located, locate, store_of
 from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress, columns, print_hanging
 from toolkit.cli.console import Console
-from toolkit.cli.options import ClusterOption, Overrides, RecipePath, load_on
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.layout import degrees_text
 from toolkit.redact import redact
@@ -42,9 +42,6 @@ Checkpoint = Annotated[
     Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest one.")
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print machine output alone on standard output.")
-]
 _COLOURS = {
     "finished": "green", "damaged": "red", "unfinished": "yellow",
     "kept": "green", "changed": "yellow", "refused": "red",
@@ -57,7 +54,7 @@ def list_(
         Path,
         typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or its checkpoints."),
     ],
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run, also those that are damaged or were never finished.
 
@@ -125,7 +122,7 @@ def _time(seconds: float) -> datetime:
 
 
 @app.command()
-def verify(checkpoint: Checkpoint, as_json: Json = False) -> None:
+def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     """Hash every file, and check that each element of each tensor is there exactly once.
 
     Exits with 2 when anything is wrong, naming all of it.
@@ -172,7 +169,7 @@ def inspect(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor with its shape and pieces.")
     ] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a checkpoint holds: step, layout, precision, versions, tensors.
 
@@ -202,7 +199,7 @@ def _inspected(found: Located, held: Any) -> dict[str, Any]:
 
 
 @app.command()
-def convert(checkpoint: Checkpoint, dst: Destination, as_json: Json = False) -> None:
+def convert(checkpoint: Checkpoint, dst: Destination, as_json: AsJson = False) -> None:
     """Write the same checkpoint with whole tensors, in files of at most 5 GB.
 
     Runs continue from it as from the original, and every tool that reads safetensors can
@@ -237,7 +234,7 @@ def export(
             " /--no-verify", help="Do not hash the checkpoint first.", show_default=False
         ),
     ] = True,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
 
@@ -274,7 +271,7 @@ def fits(
     checkpoint: Checkpoint,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     cluster: ClusterOption = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say before a launch what a run takes over from a checkpoint, and what not.
 

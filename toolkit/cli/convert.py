@@ -12,6 +12,7 @@ import typer
 
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
+from toolkit.cli.options import AsJson
 from toolkit.errors import RunFailed
 from toolkit.terminal import tell
 
@@ -46,9 +47,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a model between Hugging Face and Megatron, in the direction that SRC says.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
+from toolkit.cli.options import AsJson
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
@@ -24,14 +25,11 @@ SetOption = Annotated[
         "--set", help="Override a setting, e.g. `data.tokenizer=bytes`.", metavar="KEY=VALUE"
     ),
 ]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print machine-readable output on standard output.")
-]
 
 
 @app.command(epilog="Example: dmt data prepare recipes/tiny/llama-bytes.yaml")
 def prepare(
-    recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False
+    recipe: RecipeArgument, overrides: SetOption = None, as_json: AsJson = False
 ) -> None:
     """Tokenise the recipe's data into the cache, and say how much it is."""
     summary = _prepare(load_recipe(recipe, overrides or []))
@@ -122,7 +120,7 @@ def tokenizer(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, new or without a tokenizer.")],
     overrides: SetOption = None,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE on the recipe's training documents (none that are held out)."""
     from toolkit.data.corpus import bytes_per_token, open_training_corpus

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.cli.console import Console
-from toolkit.cli.options import Overrides
+from toolkit.cli.options import AsJson, Overrides
 from toolkit.errors import EXIT_DONE, EXIT_UNAVAILABLE, PlanError
 from toolkit.terminal import tell
 
@@ -22,6 +22,18 @@ _ACROSS = (
     "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
     "-m toolkit.cli.main doctor --bandwidth"
 )
+BandwidthOption = Annotated[
+    bool,
+    typer.Option(
+        "--bandwidth",
+        help="Measure collectives between processes instead, against the link's peak. "
+        "Under torchrun, between all of its ranks.",
+    ),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
+]
 
 
 def doctor(
@@ -42,14 +54,7 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    bandwidth: Annotated[
-        bool,
-        typer.Option(
-            "--bandwidth",
-            help="Measure collectives between processes instead, against the link's peak. "
-            "Under torchrun, between all of its ranks.",
-        ),
-    ] = False,
+    bandwidth: BandwidthOption = False,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -63,15 +68,8 @@ def doctor(
             "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
         ),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that measure together; default: one per GPU, or 2 on a CPU."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    processes: ProcessesOption = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, or measure its speed. Without a recipe, exit 3 only without torch.
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from toolkit.cli.bars import bars, memory_lines
 from toolkit.cli.console import Console
-from toolkit.cli.options import ClusterOption, Overrides, load_on
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.cost.prediction import basis
@@ -39,9 +39,7 @@ def estimate(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where the results of --cases go.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict memory and step time of a recipe's layout, or of a list of cases.
 

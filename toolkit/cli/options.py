@@ -17,6 +17,9 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set training.steps=20."
     ),
 ]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print machine output alone on standard output.")
+]
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", help="Default: runs/NAME, as the recipe is called.")
 ]

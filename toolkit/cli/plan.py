@@ -14,7 +14,7 @@ from toolkit.cli import plan_goodput, plan_tables
 from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
-from toolkit.cli.options import Overrides, load_on
+from toolkit.cli.options import AsJson, Overrides, load_on
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
@@ -96,25 +96,10 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
     ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(
-            metavar="HOURS",
-            help="Also say how often to save and what failures cost: mean time between "
-            "failures of one GPU with all that it needs (Llama 3: 50,700).",
-        ),
-    ] = None,
-    checkpoint_gbps: Annotated[
-        float | None,
-        typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1."),
-    ] = None,
-    restart_minutes: Annotated[
-        float | None,
-        typer.Option(help="With --mtbf: from failure to loading. Default: 10."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    mtbf: plan_goodput.Mtbf = None,
+    checkpoint_gbps: plan_goodput.CheckpointSpeed = None,
+    restart_minutes: plan_goodput.RestartMinutes = None,
+    as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.
 

@@ -11,7 +11,7 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from toolkit.cli.console import Console
-from toolkit.cli.options import Overrides, RecipePath
+from toolkit.cli.options import AsJson, Overrides, RecipePath
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
 from toolkit.intake.load import load_recipe
@@ -40,9 +40,7 @@ def rehearse(
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
     ] = 300,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small model of the recipe's kind in every legal layout and compare.
 

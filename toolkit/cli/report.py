@@ -12,6 +12,7 @@ from rich.text import Text
 
 from toolkit.cli.bars import BAR_WIDTH, show
 from toolkit.cli.console import Console
+from toolkit.cli.options import AsJson
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
 from toolkit.report.summary import Ending, Summary, summarize
@@ -38,9 +39,7 @@ def report(
     text: Annotated[
         bool, typer.Option("--text", help="Print a page for people: the default.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print machine output alone on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a run did, where its time went and how it ended; also of one that still runs.
 
