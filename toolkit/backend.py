@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 EngineName = str
 """One of `BACKENDS.names`."""
 ModelName = Literal["hf", "megatron"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp16"]
+CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
+"""What the cost model knows: published runs computed in fp8."""
 Stage = Literal[0, 1, 2, 3]
 
 ANY = 65536
@@ -56,7 +58,6 @@ class Support:
     """Largest tensor-parallel degree; likewise below."""
     pipeline: int = 1
     virtual_pipeline: int = 1
-    context: int = 1
     expert: int = 1
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
@@ -65,7 +66,7 @@ class Support:
     auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
     """Which of them `auto` may choose in 16 bits."""
     zero_config: bool = False
-    """Does the engine read `parallel.zero.config`, a DeepSpeed file?"""
+    """Does the engine read `parallel.zero.config` and `extra`, which are DeepSpeed's?"""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_together: bool = False

@@ -381,3 +381,14 @@ def test_rendering_does_not_change_the_file_or_import_anything_heavy() -> None:
     assert result.stdout.strip() == "[]"
     render(CASES["zero2-fp16-unclipped"])
     assert preset_path("zero2").read_text() == before
+
+
+@pytest.mark.parametrize("setting", [{"initial_scale_power": 12}, {"loss_scale": 128}])
+def test_the_first_loss_scale_of_fp16_is_the_plans(
+    tmp_path: Path, setting: dict[str, int]
+) -> None:
+    own = own_file(tmp_path, {"fp16": {"enabled": "auto", **setting}})
+    (problem,) = problems(own, precision="fp16", loss_scale=2.0**16)
+    assert problem.key == f"fp16.{next(iter(setting))}"
+    rendered: Any = render(DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own))
+    assert rendered["fp16"].items() >= setting.items(), "not used, so not judged"

@@ -167,7 +167,7 @@ def test_even_chunks_are_counted() -> None:
 def test_tanh_gelu_is_megatron_lms_fused_one() -> None:
     given = parsed(case("gpt2-fp16"))
     assert "no_bias_gelu_fusion" not in given and "swiglu" not in given
-    assert given["fp16"] and given["initial_loss_scale"] == 2048
+    assert given["fp16"] and given["initial_loss_scale"] == 65536 * given["min_loss_scale"]
     assert given["fp16"] and given["position_embedding_type"] == "learned_absolute"
     assert "untie_embeddings_and_output_weights" not in given
 

@@ -28,7 +28,6 @@ CHOICES: dict[str, list[Any]] = {
     "parallel.tensor": DEGREES,
     "parallel.pipeline": DEGREES,
     "parallel.virtual_pipeline": ["auto", "auto", 1, 2, 3],
-    "parallel.context": [1, 1, 1, 1, 2],
     "parallel.expert": [1, 1, 1, 2, 3, 4, "auto"],
     "parallel.sequence": ["auto", "auto", True, False],
     "parallel.zero.stage": ["auto", "auto", 0, 1, 2, 3],

@@ -15,7 +15,7 @@ from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import ledger_of
 
-ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states"}
+ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states", "attention"}
 
 
 def entries(**changes: Any) -> list[Entry]:
@@ -168,38 +168,35 @@ def test_only_what_the_recipe_does_is_listed() -> None:
         (
             {},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "ddp"},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "ZeRO 1, 2, 3",
                 "offload to cpu, nvme",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "fsdp"},
             {
-                "tensor, pipeline, virtual pipeline, context, expert above 1",
+                "tensor, pipeline, virtual pipeline, expert above 1",
                 "ZeRO 0, 1",
                 "offload to nvme",
                 "selective recompute",
-                "fp8",
             },
         ),
         (
             {"parallel__engine": "megatron"},
-            {"context above 1", "ZeRO 2, 3", "offload to cpu, nvme", "fp8"},
+            {"ZeRO 2, 3", "offload to cpu, nvme"},
         ),
         (
             {"parallel__engine": "deepspeed", **TP2},
-            {"pipeline, virtual pipeline, context, expert above 1", "offload to nvme", "fp8"},
+            {"pipeline, virtual pipeline, expert above 1", "offload to nvme"},
         ),
     ],
 )
@@ -209,7 +206,7 @@ def test_what_is_refused(changes: dict[str, Any], refused: set[str]) -> None:
 
 def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("megatron", "megatron")
-    more = Support(tensor=2, context=2, zero_stages=(0, 1, 2))
+    more = Support(tensor=2, zero_stages=(0, 1, 2))
     monkeypatch.setitem(legality.table(), pair, more)
     asked = {"parallel__engine": "megatron"}
     assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)
@@ -224,3 +221,11 @@ def test_summary_has_a_line_per_kind() -> None:
     assert exact.startswith("exact: initial weights, data order, token-mean loss")
     assert approximated == "approximated: order of sums, kernels"
     assert refused.startswith("refused: ")
+
+
+def test_fp16_states_its_loss_scale_and_every_plan_its_attention() -> None:
+    sixteen = {"training__precision": "fp16", "cluster__gpu": "h100-80gb"}
+    assert "65,536 times the mean loss" in why("loss scale", **sixteen)
+    assert "loss scale" not in names("approximated", training__precision="bf16")
+    for engine in ("ddp", "megatron"):
+        assert why("attention", parallel__engine=engine).startswith("sdpa")

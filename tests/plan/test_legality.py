@@ -7,6 +7,7 @@ import pytest
 from tests.plan.making import intent
 from toolkit.backend import Pair
 from toolkit.plan.rules.legality import (
+    DEGREES,
     data_parallel,
     pairs,
     precisions,
@@ -14,7 +15,8 @@ from toolkit.plan.rules.legality import (
     table,
     zero_stages,
 )
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.describe import accepts, choices
+from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection, ZeroSection
 
 EIGHT = ClusterSection(gpus_per_node=8)
 
@@ -112,8 +114,6 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
             "to none, or set parallel.engine to deepspeed",
         ),
         ({"engine": "deepspeed", "tensor": 2, "expert": 2}, ["parallel.expert"], "to megatron"),
-        ({"context": 2}, ["parallel.context"], "to 1"),
-        ({"engine": "megatron", "context": 2}, ["parallel.context"], "to 1"),
         # There is one place for all that FSDP2 moves, and it moves parameters in stage 3.
         (
             {
@@ -199,11 +199,6 @@ def test_why_pipeline_stages_exclude_zero() -> None:
         assert "pipeline stages exclude ZeRO 2 and 3" in problem.allowed
 
 
-def test_what_is_to_come_is_named() -> None:
-    (problem,) = problems(intent(engine="megatron", context=2), EIGHT)
-    assert "context parallelism is not in this release" in problem.allowed
-
-
 def test_selective_recompute_is_megatrons() -> None:
     (problem,) = problems(intent(model="hf", recompute="selective"), EIGHT)
     assert problem.allowed.startswith("none, full for engine deepspeed with model hf: sel")
@@ -215,7 +210,29 @@ def test_precisions() -> None:
     for parallel in (intent(), intent(engine="ddp"), intent(tensor=2), illegal):
         assert precisions(parallel) == ["fp32", "fp16", "bf16"]
     assert pairs(intent(), "fp16") == pairs(intent())
-    assert pairs(intent(), "fp8") == []
+
+
+def test_every_value_of_the_schema_runs_on_some_engine() -> None:
+    sections = {"training": TrainingSection, "parallel": ParallelSection, "zero": ZeroSection}
+    offered = {
+        f"{section}.{name}": set(choices(info.annotation)) - {"auto"}
+        for section, fields in sections.items()
+        for name, info in fields.model_fields.items()
+    }
+    able = table().values()
+    assert offered["training.precision"] == {p for one in able for p in one.precisions}
+    assert offered["parallel.recompute"] == {way for one in able for way in one.recompute}
+    assert offered["parallel.engine"] == {pair.engine for pair in table()}
+    assert offered["parallel.model"] == {pair.model for pair in table()}
+    for name in ("offload_optimizer", "offload_parameters"):
+        assert offered[f"zero.{name}"] == {p for one in able for p in getattr(one, name)}
+    numbers = {
+        name
+        for name, info in ParallelSection.model_fields.items()
+        if accepts(info.annotation, int) and not accepts(info.annotation, bool)
+    }
+    assert numbers == {*DEGREES}
+    assert all(any(getattr(one, name) > 1 for one in able) for name in DEGREES)
 
 
 @pytest.mark.parametrize(

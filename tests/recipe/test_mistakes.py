@@ -366,10 +366,18 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
+    "fp8": M("precision: fp32", "precision: fp8", "training.precision", "not in this release"),
+    "torchao's name": M(
+        "precision: fp32", "precision: float8", "training.precision", "not in this release"
+    ),
+    "context": M("engine: auto", "context: 2", "parallel.context", "not in this release"),
+    "Megatron's context": M(
+        "engine: auto",
+        "context_parallel_size: 2",
+        "parallel.context_parallel_size",
+        "not in this release",
+    ),
     "fp16 on CPU": M("precision: fp32", "precision: fp16", "training.precision", "to bf16"),
-    "fp8 on CPU": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
-    "fp8 on A100": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
-    "fp8 on H100": M("precision: fp32", "precision: fp8", "training.precision", "to bf16"),
     "NVMe below stage 3": M(
         "stage: auto",
         "stage: 2\n    offload_optimizer: nvme\n    nvme_path: /x",
@@ -415,7 +423,6 @@ MISTAKES = {
     "tensor with hf": M(
         "engine: auto", "model: hf\n  tensor: 2", "parallel.tensor", "to 1", at="tensor: 2"
     ),
-    "context": M("engine: auto", "context: 2", "parallel.context", "to 1"),
     "engine and model": M(
         "engine: auto",
         "engine: ddp\n  model: megatron",
@@ -479,8 +486,6 @@ MISTAKES = {
     ),
 }  # fmt: skip
 EXTRA = {
-    "fp8 on A100": ("gpu: cpu", "gpu: a100-80gb"),
-    "fp8 on H100": ("gpu: cpu", "gpu: h100-80gb"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
     "fsdp with half an offload": ("engine: auto", "engine: fsdp"),
     "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),

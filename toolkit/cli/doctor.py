@@ -22,6 +22,18 @@ _ACROSS = (
     "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
     "-m toolkit.cli.main doctor --bandwidth"
 )
+BandwidthOption = Annotated[
+    bool,
+    typer.Option(
+        "--bandwidth",
+        help="Measure collectives between processes instead, against the link's peak. "
+        "Under torchrun, between all of its ranks.",
+    ),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
+]
 
 
 def doctor(
@@ -42,14 +54,7 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    bandwidth: Annotated[
-        bool,
-        typer.Option(
-            "--bandwidth",
-            help="Measure collectives between processes instead, against the link's peak. "
-            "Under torchrun, between all of its ranks.",
-        ),
-    ] = False,
+    bandwidth: BandwidthOption = False,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -63,12 +68,7 @@ def doctor(
             "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
         ),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that measure together; default: one per GPU, or 2 on a CPU."
-        ),
-    ] = None,
+    processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or measure its speed. Without a recipe, exit 3 only without torch.

@@ -38,7 +38,6 @@ _DEGREES = {
     "tensor": "tp",
     "pipeline": "pp",
     "virtual pipeline": "vpp",
-    "context": "cp",
     "expert": "ep",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
@@ -99,22 +98,9 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
     ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(
-            metavar="HOURS",
-            help="Also say how often to save and what failures cost: mean time between "
-            "failures of one GPU with all that it needs (Llama 3: 50,700).",
-        ),
-    ] = None,
-    checkpoint_gbps: Annotated[
-        float | None,
-        typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1."),
-    ] = None,
-    restart_minutes: Annotated[
-        float | None,
-        typer.Option(help="With --mtbf: from failure to loading. Default: 10."),
-    ] = None,
+    mtbf: plan_goodput.Mtbf = None,
+    checkpoint_gbps: plan_goodput.CheckpointSpeed = None,
+    restart_minutes: plan_goodput.RestartMinutes = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, explain it, and predict memory and speed. Starts nothing.

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from toolkit.cli.bars import columns
@@ -20,6 +21,21 @@ from toolkit.plan.failures.saving import (
     rows,
 )
 from toolkit.units import duration
+
+Mtbf = Annotated[
+    float | None,
+    typer.Option(
+        metavar="HOURS",
+        help="Also say how often to save and what failures cost: mean time between failures of "
+        "one GPU with all that it needs (Llama 3: 50,700).",
+    ),
+]
+CheckpointSpeed = Annotated[
+    float | None, typer.Option(help="With --mtbf: GB/s of storage per node. Default: 1.")
+]
+RestartMinutes = Annotated[
+    float | None, typer.Option(help="With --mtbf: from failure to loading. Default: 10.")
+]
 
 
 def assumptions(

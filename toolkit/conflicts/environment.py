@@ -309,7 +309,7 @@ class _Reader:
             yield self._stated(
                 "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
                 "training.precision",
-                OneOf(("bf16", "fp16", "fp8")),
+                OneOf(("bf16", "fp16")),
                 winner="environment",
                 advice="unset it: products of fp32 matrices would have ten bits",
                 breaks=True,

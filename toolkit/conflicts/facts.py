@@ -11,6 +11,7 @@ from toolkit.conflicts.source import (
     ACTIVATIONS_OFFLOADED,
     AUTO,
     COMPILED,
+    CONTEXT_PARALLEL,
     DATA_PARALLEL,
     REPLICAS,
     SHARDS,
@@ -27,7 +28,8 @@ from toolkit.recipe.schema import Recipe
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
     ACCUMULATION: "training.global_batch_size / (training.micro_batch_size · dp)",
-    DATA_PARALLEL: "world / (tensor · pipeline · context)",
+    DATA_PARALLEL: "world / (tensor · pipeline)",
+    CONTEXT_PARALLEL: "1: context parallel is not in this release",
     COMPILED: "false: no model is compiled",
     ACTIVATIONS_OFFLOADED: "false: activations are kept or recomputed",
     SHARDS: "dp under ZeRO, 1 without",
@@ -73,7 +75,12 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
         if value != AUTO and not (value is None and key in _LENGTHS)
     }
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
-    derived = {WORLD: recipe.cluster.world_size, COMPILED: False, ACTIVATIONS_OFFLOADED: False}
+    derived = {
+        WORLD: recipe.cluster.world_size,
+        CONTEXT_PARALLEL: 1,
+        COMPILED: False,
+        ACTIVATIONS_OFFLOADED: False,
+    }
     if plan is not None:
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
@@ -133,7 +140,7 @@ def _fixed(plan: Plan | None) -> dict[str, Fact]:
     """What the engine never does otherwise."""
     if plan is None:
         return {}
-    origin = "fixed: any other value changes or spoils the loss"
+    origin = "fixed: any other value changes or corrupts the loss"
     settings = plan.backend.fixed.items()
     return {f"{plan.engine}.{key}": Fact(value, origin) for key, value in settings}
 

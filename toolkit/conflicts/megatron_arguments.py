@@ -10,7 +10,15 @@ from functools import cache
 from pathlib import Path
 
 from toolkit.conflicts.shell_flags import Flag, read_flags
-from toolkit.conflicts.source import Collected, OneOf, Source, Stated, number, unknown
+from toolkit.conflicts.source import (
+    CONTEXT_PARALLEL,
+    Collected,
+    OneOf,
+    Source,
+    Stated,
+    number,
+    unknown,
+)
 from toolkit.engines.megatron import pretrain_gpt
 from toolkit.engines.megatron.pretrain_gpt import (
     GPT_SWITCHES,
@@ -50,7 +58,7 @@ _SAME: Mapping[str, str] = {
     "--tensor-model-parallel-size": "parallel.tensor",
     "--pipeline-model-parallel-size": "parallel.pipeline",
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline",
-    "--context-parallel-size": "parallel.context",
+    "--context-parallel-size": CONTEXT_PARALLEL,
     "--expert-model-parallel-size": "parallel.expert",
     "--recompute-granularity": "parallel.recompute",
     "--log-interval": "logging.every_steps",
@@ -73,8 +81,8 @@ _SWITCHES: Mapping[str, tuple[str, object]] = {
     "--sequence-parallel": ("parallel.sequence", True),
     "--use-distributed-optimizer": ("parallel.zero.stage", 1),
     "--recompute-activations": ("parallel.recompute", "selective"),
-    "--bf16": ("training.precision", OneOf(("bf16", "fp8"))),
-    "--fp16": ("training.precision", OneOf(("fp16", "fp8"))),
+    "--bf16": ("training.precision", "bf16"),
+    "--fp16": ("training.precision", "fp16"),
 }
 """Flags without a value: the setting and what they say of it."""
 

@@ -17,6 +17,7 @@ ACCUMULATION = "gradient_accumulation"
 DATA_PARALLEL = "data_parallel"
 SHARDS = "shards"
 REPLICAS = "replicas"
+CONTEXT_PARALLEL = "context_parallel"
 COMPILED = "compiled"
 ACTIVATIONS_OFFLOADED = "activations_offloaded"
 """Keys of what no recipe states, because it is derived, or always so."""
@@ -135,7 +136,7 @@ def precisions(switches: Mapping[str, object]) -> dict[str, object]:
 
     One that is off excludes its own precision; both off leave fp32.
     """
-    every = ("fp32", "bf16", "fp16", "fp8")
+    every = ("fp32", "bf16", "fp16")
     both_off = all(switches.get(name) is False for name in ("bf16", "fp16"))
     meanings: dict[str, object] = {}
     for name, value in switches.items():

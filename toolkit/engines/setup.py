@@ -30,6 +30,8 @@ class EngineSetup:
     model: ModelName
     layout: Layout
     precision: str
+    loss_scale: float | None
+    """See `Plan.loss_scale`."""
     seed: int
     optimizer: OptimizerSection
     ranks: "Ranks"
@@ -53,6 +55,7 @@ class EngineSetup:
     ) -> "EngineSetup":
         """What the engine of `plan` reads of a recipe.
 
+        `model_config` is given the attention implementation of the plan.
         Raises PlanError when the loaded `model_config` is not what was planned, RecipeError
         where `model.freeze` does not suit the model.
         """
@@ -62,12 +65,14 @@ class EngineSetup:
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
+        model_config._attn_implementation = plan.attention
         return cls(
             model_config=model_config,
             weights=weights,
             model=plan.model,
             layout=plan.layout,
             precision=recipe.training.precision,
+            loss_scale=plan.loss_scale,
             seed=recipe.training.seed,
             optimizer=recipe.optimizer,
             ranks=ranks,

@@ -82,23 +82,8 @@ def _on_several(job: Job) -> LaunchSpec:
     """The command that starts the ranks of all machines of the hostfile."""
     hosts = _hosts(job)
     runner = job.launch.remote_start
-    for program, package in REMOTE_PROGRAMS[runner].items():
-        if which(program) is None:
-            raise BackendUnavailable(
-                f"launch.remote_start is {runner}, but there is no `{program}` here",
-                fix=f"apt-get install {package} (Debian, Ubuntu), or another remote_start",
-            )
-    places = {
-        "the run directory": job.run_dir,
-        "this folder": Path.cwd(),
-        "Python": Path(sys.executable),
-    }
-    for what, path in places.items():
-        if not _PLAIN.fullmatch(str(path)):
-            raise PlanError(
-                f"{what} is {str(path)!r}, and DeepSpeed gives it to a shell unquoted",
-                fix="a path of letters, digits and `_@%+=:,./-`, or --launcher torchrun",
-            )
+    _check_programs(runner)
+    _check_paths(job)
     address, port = _address(hosts[0]), str(free_port())
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
     variables = {**_users_file(), **_settings_here(), **worker_env(job), **meeting}
@@ -142,6 +127,31 @@ def _on_several(job: Job) -> LaunchSpec:
             if name.startswith(("MLFLOW", "PYTHON")) and secret_variable(name)
         ),
     )
+
+
+def _check_programs(runner: str) -> None:
+    """Raises BackendUnavailable where what starts processes on other machines is missing."""
+    for program, package in REMOTE_PROGRAMS[runner].items():
+        if which(program) is None:
+            raise BackendUnavailable(
+                f"launch.remote_start is {runner}, but there is no `{program}` here",
+                fix=f"apt-get install {package} (Debian, Ubuntu), or another remote_start",
+            )
+
+
+def _check_paths(job: Job) -> None:
+    """Raises PlanError for a path that a shell would not read as it is."""
+    places = {
+        "the run directory": job.run_dir,
+        "this folder": Path.cwd(),
+        "Python": Path(sys.executable),
+    }
+    for what, path in places.items():
+        if not _PLAIN.fullmatch(str(path)):
+            raise PlanError(
+                f"{what} is {str(path)!r}, and DeepSpeed gives it to a shell unquoted",
+                fix="a path of letters, digits and `_@%+=:,./-`, or --launcher torchrun",
+            )
 
 
 def _per_node(runner: str, cluster: ClusterSection) -> tuple[str, ...]:

@@ -164,34 +164,9 @@ def _collect(lines: Iterable[str], printed: "queue.SimpleQueue[str]") -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the job; return its exit code."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--max-failures", type=int, required=True)
-    parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--address")
-    asked = parser.parse_args(arguments)
-
-    # Of all that Ray's processes print, the user is shown what rank 0 does.
-    try:
-        ray.init(
-            address=asked.address or "local",
-            include_dashboard=False if asked.address is None else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except ConnectionError as error:
-        tell(f"error: no Ray at launch.ray.address {asked.address}: {_first_line(error)}")
-        tell("  fix: `ray start --head` there, or launch.ray.address: null")
+    asked = _arguments(arguments)
+    if not _connected(asked):
         return EXIT_UNAVAILABLE
-    if lacking := _lacking(asked.ranks, asked.gpu):
-        if asked.address is None:
-            tell(
-                f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"
-            )
-            return EXIT_UNAVAILABLE
-        tell(f"waiting: {lacking}")
     desk: Any = ray.remote(num_cpus=0)(Desk).remote()
     over = threading.Event()
     stop = RunDirectory(asked.run_dir).stop
@@ -225,6 +200,41 @@ def main(arguments: Sequence[str]) -> int:
     courier.join()  # A call after the end would start another Ray.
     ray.shutdown()
     return code
+
+
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--max-failures", type=int, required=True)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--address")
+    return parser.parse_args(arguments)
+
+
+def _connected(asked: argparse.Namespace) -> bool:
+    """Join or start Ray; report why it cannot run the ranks."""
+    # Of all that Ray's processes print, the user is shown what rank 0 does.
+    try:
+        ray.init(
+            address=asked.address or "local",
+            include_dashboard=False if asked.address is None else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except ConnectionError as error:
+        tell(f"error: no Ray at launch.ray.address {asked.address}: {_first_line(error)}")
+        tell("  fix: `ray start --head` there, or launch.ray.address: null")
+        return False
+    if lacking := _lacking(asked.ranks, asked.gpu):
+        if asked.address is None:
+            tell(
+                f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster"
+            )
+            return False
+        tell(f"waiting: {lacking}")
+    return True
 
 
 def _lacking(ranks: int, gpu: bool) -> str:

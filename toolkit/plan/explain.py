@@ -22,7 +22,6 @@ NAMES: Mapping[str, str] = {
     "sequence_parallel": "sequence parallel",
     "pp": "pipeline",
     "vpp": "virtual pipeline",
-    "cp": "context",
     "ep": "expert",
     "zero_stage": "zero",
     "offload_optimizer": "offload of the optimizer",
@@ -71,7 +70,6 @@ def _is_open(search: Search, field: str) -> bool:
         "sequence_parallel": layout.tp > 1,
         "pp": support.pipeline > 1,
         "vpp": layout.pp > 1,
-        "cp": support.context > 1,
         "ep": support.expert > 1 and search.job.spec.moe_layers > 0,
         "zero_stage": True,
         "micro_batch": True,
@@ -131,12 +129,12 @@ def _alone(search: Search, field: str, value: Any) -> Candidate | None:
     """The best layout with one decision changed; None where that is no layout."""
     best, job = search.best, search.job
     changed = replace(best.layout, **{field: value})
-    if field in ("tp", "pp", "cp"):
+    if field in ("tp", "pp"):
         if changed.tp == 1:
             changed = replace(changed, sequence_parallel=False)
         if changed.pp == 1:
             changed = replace(changed, vpp=1)
-        ranks, rest = divmod(best.layout.world, changed.tp * changed.pp * changed.cp)
+        ranks, rest = divmod(best.layout.world, changed.tp * changed.pp)
         changed = replace(changed, dp=ranks)
         if rest:
             return None
@@ -265,7 +263,6 @@ def _asked(job: Job, field: str) -> object:
         "sequence_parallel": parallel.sequence,
         "pp": parallel.pipeline,
         "vpp": parallel.virtual_pipeline,
-        "cp": parallel.context,
         "ep": parallel.expert,
         "zero_stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer,

@@ -85,6 +85,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     if optimizer.weight_decay:
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
     yield "optimizer states", "AdamW with fp32 weights and moments"
+    if plan.attention is not None:
+        yield "attention", f"{plan.attention} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     rows = padded_vocab(spec.vocab, layout.tp)
@@ -101,8 +103,13 @@ def _approximated(
 ) -> Iterator[tuple[str, str]]:
     layout, precision = plan.layout, recipe.training.precision
     if precision != "fp32":
-        loss_scaling = "; a step that overflows is skipped" if precision == "fp16" else ""
-        yield precision, f"computed in {precision}, weights updated in fp32{loss_scaling}"
+        yield precision, f"computed in {precision}, weights updated in fp32"
+    if plan.loss_scale is not None:
+        yield (
+            "loss scale",
+            f"first {plan.loss_scale:,.0f} times the mean loss over a rank's tokens, in every "
+            "engine; steps that overflow are skipped, and which ones do depends on the layout",
+        )
     if sums := _split_sums(plan):
         yield "order of sums", f"{sums}: the same terms, other last digits"
     if plan.model == "megatron":
@@ -149,5 +156,3 @@ def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield f"{', '.join(sorted(ways))} recompute", f"not in {pair}"
     if spec.moe_layers:
         yield "router's balancing loss", "no mean over tokens: it depends on the batch's split"
-    if "fp8" not in support.precisions:
-        yield "fp8", "no engine of this release trains in it"

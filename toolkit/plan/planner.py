@@ -15,6 +15,8 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import Layout
 from toolkit.models.config_check import check_config
+from toolkit.models.families import settings_of
+from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
@@ -26,6 +28,8 @@ from toolkit.plan.rules.models import Job
 from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.untrusted import read_json
+
+_LOSS_SCALE = 2.0**16
 
 
 class ShapeUnknown(PlanError):
@@ -62,6 +66,11 @@ class Plan:
     """The same with what recompute repeats."""
     trainable_parameters: int | None = None
     """Parameters that train; None in plans of releases before this one, where all do."""
+    attention: Attention | None = None
+    """What computes attention in every engine and model implementation; None in plans of
+    releases before this one."""
+    loss_scale: float | None = None
+    """First loss scale of fp16, of the mean loss over a rank's tokens of a step; else None."""
     remedies: tuple[str, ...] = ()
     """Where nothing fits: the smallest changes with which something does."""
 
@@ -184,8 +193,20 @@ def plan_of(found: Search) -> Plan:
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
+        attention=settings_of(job.config).family.attention,
+        loss_scale=first_loss_scale(training.precision),
         remedies=changes,
     )
+
+
+def first_loss_scale(precision: str) -> float | None:
+    """The first loss scale of fp16, None in another precision: DeepSpeed's and torch's default.
+
+    In every engine it is that of the mean loss over the tokens of one rank and step; an engine
+    that minimises a sum divides it by their number. A scale that is too high skips steps until
+    it fits, so engines that began with different ones would skip different steps.
+    """
+    return _LOSS_SCALE if precision == "fp16" else None
 
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from toolkit.backend import Precision
+from toolkit.backend import CostPrecision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_per_node
@@ -210,7 +210,7 @@ class Case:
     def _mlp(self) -> str:
         return str(self._model.get("mlp") or "gelu").lower()
 
-    def _dtype(self) -> Precision:
+    def _dtype(self) -> CostPrecision:
         if "fp8" in self._precision or "float8" in self._precision + self._notes:
             return "fp8"
         if "bf16" in self._precision:

@@ -174,7 +174,7 @@ def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
 def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
     """Tensor, pipeline and virtual pipeline, less communication first."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
-    ranks = job.cluster.world_size // asked.context
+    ranks = job.cluster.world_size
     every = divisors(ranks)
     for pipeline in _open(asked.pipeline, every, min(support.pipeline, layers)):
         for tensor in _open(asked.tensor, every, min(support.tensor, largest_tensor)):
@@ -223,14 +223,12 @@ def _recomputes(asked: ParallelSection, pair: Pair) -> tuple[Recompute, ...]:
 
 def _layout(job: Job, parallel: ParallelSection) -> Layout:
     """The layout of a settled intent."""
-    zero, degrees = parallel.zero, (parallel.tensor, parallel.pipeline, parallel.context)
-    tp, pp, cp = (int(degree) for degree in degrees)
+    zero, tp, pp = parallel.zero, int(parallel.tensor), int(parallel.pipeline)
     return Layout(
-        dp=job.cluster.world_size // (tp * pp * cp),
+        dp=job.cluster.world_size // (tp * pp),
         tp=tp,
         pp=pp,
         vpp=int(parallel.virtual_pipeline),
-        cp=cp,
         ep=int(parallel.expert),
         sequence_parallel=bool(parallel.sequence),
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled

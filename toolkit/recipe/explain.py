@@ -27,7 +27,7 @@ from toolkit.recipe.describe import (
     plain_text,
     settings,
 )
-from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
 from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, Recipe, Section
 from toolkit.recipe.yaml_nodes import Node, Place, Scalar
@@ -314,6 +314,8 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
         return f"write {number}"
     if translated := FOREIGN_VALUES.get(key, {}).get(text.lower()):
         return f"write {translated}"
+    if later := LATER_VALUES.get(key, {}).get(text.lower()):
+        return later
     if _takes_list(annotation):
         return f"put it in brackets: [{describe_node(node)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):

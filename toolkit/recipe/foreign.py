@@ -25,6 +25,8 @@ class Foreign:
         return f"write `{self.target}`" + (f" ({self.note})" if self.note else "")
 
 
+_FP8_LATER = "fp8 is not in this release: write bf16"
+
 _NAMES = {
     # batch
     Foreign(None, "derived: global_batch_size / (micro_batch_size · dp); remove it and "
@@ -55,8 +57,10 @@ _NAMES = {
     Foreign("schedule.warmup_steps"): "lr_warmup_iters warmup_num_steps",
     Foreign("schedule.decay_steps"): "lr_wsd_decay_iters",
     # precision and seed
-    Foreign("training.precision", "one of fp32, bf16, fp16, fp8"):
-        "bf16 fp16 fp8 tf32 mixed_precision torch_dtype dtype",
+    Foreign("training.precision", "one of fp32, bf16, fp16"):
+        "bf16 fp16 tf32 mixed_precision torch_dtype dtype",
+    Foreign(None, "fp8 is not in this release; remove it, and set `training.precision: bf16`"):
+        "fp8 float8",
     Foreign("training.seed"): "random_seed",
     # parallelism
     Foreign("parallel.tensor"):
@@ -65,15 +69,19 @@ _NAMES = {
         "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree pp",
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
-    Foreign("parallel.context"): "context_parallel_size context_parallel_degree cp",
+    Foreign(None, "context parallel is not in this release; remove it"):
+        "context_parallel_size context_parallel_degree context cp",
     Foreign("parallel.expert"): "expert_model_parallel_size expert_parallel_degree ep",
-    Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
+    Foreign(None, "derived: world / (tensor · pipeline); remove it"):
         "data_parallel_size data_parallel_shard_degree dp",
     Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"): "world_size",
     Foreign("parallel.sequence"): "sequence_parallel",
     Foreign(None, "the megatron engine always does; remove it"): "use_distributed_optimizer",
     Foreign("parallel.zero", "stage, offload_optimizer, …"): "zero_optimization",
     Foreign("parallel.zero.stage"): "zero_stage",
+    Foreign("parallel.zero.extra", "a map of such keys of DeepSpeed's"):
+        "allgather_bucket_size overlap_comm reduce_bucket_size "
+        "stage3_param_persistence_threshold stage3_prefetch_bucket_size",
     Foreign("parallel.zero.config", "name the JSON file there"): "deepspeed deepspeed_config",
     Foreign("parallel.engine", "`engine: fsdp`"): "fsdp",
     Foreign("parallel.zero.offload_optimizer"): "offload_optimizer_device",
@@ -122,7 +130,6 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "float32": "fp32",
         "float": "fp32",
         "no": "fp32",
-        "float8": "fp8",
     },
     "optimizer.name": {
         "adam": "adamw",
@@ -142,6 +149,12 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "model.init": {"scratch": "random", "from_pretrained": "pretrained"},
 }
 """Values of other tools, lower-case, by our setting: what they are called here."""
+
+
+LATER_VALUES: dict[str, dict[str, str]] = {
+    "training.precision": {"fp8": _FP8_LATER, "float8": _FP8_LATER},
+}
+"""Values, lowercase, by our setting, that this release lacks: what to write instead."""
 
 
 def foreign(name: str) -> Foreign | None:

@@ -234,7 +234,7 @@ class TrainingSection(Section):
     """Sequences per optimizer step over all ranks; never changed by a layout."""
     micro_batch_size: Positive | Auto = "auto"
     """Sequences per rank and forward pass; gradient accumulation is derived from it."""
-    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Compute type; master weights and optimizer states are fp32 everywhere."""
     seed: Count = 1234
     """Fixes initial weights and data order, whatever the layout."""
@@ -312,6 +312,10 @@ class ZeroSection(Section):
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
     relative to the recipe's file. Default: the preset that fits stage and offload."""
+    extra: dict[str, Any] | None = None
+    """Engine deepspeed: settings of DeepSpeed's `zero_optimization` section that have no key
+    here, e.g. `{reduce_bucket_size: 50000000, overlap_comm: false}`; they replace the
+    preset's."""
 
 
 class ParallelSection(Section):
@@ -328,8 +332,6 @@ class ParallelSection(Section):
     """Pipeline-parallel degree."""
     virtual_pipeline: Degree | Auto = "auto"
     """Model chunks per pipeline stage (interleaved schedule)."""
-    context: Degree = 1
-    """Context-parallel degree: the sequence split over ranks."""
     expert: Degree | Auto = 1
     """Expert-parallel degree of mixture-of-experts layers."""
     sequence: bool | Auto = "auto"

@@ -112,7 +112,6 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> Candidate:
         tensor=small.tp,
         pipeline=small.pp,
         virtual_pipeline=small.vpp,
-        context=small.cp,
         expert=small.ep,
         sequence=small.sequence_parallel,
         recompute=small.recompute,
@@ -141,7 +140,7 @@ def _does(candidate: Candidate) -> tuple[int, ParallelSection]:
 def _scaled_down(layout: Layout, processes: int) -> Layout:
     """The same kind of layout with at most `processes` ranks."""
     # Experts are spread over data-parallel ranks, so those come earlier where there are any.
-    order = ("tp", "dp", "pp", "cp") if layout.ep > 1 else ("tp", "pp", "cp", "dp")
+    order = ("tp", "dp", "pp") if layout.ep > 1 else ("tp", "pp", "dp")
     experts = _smallest(layout.ep)
     small: dict[str, int] = {}
     room = processes
@@ -171,7 +170,7 @@ def _smallest(degree: int) -> int:
 def _degrees_text(layout: Layout) -> str:
     shown = [
         f"{name}{getattr(layout, name)}"
-        for name in ("tp", "pp", "vpp", "cp", "ep", "dp")
+        for name in ("tp", "pp", "vpp", "ep", "dp")
         if getattr(layout, name) > 1
     ]
     return " ".join(shown) or "one process"

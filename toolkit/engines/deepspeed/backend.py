@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, ModelName, Precision, Rehearsed, Support
+from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
@@ -14,11 +14,12 @@ from toolkit.engines.deepspeed.config import (
     render,
     stage_of,
 )
+from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.planner import Plan
+from toolkit.plan.planner import Plan, first_loss_scale
 from toolkit.plan.rules.models import Job, known
 from toolkit.recipe.schema import Recipe
 
@@ -44,7 +45,7 @@ class DeepSpeedCost(EngineCost):
         DeepSpeed shard or offload it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
-    def reduce_bytes(self, precision: Precision) -> int:
+    def reduce_bytes(self, precision: CostPrecision) -> int:
         """In the training precision, unless its configuration states another."""
         return FP32_BYTES if precision == "fp32" else 2
 
@@ -118,30 +119,37 @@ class DeepSpeedBackend(Backend):
         """Take stage and offload of the recipe's own DeepSpeed file where it leaves them open.
 
         `parallel.zero.config` names that file. What the recipe states itself stays, and must
-        agree with the file (`render` checks that).
+        agree with the file (`render` checks that). Raises RecipeError where
+        `parallel.zero.extra` is wrong.
         """
         zero = recipe.parallel.zero
-        if zero.config is None:
+        if zero.config is None and not zero.extra:
             return recipe
-        file = open_config(zero.config)
-        optimizer, parameters = offload_of(file)
-        update: dict[str, object] = {}
-        if zero.stage == "auto" and (stage := stage_of(file)) is not None:
-            update["stage"] = stage
-        if zero.offload_optimizer == "auto" and optimizer is not None:
-            update["offload_optimizer"] = optimizer
-        if zero.offload_parameters == "auto" and parameters is not None:
-            update["offload_parameters"] = parameters
+        update: dict[str, object] = {"extra": checked_extra(zero) or None}
+        if zero.config is not None:
+            file = open_config(zero.config)
+            optimizer, parameters = offload_of(file)
+            if zero.stage == "auto" and (stage := stage_of(file)) is not None:
+                update["stage"] = stage
+            if zero.offload_optimizer == "auto" and optimizer is not None:
+                update["offload_optimizer"] = optimizer
+            if zero.offload_parameters == "auto" and parameters is not None:
+                update["offload_parameters"] = parameters
         parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
         return recipe.model_copy(update={"parallel": parallel})
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""
         precision = recipe.training.precision
-        assert precision != "fp8", "refused at check"
         zero = recipe.parallel.zero
         request = DeepSpeedRequest(
-            layout, precision, recipe.optimizer, zero.nvme_path, zero.config
+            layout,
+            precision,
+            recipe.optimizer,
+            zero.nvme_path,
+            zero.config,
+            zero.extra or {},
+            first_loss_scale(precision),
         )
         return render(request)
 

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -99,6 +99,10 @@ class DeepSpeedRequest:
     config: str | None = None
     """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
     fits the layout."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`parallel.zero.extra`, checked."""
+    loss_scale: float | None = None
+    """The plan's first loss scale, a power of two; None but in fp16."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     owned = _owned(request)
     problems = [
         *unknown_keys(file),
-        *_disagreements(file, owned),
+        *_disagreements(file, owned, {**REQUIRED, **_loss_scaling(request)}),
         *_not_ours_to_run(file),
         *_unfilled(file, owned),
         *_missing_folder(file, request),
@@ -134,10 +138,16 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
     config = copy.deepcopy(dict(file.values))
+    for name, value in request.extra.items():
+        _put(config, f"{ZERO}.{name}", value)
     for key, setting in owned.items():
         if setting.needed or _get(config, key) is not None:
             _put(config, key, setting.value)
-    for key, value in {**DEFAULTS, **_by_layout(request, file)}.items():
+    for key, value in {
+        **DEFAULTS,
+        **_loss_scaling(request),
+        **_by_layout(request, file),
+    }.items():
         if _get(file.values, key) is None:
             _put(config, key, value)
     return config
@@ -246,6 +256,14 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     return settings
 
 
+def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
+    """fp16's dynamic loss scale, whose first value is the plan's."""
+    if request.loss_scale is None:
+        return {}
+    power = int(math.log2(request.loss_scale))
+    return {"fp16.loss_scale": 0, "fp16.initial_scale_power": power}
+
+
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
     """Keys that DeepSpeed would drop silently, or not accept."""
     for block, known in KNOWN_KEYS.items():
@@ -265,7 +283,9 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
                 yield file.problem(key, value[name], allowed, fix)
 
 
-def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Problem]:
+def _disagreements(
+    file: JsonFile, owned: Mapping[str, _Owned], required: Mapping[str, object]
+) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
     for key, setting in owned.items():
         found = _stated(file, key)
@@ -277,10 +297,10 @@ def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Prob
                 f'{wanted}, as the recipe says ({setting.source}), or "auto"',
                 f'write "auto" here, or change {setting.source} in the recipe',
             )
-    for key, value in REQUIRED.items():
+    for key, value in required.items():
         found = _stated(file, key)
         if found is not None and not same(found, value):
-            allowed = f"{json.dumps(value)}: any other value changes or spoils the loss"
+            allowed = f"{json.dumps(value)}: any other value changes or corrupts the loss"
             yield file.problem(key, found, allowed, "delete it")
 
 

@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FILE = Path(__file__).with_name("known_keys.json")
-
-KNOWN_KEYS: Mapping[str, frozenset[str]] = {
-    block: frozenset(names)
-    for block, names in json.loads(FILE.read_text(encoding="utf-8")).items()
+_TABLES = {
+    name: frozenset(keys) for name, keys in json.loads(FILE.read_text(encoding="utf-8")).items()
 }
+
+ZERO_SWITCHES = _TABLES.pop("switches")
+"""Keys of `zero_optimization` that are true or false."""
+ZERO_SIZES = _TABLES.pop("sizes")
+"""Those that are integers of 0 or more."""
+ZERO_POSITIVE = _TABLES.pop("positive")
+"""Those of the integers that may not be 0."""
+KNOWN_KEYS: Mapping[str, frozenset[str]] = _TABLES
 """Keys of each checked block; "" is the top level. `optimizer.params` holds those of AdamW.
 Old spellings that DeepSpeed still translates (`cpu_offload`, …) are left out on purpose."""

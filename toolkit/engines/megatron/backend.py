@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.backend import ANY, Backend, Precision, Rehearsed, Support
+from toolkit.backend import ANY, Backend, CostPrecision, Rehearsed, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
@@ -25,7 +25,7 @@ class MegatronCost(EngineCost):
     megatron_kernels = True
     overlap = "overlap.megatron"
 
-    def reduce_bytes(self, precision: Precision) -> int:
+    def reduce_bytes(self, precision: CostPrecision) -> int:
         """In the precision of the gradient buffer."""
         return 2 if precision == "fp16" else FP32_BYTES
 
@@ -39,11 +39,7 @@ class MegatronCost(EngineCost):
 
 
 class MegatronBackend(Backend):
-    """megatron-core's DDP, distributed optimizer and pipeline schedules.
-
-    Context parallel needs an attention of its own over the context group: not yet. fp8 needs
-    Transformer Engine's layers: not yet.
-    """
+    """megatron-core's DDP, distributed optimizer and pipeline schedules."""
 
     name = "megatron"
     title = "megatron-core"

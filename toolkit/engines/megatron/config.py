@@ -12,8 +12,8 @@ from toolkit.layout import Layout
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-from toolkit.plan.planner import model_config
-from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
+from toolkit.plan.planner import first_loss_scale, model_config
+from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
 
 
 def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -24,7 +24,10 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     return {
         **render_model(model, layout, precision),
         "ddp": ddp_arguments(layout),
-        "optimizer": optimizer_arguments(recipe.optimizer, layout, precision),
+        "optimizer": {
+            **optimizer_arguments(recipe.optimizer, layout, precision),
+            **_loss_scaling(layout, recipe.training),
+        },
     }
 
 
@@ -74,11 +77,7 @@ def optimizer_arguments(
     optimizer: OptimizerSection, layout: Layout, precision: str
 ) -> dict[str, Any]:
     """Fields of OptimizerConfig: AdamW with fp32 master weights and moments."""
-    # The loss is a sum over tokens: megatron-core's own 2**32, and the 2**16 that suits a
-    # mean, would overflow fp16 for the first 20 steps, which are then skipped.
-    scale = {"initial_loss_scale": 2.0**11} if precision == "fp16" else {}
     return {
-        **scale,
         "optimizer": "adam",
         "lr": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
@@ -91,3 +90,14 @@ def optimizer_arguments(
         "params_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
         "use_distributed_optimizer": layout.zero_stage == 1,
     }
+
+
+def _loss_scaling(layout: Layout, training: TrainingSection) -> dict[str, float]:
+    """First and smallest scale of the sum over tokens that is the loss here, where the plan's
+    scale is that of their mean. Powers of two, which round nothing."""
+    loss_scale, length = first_loss_scale(training.precision), training.sequence_length
+    if loss_scale is None:
+        return {}
+    tokens = layout.micro_batch * layout.gradient_accumulation * length // layout.cp
+    smallest = 2.0 ** -(tokens.bit_length() - 1)
+    return {"initial_loss_scale": loss_scale * smallest, "min_loss_scale": smallest}

@@ -99,6 +99,7 @@ _OPTIMIZER_VALUES = {
     "adam_eps": "--adam-eps",
     "clip_grad": "--clip-grad",
     "initial_loss_scale": "--initial-loss-scale",
+    "min_loss_scale": "--min-loss-scale",
 }
 
 _DDP_SWITCHES = {

@@ -31,7 +31,11 @@ class DataParallelEngine:
         self.device = setup.ranks.device
         self.world = setup.ranks.world
         self.clip = setup.optimizer.clip_grad_norm
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=setup.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=setup.loss_scale or 2.0**16,
+            enabled=setup.precision == "fp16",
+        )
 
     def new_optimizer(self, model: nn.Module, **implementation: bool) -> torch.optim.AdamW:
         """AdamW as the recipe has it; `implementation` is torch's `foreach` or `fused`."""

@@ -8,11 +8,15 @@ megatron-core cannot express. It is data and arithmetic: no torch, no megatron-c
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from toolkit.models.config_keys import Key
 from toolkit.models.families.tensors import TensorMap
 from toolkit.models.spec import ModelSpec
+
+Attention = Literal["sdpa", "eager"]
+"""transformers' names of attention implementations: torch's scaled_dot_product_attention, and
+plain matrix products with a softmax."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Family:
     """Other spellings that transformers accepts, and the key each one stands for."""
     strict_heads: bool = False
     """transformers refuses hidden_size % heads != 0 even where head_dim is given."""
+    attention: Attention = "sdpa"
+    """The fastest implementation that computes this family's attention exactly."""
     freezes_padding: bool = True
     """transformers does not train the input embedding of `pad_token_id`."""
     published_names: tuple[tuple[str, str], ...] = ()

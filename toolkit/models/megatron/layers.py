@@ -1,15 +1,14 @@
 """Layer specifications of the Megatron model, which need neither Transformer Engine nor Apex.
 
 megatron-core builds a layer from a specification that names the class of each part. These
-name megatron-core's own parallel linear layers, torch's norms and torch's fused attention;
-Transformer Engine's attention takes the last one's place where it is installed.
+name megatron-core's own parallel linear layers, torch's norms and torch's fused attention,
+which is the plan's `sdpa`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -164,7 +163,7 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=_core_attention(config),
+            core_attention=CausalAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -182,13 +181,6 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
         ),
     )
-
-
-def _core_attention(config: TransformerConfig) -> type:
-    """Transformer Engine's where it is fused: its kernels take half precision on CUDA only."""
-    half = config.params_dtype in (torch.bfloat16, torch.float16)
-    fused = HAVE_TE and torch.cuda.is_available() and half
-    return TEDotProductAttention if fused else CausalAttention
 
 
 _NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

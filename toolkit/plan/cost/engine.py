@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from toolkit.backend import ModelName, Precision
+from toolkit.backend import CostPrecision, ModelName
 from toolkit.layout import Layout
 from toolkit.plan.cost.stages import StageShare
 
@@ -47,7 +47,7 @@ class EngineCost:
         """Is a tensor-parallel rank's model whole on the device before it is sharded?"""
         return False
 
-    def reduce_bytes(self, precision: Precision) -> int:
+    def reduce_bytes(self, precision: CostPrecision) -> int:
         """Bytes per gradient element on the wire, where the workload states none."""
         return FP32_BYTES
 

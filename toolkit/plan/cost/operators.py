@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil
 
-from toolkit.backend import Precision
+from toolkit.backend import CostPrecision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import Recompute, padded_vocab
@@ -79,7 +79,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     )
 
 
-def _matmul_flops(gpu: Gpu, precision: Precision, efficiency: Efficiency) -> float:
+def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) -> float:
     """FLOP/s of large matrix products."""
     if gpu.measured and (measured := gpu.measured.peak_flops(precision)):
         return measured

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.backend import BACKENDS, EngineName, ModelName, Pair, Precision
+from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import TrainingSection
 
@@ -20,7 +20,7 @@ class Workload:
 
     spec: ModelSpec
     sequence_length: int
-    precision: Precision
+    precision: CostPrecision
     engine: EngineName
     model: ModelName = "hf"
     """Whose modules compute: transformers' (or another implementation on PyTorch's own

@@ -13,7 +13,7 @@ from toolkit.backend import ANY, BACKENDS, Pair, Precision, Stage, Support
 from toolkit.errors import Problem
 from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 
-_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp8", "fp16", "bf16")
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 
 
 @cache
@@ -27,13 +27,12 @@ def table() -> Mapping[Pair, Support]:
     return dict(sorted(found.items(), key=lambda item: item[1].preference))
 
 
-DEGREES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+DEGREES = ("tensor", "pipeline", "virtual_pipeline", "expert")
 """The degrees of `parallel`, which are also fields of `Support`."""
 _PIPELINE_AND_ZERO = (
     "; pipeline stages exclude ZeRO 2 and 3, which shard gradients that a pipeline "
     "still accumulates"
 )
-_NOT_YET = {"context": "; context parallelism is not in this release"}
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
@@ -88,13 +87,13 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 
 
 def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
-    """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline·context).
+    """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline).
 
     An `auto` counts as 1 where the preferred pair can do no more. None while the planner
     still has a choice, or when the degrees do not divide the world.
     """
     product = 1
-    for name in ("tensor", "pipeline", "context"):
+    for name in DEGREES[:2]:
         degree = _known_degree(parallel, name)
         if degree is None:
             return None
@@ -186,8 +185,8 @@ def _illegal_pair(parallel: ParallelSection) -> Problem:
 
 
 def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Iterator[Problem]:
-    """tensor · pipeline · context must divide the number of ranks."""
-    degrees = {name: _known_degree(parallel, name) or 1 for name in (*DEGREES[:2], "context")}
+    """tensor · pipeline must divide the number of ranks."""
+    degrees = {name: _known_degree(parallel, name) or 1 for name in DEGREES[:2]}
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
         return
@@ -236,7 +235,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         degree, most = getattr(parallel, name), getattr(support, name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
-            why = _PIPELINE_AND_ZERO if exclusive else _NOT_YET.get(name, "")
+            why = _PIPELINE_AND_ZERO if exclusive else ""
             instead = f"set parallel.{name} to {most}{_or_pair(parallel, name, degree)}"
             refuse(name, degree, str(most), instead, why)
     if parallel.sequence is True and not support.sequence:
@@ -262,6 +261,8 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
     if zero.config is not None and not support.zero_config:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
+    if zero.extra and not support.zero_config:
+        refuse("zero.extra", ", ".join(zero.extra), "null", f"remove it{or_engine}")
     return found
 
 
