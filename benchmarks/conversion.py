@@ -47,14 +47,14 @@ def make_model(folder: Path) -> None:
     """Write the random model."""
     import torch
 
-    from toolkit.models.convert.safetensors_stream import Entry, write_model
+    from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
     from toolkit.models.convert.source import open_source, shape_of
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
 
-    def entry(name: str, shape: tuple[int, ...]) -> Entry:
-        return Entry(
+    def entry(name: str, shape: tuple[int, ...]) -> TensorToWrite:
+        return TensorToWrite(
             name, torch.bfloat16, shape, lambda: [torch.randn(shape, dtype=torch.bfloat16)]
         )
 

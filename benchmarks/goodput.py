@@ -24,7 +24,7 @@ from toolkit.plan.failures.goodput import (
     expected_shares,
     young_interval_s,
 )
-from toolkit.plan.failures.saving import Assumptions, Job, failures, rows
+from toolkit.plan.failures.saving import Assumptions, PlannedRun, failures, rows
 from toolkit.plan.planner import plan_recipe
 from toolkit.units import duration
 
@@ -47,12 +47,12 @@ class Figure:
     source: str
 
 
-def llama_405b() -> Job:
+def llama_405b() -> PlannedRun:
     """Llama 3.1 405B as its recipe says, on 16,384 H100."""
     recipe = load_recipe(RECIPES / "llama/llama-3.1-405b-pretrain.yaml")
     where, plan = recipe.cluster, plan_recipe(recipe)
     cluster = default_cluster(where.nodes, where.gpus_per_node, where.gpu)
-    return Job(plan.parameters, cluster, plan.step_time_s)
+    return PlannedRun(plan.parameters, cluster, plan.step_time_s)
 
 
 def mttf_hours(gpu_hours: float, gpus: int) -> float:

@@ -18,7 +18,7 @@ from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.cost.workload import planned_workload
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
 
@@ -75,7 +75,7 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-def job_of(recipe: str, cluster: Cluster, batch: int | None = None) -> Job:
+def job_of(recipe: str, cluster: Cluster, batch: int | None = None) -> PlanRequest:
     """A model on a cluster, with everything else left to the search."""
     where = ClusterSection(
         nodes=cluster.nodes, gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu.name
@@ -84,12 +84,12 @@ def job_of(recipe: str, cluster: Cluster, batch: int | None = None) -> Job:
         training = TrainingSection(
             steps=1, sequence_length=2048, global_batch_size=batch or 1536
         )
-        return Job(ParallelSection(), where, training, GPT3_175B)
+        return PlanRequest(ParallelSection(), where, training, GPT3_175B)
     loaded = load_recipe(RECIPES / f"{recipe}.yaml")
     assert loaded.model.config is not None, "stated in every shipped recipe"
     update = {} if batch is None else {"global_batch_size": batch}
     training = loaded.training.model_copy(update=update)
-    return Job(ParallelSection(), where, training, loaded.model.config)
+    return PlanRequest(ParallelSection(), where, training, loaded.model.config)
 
 
 # Published choices

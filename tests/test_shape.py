@@ -1,4 +1,4 @@
-"""The shape of the source: functions that fit on a screen."""
+"""The shape of the source: functions that fit on a screen, one meaning per class name."""
 
 import ast
 from collections.abc import Iterator
@@ -25,3 +25,13 @@ def test_no_function_is_longer_than_a_screen() -> None:
         if lines > LONGEST_FUNCTION:
             too_long[f"{file}:{node.lineno} {node.name}"] = lines
     assert not too_long
+
+
+def test_public_class_names_are_unique() -> None:
+    """One name, one meaning."""
+    homes: dict[str, list[str]] = {}
+    for file, node in nodes(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        if not node.name.startswith("_"):
+            homes.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    assert not {name: places for name, places in homes.items() if len(places) > 1}

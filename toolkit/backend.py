@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from toolkit.layout import Layout
     from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.planner import Plan
-    from toolkit.plan.rules.models import Job
+    from toolkit.plan.rules.models import PlanRequest
     from toolkit.recipe.schema import Recipe
 
 EngineName = str
@@ -164,11 +164,11 @@ class Backend:
         """Names of the operators that `prepare` would compile."""
         return ()
 
-    def refusal(self, job: "Job", model: ModelName) -> "Problem | None":
+    def refusal(self, job: "PlanRequest", model: ModelName) -> "Problem | None":
         """Why it cannot train this model at all, with the nearest way out."""
         return None
 
-    def rules(self, job: "Job") -> "Iterator[Problem]":
+    def rules(self, job: "PlanRequest") -> "Iterator[Problem]":
         """What else it cannot do with this model and batch."""
         return iter(())
 

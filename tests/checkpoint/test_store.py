@@ -20,7 +20,7 @@ from toolkit.checkpoint.saver import _write_files as write_files
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.safetensors_stream import Entry
+from toolkit.models.convert.safetensors_stream import TensorToWrite
 
 COMPANIONS = {"hf/config.json": b"{}"}
 
@@ -111,7 +111,7 @@ def test_a_rank_without_room_frees_what_it_took_at_once(tmp_path: Path) -> None:
     def full() -> list[torch.Tensor]:
         raise OSError(28, "No space left on device")
 
-    entry = Entry("a", torch.float32, (4,), full)
+    entry = TensorToWrite("a", torch.float32, (4,), full)
     with pytest.raises(OSError, match="No space left"):
         write_files(tmp_path, [entry], {})
     assert list(tmp_path.iterdir()) == []

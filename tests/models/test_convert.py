@@ -33,7 +33,7 @@ from toolkit.models.convert import (
     to_huggingface,
     to_megatron,
 )
-from toolkit.models.convert.safetensors_stream import Entry, write_model
+from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.convert.source import open_source
 from toolkit.models.convert.to_huggingface import ToHuggingFace
 from toolkit.models.convert.to_megatron import ToMegatron
@@ -138,7 +138,7 @@ def test_weights_that_the_config_does_not_mention_are_refused(
 def test_sharded_files_and_their_index(llama: Path, tmp_path: Path) -> None:
     tensors = tensors_of(llama)
     entries = [
-        Entry(name, t.dtype, tuple(t.shape), lambda t=t: t.split(7))  # type: ignore[misc]
+        TensorToWrite(name, t.dtype, tuple(t.shape), lambda t=t: t.split(7))  # type: ignore[misc]
         for name, t in tensors.items()
     ]
     write_model(tmp_path, entries, limit=60_000)

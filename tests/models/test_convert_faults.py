@@ -26,7 +26,7 @@ from tests.models.converting import (
 from tests.models.in_megatron import save_random_model
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.convert import appearing, check_destination
-from toolkit.models.convert.source import Source, open_source
+from toolkit.models.convert.source import ConvertibleModel, open_source
 from toolkit.models.convert.to_huggingface import ToHuggingFace
 from toolkit.models.convert.to_megatron import ToMegatron
 from toolkit.models.convert.torch_dist import Reader, Writer
@@ -394,7 +394,7 @@ def test_data_of_another_dtype_than_the_index_says(megatron: Path) -> None:
 # --- tensors that are left out --------------------------------------------------------------
 
 
-def source_of(llama: Path, folder: Path) -> Source:
+def source_of(llama: Path, folder: Path) -> ConvertibleModel:
     return open_source(folder, llama / "config.json")
 
 

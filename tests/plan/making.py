@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, explore, plan_recipe
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import ClusterSection, ParallelSection, Recipe
 
@@ -62,13 +62,13 @@ def llama_8b(
 MIXTRAL = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4}
 
 
-def on(cluster: str, name: str, **parallel: Any) -> tuple[Job, Cluster]:
+def on(cluster: str, name: str, **parallel: Any) -> tuple[PlanRequest, Cluster]:
     """A sized recipe on a cluster, everything open but for `parallel`."""
     wanted = load_recipe(RECIPES / f"{name}.yaml")
     place = parse_cluster(cluster)
     where = section(place)
     assert wanted.model.config is not None
-    return Job(intent(**parallel), where, wanted.training, wanted.model.config), place
+    return PlanRequest(intent(**parallel), where, wanted.training, wanted.model.config), place
 
 
 def section(cluster: Cluster) -> ClusterSection:

@@ -9,7 +9,7 @@ from tests.plan.making import MIXTRAL, TINY, recipe
 from toolkit.backend import Pair, Support, adopt_engine_config
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.models.families import model_spec
-from toolkit.plan.ledger import Entry, ledger, summary
+from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
@@ -18,7 +18,7 @@ from toolkit.run.announce import ledger_of
 ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states", "attention"}
 
 
-def entries(**changes: Any) -> list[Entry]:
+def entries(**changes: Any) -> list[LedgerEntry]:
     wanted: Recipe = recipe(**{"training__precision": "fp32"} | changes)
     assert wanted.model.config is not None
     spec = model_spec(wanted.model.config)

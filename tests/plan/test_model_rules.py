@@ -10,8 +10,8 @@ from toolkit.backend import Pair
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.models import Job, able_pairs, problems
-from toolkit.plan.space import frames, resorts
+from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
+from toolkit.plan.space import fallbacks, partial_layouts
 from toolkit.recipe.schema import ClusterSection, TrainingSection
 
 ZERO_MEGATRON = Pair("deepspeed", "megatron")
@@ -20,7 +20,7 @@ HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
 
 def job(
     config: dict[str, Any], ranks: int, batch: int = 48, length: int = 64, **asked: Any
-) -> Job:
+) -> PlanRequest:
     assert check_config(config) == []
     micro = asked.pop("micro_batch", "auto")
     precision = asked.pop("precision", "fp32")
@@ -34,10 +34,10 @@ def job(
         micro_batch_size=micro,
         precision=precision,
     )
-    return Job(parallel, cluster, training, config)
+    return PlanRequest(parallel, cluster, training, config)
 
 
-def only(asked: Job) -> Problem:
+def only(asked: PlanRequest) -> Problem:
     (problem,) = problems(asked)
     return problem
 
@@ -153,8 +153,8 @@ def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
     asked = {"engine": "deepspeed", "model": "megatron", "zero": {"stage": 0}}
     open_degree = job(LLAMA, 4, precision="bf16", **asked)
     assert problems(open_degree) == []
-    found = frames(open_degree, resorts(open_degree, island=8)[0])
-    assert {frame.layout.tp for frame in found} == {1}
+    found = partial_layouts(open_degree, fallbacks(open_degree, island=8)[0])
+    assert {partial.layout.tp for partial in found} == {1}
     # Sequence parallel needs a tensor group.
     assert only(job(LLAMA, 4, precision="bf16", sequence=True, **asked)).key == (
         "parallel.zero.stage"

@@ -23,7 +23,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.plot.bars import (
     STYLE,
-    Candidate,
+    PlottedLayout,
     draw,
     memory_parts,
     name_of,
@@ -36,7 +36,7 @@ from toolkit.units import seconds
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def candidate(where: str, engine: EngineName, recipe: str, layout: Layout) -> Candidate:
+def candidate(where: str, engine: EngineName, recipe: str, layout: Layout) -> PlottedLayout:
     cluster = parse_cluster(where)
     loaded = load_recipe(RECIPES / recipe)
     config = loaded.model.config
@@ -45,17 +45,17 @@ def candidate(where: str, engine: EngineName, recipe: str, layout: Layout) -> Ca
     workload = planned_workload(model_spec(config), loaded.training, pair)
     memory = peak_memory(workload, layout)
     time = step_time(workload, layout, cluster)
-    return Candidate(engine, layout, memory, time, cluster.gpu.memory_gib)
+    return PlottedLayout(engine, layout, memory, time, cluster.gpu.memory_gib)
 
 
-def llama_8b(engine: EngineName, **layout: object) -> Candidate:
+def llama_8b(engine: EngineName, **layout: object) -> PlottedLayout:
     return candidate(
         "1x8xh100-80gb", engine, "llama/llama-3.1-8b-pretrain.yaml", Layout(**layout)  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def some() -> list[Candidate]:
+def some() -> list[PlottedLayout]:
     """A pipeline, ZeRO-3 with recompute, and one that does not fit."""
     return [
         llama_8b("megatron", dp=2, pp=4, vpp=2, zero_stage=1, gradient_accumulation=64),
@@ -65,7 +65,7 @@ def some() -> list[Candidate]:
 
 
 @pytest.fixture(scope="module")
-def large() -> list[Candidate]:
+def large() -> list[PlottedLayout]:
     """405B on 2,048: sixteen ranks, many thin passes."""
     layout = Layout(dp=16, tp=8, pp=16, vpp=4, sequence_parallel=True, zero_stage=1,
                     gradient_accumulation=64)  # fmt: skip
@@ -74,13 +74,13 @@ def large() -> list[Candidate]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> list[Candidate]:
+def tiny() -> list[PlottedLayout]:
     """Two processes of a CPU: no limit, a few MiB, no pipeline."""
     layout = Layout(dp=2, zero_stage=2, micro_batch=8)
     return [candidate("1x2xcpu", "deepspeed", "tiny/llama-bytes.yaml", layout)]
 
 
-def test_parts_add_up(some: list[Candidate]) -> None:
+def test_parts_add_up(some: list[PlottedLayout]) -> None:
     for one in some:
         assert one.time is not None
         parts = sum(part.size for part in memory_parts(one.memory))
@@ -91,7 +91,7 @@ def test_parts_add_up(some: list[Candidate]) -> None:
 
 
 @pytest.fixture(scope="module")
-def wordy() -> list[Candidate]:
+def wordy() -> list[PlottedLayout]:
     """The longest names that there are, the chosen one's in bold."""
     layout = Layout(dp=2, pp=4, vpp=8, recompute="selective", offload_optimizer="nvme",
                     zero_stage=1, micro_batch=16, gradient_accumulation=64)  # fmt: skip
@@ -120,7 +120,7 @@ def test_texts_do_not_overlap(what: str, request: pytest.FixtureRequest) -> None
 
 
 @pytest.mark.parametrize("free_gib", [0.05, 1.0, 3.0, 40.0])
-def test_labels_keep_off_the_limit_line(free_gib: float, some: list[Candidate]) -> None:
+def test_labels_keep_off_the_limit_line(free_gib: float, some: list[PlottedLayout]) -> None:
     """Also those of bars that end just before it."""
     near = max(some[:2], key=lambda one: one.memory.total).memory.total / GIB + free_gib
     figure = drawn([replace(one, capacity_gib=near) for one in some])
@@ -150,7 +150,7 @@ def test_timeline_is_the_pipeline(what: str, request: pytest.FixtureRequest) -> 
     assert any(f"host, stragglers {seconds(one.time.overhead_s)}" in text for text in shown)
 
 
-def test_short_times_are_milliseconds(tiny: list[Candidate]) -> None:
+def test_short_times_are_milliseconds(tiny: list[PlottedLayout]) -> None:
     time = tiny[0].time
     assert time is not None and 0.1 < time.total_s < 0.2
     shown = {text.get_text() for text in texts(drawn(tiny))}
@@ -158,7 +158,7 @@ def test_short_times_are_milliseconds(tiny: list[Candidate]) -> None:
     assert {"100", "milliseconds", "milliseconds since the step began"} <= shown
 
 
-def drawn(candidates: list[Candidate]) -> Figure:
+def drawn(candidates: list[PlottedLayout]) -> Figure:
     with rc_context(STYLE):
         figure = draw("a plan", candidates)
     FigureCanvasAgg(figure).draw()
@@ -180,7 +180,7 @@ def texts(figure: Figure) -> Iterator[Text]:
             yield text
 
 
-def test_picture_shows_the_numbers(some: list[Candidate], tmp_path: Path) -> None:
+def test_picture_shows_the_numbers(some: list[PlottedLayout], tmp_path: Path) -> None:
     file = tmp_path / "plan.svg"
     write_plot(file, "8B on 8 H100", some)
     svg = file.read_text(encoding="utf-8")
@@ -194,21 +194,21 @@ def test_picture_shows_the_numbers(some: list[Candidate], tmp_path: Path) -> Non
         assert word in svg
 
 
-def test_same_plan_same_file(some: list[Candidate], tmp_path: Path) -> None:
+def test_same_plan_same_file(some: list[PlottedLayout], tmp_path: Path) -> None:
     files = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for file in files:
         write_plot(file, "again", some)
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_png_and_unknown_speed(some: list[Candidate], tmp_path: Path) -> None:
+def test_png_and_unknown_speed(some: list[PlottedLayout], tmp_path: Path) -> None:
     file = tmp_path / "plan.PNG"
     write_plot(file, "no speed", [replace(one, time=None) for one in some])
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_suffix_and_lost_folder_are_refused(
-    some: list[Candidate], tmp_path: Path
+    some: list[PlottedLayout], tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError, match=r"\.svg and \.png"):
         write_plot(tmp_path / "plan.pdf", "no", some)
@@ -217,7 +217,7 @@ def test_other_suffix_and_lost_folder_are_refused(
 
 
 def test_without_matplotlib_the_extra_is_named(
-    some: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    some: list[PlottedLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BackendUnavailable, match=r"dmt\[plot\]") as caught:

@@ -8,7 +8,7 @@ from toolkit.plan.failures.saving import (
     BARRIER_S,
     SIZES,
     Assumptions,
-    Job,
+    PlannedRun,
     failures,
     goodput_as_written,
     row,
@@ -17,7 +17,7 @@ from toolkit.plan.failures.saving import (
 )
 
 SIXTEEN = parse_cluster("2x8xh100-80gb")
-JOB = Job(8_000_000_000, SIXTEEN, step_s=10.0, steps=100_000, every_steps=500)
+JOB = PlannedRun(8_000_000_000, SIXTEEN, step_s=10.0, steps=100_000, every_steps=500)
 ASSUMED = Assumptions(48_000)
 
 
@@ -44,7 +44,7 @@ def test_a_part_of_a_node_writes_like_a_node() -> None:
 
 def test_every_size_and_the_recipes_own_once() -> None:
     assert [one.gpus for one in rows(JOB, ASSUMED)] == sorted([*SIZES, 16])
-    eight = Job(JOB.parameters, parse_cluster("8xh100-80gb"), 1.0)
+    eight = PlannedRun(JOB.parameters, parse_cluster("8xh100-80gb"), 1.0)
     assert [one.gpus for one in rows(eight, ASSUMED)] == list(SIZES)
 
 
@@ -53,15 +53,15 @@ def test_steps_only_where_their_time_is_known() -> None:
     assert own.interval_steps == round(own.interval_s / 10) > 0
     assert own.interval_s % 10 == 0
     assert row(JOB, 64, ASSUMED).interval_steps is None
-    unknown = Job(JOB.parameters, SIXTEEN, None)
+    unknown = PlannedRun(JOB.parameters, SIXTEEN, None)
     assert row(unknown, 16, ASSUMED).interval_steps is None
 
 
 def test_at_least_one_step_and_the_time_of_a_save() -> None:
     often = Assumptions(0.01)
-    slow_steps = Job(JOB.parameters, SIXTEEN, 1000.0)
+    slow_steps = PlannedRun(JOB.parameters, SIXTEEN, 1000.0)
     assert row(slow_steps, 16, often).interval_steps == 1
-    uneven = Job(JOB.parameters, SIXTEEN, 15.0)
+    uneven = PlannedRun(JOB.parameters, SIXTEEN, 15.0)
     assert row(uneven, 16, often).interval_steps == 4  # 47.3 s or more, in steps of 15 s
 
 
@@ -69,7 +69,7 @@ def test_goodput_of_the_recipe_as_it_is() -> None:
     there = failures(JOB, 16, ASSUMED)
     found = goodput_as_written(JOB, ASSUMED)
     assert found == expected_shares(there, 5000).goodput < row(JOB, 16, ASSUMED).shares.goodput
-    assert goodput_as_written(Job(JOB.parameters, SIXTEEN, 10.0), ASSUMED) is None
+    assert goodput_as_written(PlannedRun(JOB.parameters, SIXTEEN, 10.0), ASSUMED) is None
 
 
 def test_waiting_for_the_disk_is_never_better() -> None:

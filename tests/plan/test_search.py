@@ -34,7 +34,7 @@ from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import (
     ROOMY,
     TIE,
@@ -46,7 +46,7 @@ from toolkit.plan.search import (
     search,
     shortage,
 )
-from toolkit.plan.space import frames
+from toolkit.plan.space import partial_layouts
 from toolkit.recipe.schema import Recipe, TrainingSection
 
 GPT3_175B = {
@@ -72,16 +72,16 @@ CASES = {
 }
 
 
-def case(name: str) -> tuple[Job, Cluster]:
+def case(name: str) -> tuple[PlanRequest, Cluster]:
     cluster, model = CASES[name]
     if model != "175B":
         return on(cluster, model)
     place = parse_cluster(cluster)
     training = TrainingSection(steps=1, sequence_length=2048, global_batch_size=1536)
-    return Job(intent(), section(place), training, GPT3_175B), place
+    return PlanRequest(intent(), section(place), training, GPT3_175B), place
 
 
-def enumerated(job: Job, cluster: Cluster) -> Iterator[Candidate]:
+def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
     """Layouts of a coarse grid that fit, without any of the search's rules or shortcuts."""
     spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
     powers = [2**power for power in range(8)]
@@ -148,11 +148,12 @@ def test_every_legal_layout_is_counted_once() -> None:
     job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain")
     chosen = search(job, cluster)
     count, unneeded = 0, 0
-    for frame in frames(job, chosen.resort):
-        for size in frame.micro_batches:
+    for partial in partial_layouts(job, chosen.fallback):
+        for size in partial.micro_batches:
             fits = [
-                shortage(evaluate(frame.pair, frame.workload, layout, cluster), cluster) is None
-                for layout in (frame.split(size, way) for way in frame.recomputes)
+                shortage(evaluate(partial.pair, partial.workload, layout, cluster), cluster)
+                is None
+                for layout in (partial.split(size, way) for way in partial.recomputes)
             ]
             count += len(fits)
             unneeded += max(0, sum(fits) - 1)
@@ -428,7 +429,7 @@ def test_offload_needs_room_on_the_host() -> None:
 # Laws
 
 
-def layouts() -> list[tuple[Job, Candidate]]:
+def layouts() -> list[tuple[PlanRequest, Candidate]]:
     """Layouts that were found for a dense and an expert model."""
     places = (
         ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain"),
@@ -544,7 +545,7 @@ def test_a_search_does_not_grow_with_the_layers(cluster: str) -> None:
 
     def searched(layers: int) -> None:
         model = GPT3_175B | {"n_layer": layers, "n_embd": 1536}
-        search(Job(intent(), section(place), training, model), place)
+        search(PlanRequest(intent(), section(place), training, model), place)
 
     few = calls(lambda: searched(257), 10**6)
     assert calls(lambda: searched(8192), 4 * few) > 0

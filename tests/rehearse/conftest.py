@@ -11,10 +11,10 @@ from tests.warm import REGISTER, SUBPROCESS, registered
 from toolkit.intake.load import load_recipe
 from toolkit.rehearse.layouts import select
 from toolkit.rehearse.record import Record
-from toolkit.rehearse.rehearsal import Options, Outcome, prepare, run
+from toolkit.rehearse.rehearsal import LayoutResult, Options, prepare, run
 
 LLAMA = ROOT / "recipes/tiny/llama-bytes.yaml"
-Rehearse = Callable[..., dict[str, Outcome]]
+Rehearse = Callable[..., dict[str, LayoutResult]]
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def rehearse(tmp_path: Path, request: pytest.FixtureRequest) -> Rehearse:
 
     def outcomes(
         *names: str, recipe: Path = LLAMA, overrides: Sequence[str] = (), **options: object
-    ) -> dict[str, Outcome]:
+    ) -> dict[str, LayoutResult]:
         chosen = Options(**{"steps": 3, **options})  # type: ignore[arg-type]
         rehearsal = prepare(load_recipe(recipe, overrides), chosen)
         reference, *found = run(rehearsal, select(rehearsal.layouts, names), chosen, tmp_path)
         assert isinstance(reference, Record)
         assert len(reference.loss) == len(reference.grad_norm) == chosen.steps
-        return {item.candidate.name: item for item in found if isinstance(item, Outcome)}
+        return {item.candidate.name: item for item in found if isinstance(item, LayoutResult)}
 
     return outcomes

@@ -8,13 +8,13 @@ import pytest
 from tests.rehearse import dropped_reduction
 from tests.rehearse.conftest import Rehearse
 from toolkit.rehearse.comparison import Divergence
-from toolkit.rehearse.rehearsal import Outcome
+from toolkit.rehearse.rehearsal import LayoutResult
 from toolkit.rehearse.table import why
 
 pytestmark = pytest.mark.slow
 
 
-def first_divergence(outcome: Outcome) -> Divergence:
+def first_divergence(outcome: LayoutResult) -> Divergence:
     """Where the layout left the reference, as the user is told, too."""
     assert outcome.failure is None, outcome.failure
     assert outcome.comparison is not None

@@ -21,7 +21,7 @@ from toolkit.engines.fake import FakeEngine
 from toolkit.errors import RunFailed, Stopped
 from toolkit.layout import Layout
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
-from toolkit.train.loop import Job, Progress, StepReport, train
+from toolkit.train.loop import Progress, StepReport, TrainingRun, train
 from toolkit.train.signals import StopRequest
 
 VOCABULARY = 8
@@ -72,8 +72,8 @@ def job(
     engine: FakeEngine,
     steps: int = STEPS,
     guard: GuardSection = GuardSection(),  # noqa: B008 - frozen
-) -> Job:
-    return Job(
+) -> TrainingRun:
+    return TrainingRun(
         engine=engine,
         batches=GlobalBatches(dataset, seed=1, global_batch_size=LAYOUT.global_batch),
         layout=LAYOUT,

@@ -7,13 +7,13 @@ import pytest
 
 from toolkit.engines.base import StepResult
 from toolkit.train.loop import Progress, StepReport
-from toolkit.train.observer import Marked, Observer
+from toolkit.train.observer import HeartbeatBatches, Observer
 
 
 def test_each_validation_batch_is_a_mark() -> None:
     marks: list[str] = []
     batches: list[Any] = ["a", "b", "c"]
-    marked = Marked(batches, marks.append)
+    marked = HeartbeatBatches(batches, marks.append)
     assert (len(marked), list(marked)) == (3, batches)
     assert [mark.split(",")[1] for mark in marks[:3]] == [f" batch {n} of 3" for n in range(3)]
 

@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
 from toolkit.models.convert.safetensors_stream import (
     LARGEST_FILE_BYTES,
-    Entry,
+    TensorToWrite,
     in_files,
     write_file,
 )
@@ -71,9 +71,11 @@ def convert(
     return manifest
 
 
-def _entries(state: SavedState) -> Iterator[Entry]:
+def _entries(state: SavedState) -> Iterator[TensorToWrite]:
     """Every quantity of every tensor, under the name of its whole rectangle."""
     for tensor, shape in state.shapes.items():
         for quantity in state.quantities(tensor):
             key = key_of(quantity, whole_block(tensor, shape))
-            yield Entry(key, torch.float32, shape, partial(state.in_pieces, quantity, tensor))
+            yield TensorToWrite(
+                key, torch.float32, shape, partial(state.in_pieces, quantity, tensor)
+            )

@@ -14,7 +14,7 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
-from toolkit.models.convert.safetensors_stream import Entry, write_model
+from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.families import FAMILIES
 
 COMPANIONS = "hf"
@@ -74,11 +74,11 @@ def check_complete(state: SavedState) -> PretrainedConfig:
     return config
 
 
-def _entries(state: SavedState, dtype: torch.dtype, model_type: str) -> Iterator[Entry]:
+def _entries(state: SavedState, dtype: torch.dtype, model_type: str) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     for name, shape in state.shapes.items():
 
         def pieces(name: str = name) -> Iterator[Tensor]:
             return (piece.to(dtype) for piece in state.in_pieces("weight", name))
 
-        yield Entry(FAMILIES[model_type].published_name(name), dtype, shape, pieces)
+        yield TensorToWrite(FAMILIES[model_type].published_name(name), dtype, shape, pieces)

@@ -31,7 +31,7 @@ _DAMAGED = "`dmt checkpoint verify` names what is wrong with it"
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredRectangle:
     """A stored rectangle of a tensor."""
 
     block: Block
@@ -104,13 +104,13 @@ class SavedState:
         """Every quantity and tensor of which something is stored."""
         return list(self._index)
 
-    def parts(self, quantity: str, tensor: str) -> list[Part]:
+    def parts(self, quantity: str, tensor: str) -> list[StoredRectangle]:
         """The stored rectangles of a tensor."""
         found = []
         for block, path, key in self._index.get((quantity, tensor), ()):
             header = self._open(path).get_slice(key)
             shape = tuple(header.get_shape())
-            found.append(Part(block, path, key, header.get_dtype(), shape))
+            found.append(StoredRectangle(block, path, key, header.get_dtype(), shape))
         return found
 
     def read(self, quantity: str, block: Block) -> Tensor:

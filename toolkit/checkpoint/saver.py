@@ -31,7 +31,7 @@ from toolkit.checkpoint.shards import (
 from toolkit.checkpoint.store import CheckpointStore, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.failpoints import failpoint
-from toolkit.models.convert.safetensors_stream import Entry, write_file
+from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
 from toolkit.models.families.tensors import Block
 
 WRITING_TIMEOUT = timedelta(days=1)
@@ -103,7 +103,7 @@ class Saver:
     def _write(
         self,
         manifest: Manifest,
-        entries: list[Entry],
+        entries: list[TensorToWrite],
         companions: Mapping[str, bytes],
         began: float,
     ) -> Saved:
@@ -140,7 +140,7 @@ class Saver:
         return first, [made for _, made in outcomes]
 
 
-def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
+def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToWrite]:
     """What this rank writes: copies, which outlive the next training step, or what is taken
     from the engine when its turn comes."""
     for shard in state:
@@ -153,7 +153,7 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[Entry]:
             for block, offset in with_offsets(shard.blocks):
                 stored = as_stored(block)
                 pieces = partial(values.pieces, block, offset)
-                yield Entry(
+                yield TensorToWrite(
                     key_of(quantity, stored), torch.float32, block_shape(stored), pieces
                 )
 
@@ -187,7 +187,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _write_files(
-    folder: Path, entries: list[Entry], companions: Mapping[str, bytes]
+    folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
     """Write this rank's files to disk for good; their records."""
     name = f"state-{dist.get_rank():05d}.safetensors"

@@ -25,7 +25,7 @@ from toolkit.units import byte_size
 
 if TYPE_CHECKING:
     from toolkit.checkpoint.verify import Verified
-    from toolkit.train.fits import Row
+    from toolkit.train.fits import StateRow
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -303,7 +303,7 @@ def fits(
         raise typer.Exit(EXIT_USER_ERROR)
 
 
-def _print_rows(rows: "Sequence[Row]") -> None:
+def _print_rows(rows: "Sequence[StateRow]") -> None:
     console = Console()
     width = max(len(row.what) for row in rows)
     for row in rows:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.conflicts.compare import Comparison, Report
+from toolkit.conflicts.compare import Report, SettingComparison
 
 _MOST_NAMES = 30
 """Settings of the other place alone: more are only counted."""
@@ -78,12 +78,12 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _outcome(row: Comparison) -> str:
+def _outcome(row: SettingComparison) -> str:
     words = {"agrees": "agree", "auto": "recipe fills it", "open": "open"}
     return words.get(row.verdict, row.winner)
 
 
-def _todo(row: Comparison) -> Text:
+def _todo(row: SettingComparison) -> Text:
     """Both places, and what to do."""
     text = Text("  ")
     text.append(row.place, "cyan")

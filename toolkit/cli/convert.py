@@ -17,7 +17,7 @@ from toolkit.errors import RunFailed
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
-    from toolkit.models.convert.source import Source
+    from toolkit.models.convert.source import ConvertibleModel
     from toolkit.models.convert.to_huggingface import ToHuggingFace
     from toolkit.models.convert.to_megatron import ToMegatron
 
@@ -80,7 +80,7 @@ def convert(
     _print(report, dst, as_json=as_json)
 
 
-def _job(source: "Source", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
+def _job(source: "ConvertibleModel", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
     if source.is_megatron:
         from toolkit.models.convert.to_huggingface import ToHuggingFace
 
@@ -100,7 +100,7 @@ def _write(job: "ToHuggingFace | ToMegatron", dst: Path) -> float:
     return time.perf_counter() - started
 
 
-def _verify(source: "Source", dst: Path) -> dict[str, Any]:
+def _verify(source: "ConvertibleModel", dst: Path) -> dict[str, Any]:
     """Compare the logits of both sides in a process of its own. Raises RunFailed."""
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
     command = [sys.executable, "-m", "toolkit.models.convert.verify"]

@@ -23,8 +23,8 @@ from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
-from toolkit.plan.failures.saving import Assumptions, Job
-from toolkit.plan.ledger import KINDS, Entry, Kind
+from toolkit.plan.failures.saving import Assumptions, PlannedRun
+from toolkit.plan.ledger import KINDS, Kind, LedgerEntry
 from toolkit.plan.planner import Plan, explore, plan_of
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
@@ -58,13 +58,13 @@ class Planned:
         return self.search.cluster
 
     @property
-    def job(self) -> Job:
+    def job(self) -> PlannedRun:
         """What has to be saved, how often and where."""
         steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
         step_s = self.plan.step_time_s
         plan = self.plan
         frozen = plan.frozen_parameters
-        return Job(plan.parameters, self.cluster, step_s, steps, every, frozen)
+        return PlannedRun(plan.parameters, self.cluster, step_s, steps, every, frozen)
 
     @property
     def run(self) -> "plan_tables.Run | None":
@@ -329,7 +329,7 @@ def _explained(found: Search) -> Iterator[Text]:
         yield Text(f"  - {price}")
 
 
-def _ledger_lines(entries: Sequence[Entry]) -> Iterator[Text]:
+def _ledger_lines(entries: Sequence[LedgerEntry]) -> Iterator[Text]:
     """What stays the same as in one fp32 process, and what does not."""
     yield Text("  ledger, against one fp32 process", "dim")
     for kind in KINDS:
@@ -357,7 +357,7 @@ def _draw(planned: Planned, file: Path) -> None:
         by_part = _estimate(found, one)
         memory, time, limit = by_part.memory, by_part.time, found.cluster.gpu.memory_gib
         label = "/".join(dict.fromkeys(one.pair))
-        candidates.append(plot.Candidate(label, one.layout, memory, time, limit))
+        candidates.append(plot.PlottedLayout(label, one.layout, memory, time, limit))
     title = f"{planned.recipe.name} on {planned.cluster.name}"
     plot.write_plot(file, title, candidates)
     tell(f"{file} written")

@@ -15,8 +15,8 @@ from toolkit.plan.failures.saving import (
     DEFAULT_GBPS,
     DEFAULT_RESTART_MIN,
     Assumptions,
-    Job,
-    Row,
+    GoodputRow,
+    PlannedRun,
     goodput_as_written,
     rows,
 )
@@ -71,7 +71,7 @@ def _within(option: str, value: float, low: float, high: float) -> float:
     return value
 
 
-def machine_output(job: Job, assumed: Assumptions) -> dict[str, Any]:
+def machine_output(job: PlannedRun, assumed: Assumptions) -> dict[str, Any]:
     """The `goodput` object of `--json`."""
     return {
         "assumptions": asdict(assumed),
@@ -85,7 +85,7 @@ def machine_output(job: Job, assumed: Assumptions) -> dict[str, Any]:
     }
 
 
-def lines(job: Job, assumed: Assumptions) -> Iterator[Text]:
+def lines(job: PlannedRun, assumed: Assumptions) -> Iterator[Text]:
     """The table, the recipe's own setting, and all that is assumed."""
     yield Text("  failures: how often to save, and what is left for training", "dim")
     found = list(rows(job, assumed))
@@ -100,7 +100,7 @@ def lines(job: Job, assumed: Assumptions) -> Iterator[Text]:
         yield Text(f"  - {text}")
 
 
-def table(found: list[Row]) -> list[str]:
+def table(found: list[GoodputRow]) -> list[str]:
     """The header, and a line per number of GPUs; 80 columns wide at most."""
     header = ["GPUs", "job MTBF", "save every", "steps", "goodput"]
     cells = [[*header, "saving", "replay", "restart", "if sync"]]
@@ -121,7 +121,7 @@ def table(found: list[Row]) -> list[str]:
     return columns(cells, left=0, gap=" ")
 
 
-def _advice(job: Job, assumed: Assumptions, best: Row) -> Iterator[Text]:
+def _advice(job: PlannedRun, assumed: Assumptions, best: GoodputRow) -> Iterator[Text]:
     """What the recipe says now, and what would be best on its cluster."""
     if best.interval_steps is None or job.step_s is None:
         return
@@ -140,7 +140,7 @@ def _advice(job: Job, assumed: Assumptions, best: Row) -> Iterator[Text]:
     yield Text(f"{own}{now}; {best.shares.goodput:.1%} with {proposal}")
 
 
-def _assumed(job: Job, assumed: Assumptions) -> Iterator[str]:
+def _assumed(job: PlannedRun, assumed: Assumptions) -> Iterator[str]:
     """Everything that the numbers rest on."""
     taken = job.checkpoint_bytes
     checkpoint = f"{taken / 1e9:,.0f} GB" if taken >= 1e10 else f"{taken / 1e6:,.0f} MB"

@@ -16,9 +16,9 @@ from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
 from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
-from toolkit.rehearse.layouts import Candidate, select
+from toolkit.rehearse.layouts import RehearsedLayout, select
 from toolkit.rehearse.record import Record
-from toolkit.rehearse.rehearsal import Options, Outcome, Rehearsal, prepare, run
+from toolkit.rehearse.rehearsal import LayoutResult, Options, Rehearsal, prepare, run
 from toolkit.rehearse.table import machine_output, reasons, shrunk, table, verdict
 from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
@@ -80,14 +80,14 @@ def rehearse(
 
 
 def _run(
-    rehearsal: Rehearsal, chosen: list[Candidate], options: Options
-) -> tuple[Record, list[Outcome]]:
+    rehearsal: Rehearsal, chosen: list[RehearsedLayout], options: Options
+) -> tuple[Record, list[LayoutResult]]:
     """Run everything, with a bar on standard error where that is a terminal."""
     console = Console(file=sys.stderr)
     columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     names = ["reference", *(candidate.name for candidate in chosen)]
-    outcomes: list[Outcome] = []
+    outcomes: list[LayoutResult] = []
     reference = Record()
     scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
     # SIGTERM cleans up as Ctrl-C does.
@@ -95,7 +95,7 @@ def _run(
     with terminated, scratch as folder, bar:
         task = bar.add_task(names[0], total=len(names))
         for done, item in enumerate(run(rehearsal, chosen, options, Path(folder)), 1):
-            if isinstance(item, Outcome):
+            if isinstance(item, LayoutResult):
                 outcomes.append(item)
             else:
                 reference = item

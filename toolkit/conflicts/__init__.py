@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.conflicts import environment
-from toolkit.conflicts.compare import Comparison, Report, compare
+from toolkit.conflicts.compare import Report, SettingComparison, compare
 from toolkit.conflicts.detect import read_source
 from toolkit.conflicts.environment import Starting
 from toolkit.conflicts.facts import Places, facts, places_in
@@ -18,8 +18,8 @@ from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
 
 __all__ = [
-    "Comparison",
     "Report",
+    "SettingComparison",
     "against",
     "environment_conflicts",
     "places_in",
@@ -54,7 +54,7 @@ def environment_conflicts(
     plan: Plan | None = None,
     starting: Starting | None = None,
     environ: Mapping[str, str] | None = None,
-) -> tuple[Comparison, ...]:
+) -> tuple[SettingComparison, ...]:
     """What the environment states differently from a recipe, before anything starts.
 
     With Accelerate's default config file, unless a worker that another launcher started asks:
@@ -88,12 +88,12 @@ def preflight(
         )
 
 
-def _named(rows: list[Comparison]) -> str:
+def _named(rows: list[SettingComparison]) -> str:
     """`ACCELERATE_MIXED_PRECISION=fp16 (training.precision is bf16), …`."""
     texts = [f"{_place(row)}={row.other} ({row.key} is {row.recipe})" for row in rows]
     more = len(texts) - _MOST_NAMED
     return ", ".join(texts[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _place(row: Comparison) -> str:
+def _place(row: SettingComparison) -> str:
     return row.name if row.name == row.place else f"{row.place} {row.name}"

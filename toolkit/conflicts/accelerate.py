@@ -23,7 +23,7 @@ from toolkit.conflicts.source import (
     WORLD,
     Collected,
     OneOf,
-    Source,
+    SettingSource,
     Stated,
     Unknown,
     beside,
@@ -82,7 +82,7 @@ _CLIPPING = ("gradient_clipping", "megatron_lm_gradient_clipping")
 
 
 @dataclass(frozen=True)
-class Setting:
+class AccelerateSetting:
     """One of Accelerate's settings, wherever it was found."""
 
     value: Any
@@ -93,10 +93,10 @@ class Setting:
     """How it is written there, where that is not the value."""
 
 
-def read(file: JsonFile, name: str) -> Source:
+def read(file: JsonFile, name: str) -> SettingSource:
     """What an Accelerate config file states."""
     found = Collected()
-    settings: dict[str, Setting] = {}
+    settings: dict[str, AccelerateSetting] = {}
     kind = str(file.values.get("distributed_type", "NO"))
     for key, value in file.values.items():
         if key not in ACCELERATE:
@@ -109,7 +109,7 @@ def read(file: JsonFile, name: str) -> Source:
             asleep = _SECTION_OF_TYPE.get(key, kind) != kind
             settings |= _section(file, key, value, found, asleep)
         elif value is not None:
-            settings[key] = Setting(value, key, file.place(key))
+            settings[key] = AccelerateSetting(value, key, file.place(key))
     found.add(collect(settings, file.path))
     return found.source(
         name,
@@ -127,7 +127,7 @@ def _wrong_kind(value: object) -> str:
 
 def _section(
     file: JsonFile, section: str, values: Mapping[str, Any], found: Collected, asleep: bool
-) -> dict[str, Setting]:
+) -> dict[str, AccelerateSetting]:
     """Settings of one block; those of a distributed_type that is not chosen do nothing."""
     settings = {}
     prefix = _PREFIXES.get(section, "")
@@ -141,11 +141,11 @@ def _section(
         elif asleep:
             found.only_there.append(f"{name} (not in effect)")
         elif value is not None:
-            settings[argument] = Setting(value, name, file.place(name))
+            settings[argument] = AccelerateSetting(value, name, file.place(name))
     return settings
 
 
-def collect(settings: Mapping[str, Setting], path: Path) -> Collected:
+def collect(settings: Mapping[str, AccelerateSetting], path: Path) -> Collected:
     """What settings by the names of `accelerate launch`'s arguments state.
 
     `path` is the file that they come from. Raises RecipeError when the DeepSpeed config that
@@ -162,7 +162,9 @@ def collect(settings: Mapping[str, Setting], path: Path) -> Collected:
     return found
 
 
-def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iterator[Stated]:
+def _stated(
+    key: str, setting: AccelerateSetting, settings: Mapping[str, AccelerateSetting]
+) -> Iterator[Stated]:
     """A setting in the recipe's words; nothing where a recipe has none."""
     value = setting.value
 
@@ -198,7 +200,7 @@ def _stated(key: str, setting: Setting, settings: Mapping[str, Setting]) -> Iter
 
 
 def _fsdp(
-    key: str, setting: Setting, settings: Mapping[str, Setting], stated: Any
+    key: str, setting: AccelerateSetting, settings: Mapping[str, AccelerateSetting], stated: Any
 ) -> Iterator[Stated]:
     """FSDP's part; DMT's own engine is version 2, which has no `sharding_strategy`."""
     version = settings.get("fsdp_version")
@@ -219,14 +221,14 @@ def _fsdp(
         yield stated("parallel.recompute", "full" if on else OneOf(("none", "selective")))
 
 
-def _start_as_many(setting: Setting) -> str:
+def _start_as_many(setting: AccelerateSetting) -> str:
     return (
         f"change {setting.name} at {setting.place}, or --set cluster.nodes=N --set "
         "cluster.gpus_per_node=M"
     )
 
 
-def _deepspeed(config: Setting, path: Path) -> Collected:
+def _deepspeed(config: AccelerateSetting, path: Path) -> Collected:
     """The DeepSpeed config that is named, as if it were part of these settings."""
     text = str(config.value)
     if text.lstrip().startswith("{"):  # Accelerate takes the JSON itself in place of a name
@@ -239,7 +241,7 @@ def _deepspeed(config: Setting, path: Path) -> Collected:
     return deepspeed_json.collect(read_json(named))
 
 
-def _inside(text: str, config: Setting, path: Path) -> JsonFile:
+def _inside(text: str, config: AccelerateSetting, path: Path) -> JsonFile:
     """DeepSpeed's JSON that stands as a block in the file at `path`, or in a variable."""
     _, _, line = config.place.rpartition(":")
     first = int(line) if line.isdecimal() else 0

@@ -11,7 +11,7 @@ from toolkit.conflicts.source import (
     AtMost,
     OneOf,
     PerReplica,
-    Source,
+    SettingSource,
     Stated,
     Unknown,
     shown,
@@ -25,7 +25,7 @@ Verdict = Literal["agrees", "disagrees", "auto", "open"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SettingComparison:
     """One setting that both places state."""
 
     key: str
@@ -53,11 +53,11 @@ class Comparison:
 class Report:
     """Everything found out about one other place."""
 
-    source: Source
-    compared: tuple[Comparison, ...]
+    source: SettingSource
+    compared: tuple[SettingComparison, ...]
 
     @property
-    def conflicts(self) -> tuple[Comparison, ...]:
+    def conflicts(self) -> tuple[SettingComparison, ...]:
         """The settings that disagree."""
         return tuple(row for row in self.compared if row.verdict == "disagrees")
 
@@ -72,12 +72,14 @@ class Report:
         return not self.conflicts and not self.unknown
 
 
-def compare(source: Source, facts: Mapping[str, Fact]) -> Report:
+def compare(source: SettingSource, facts: Mapping[str, Fact]) -> Report:
     """Judge every setting of `source` that the recipe states as well."""
     return Report(source, tuple(_judge(stated, source, facts) for stated in source.stated))
 
 
-def _judge(stated: Stated, source: Source, facts: Mapping[str, Fact]) -> Comparison:
+def _judge(
+    stated: Stated, source: SettingSource, facts: Mapping[str, Fact]
+) -> SettingComparison:
     fact = facts.get(stated.key)
     stated = _multiplied(stated, facts)
     verdict = _verdict(stated, fact)
@@ -88,7 +90,7 @@ def _judge(stated: Stated, source: Source, facts: Mapping[str, Fact]) -> Compari
         advice = stated.advice or _advice(stated, fact)
     elif verdict == "open":
         advice = stated.advice or "the recipe leaves it open until the run is planned"
-    return Comparison(
+    return SettingComparison(
         key=stated.key,
         recipe="" if fact is None else redact(shown(fact.value)),
         origin="" if fact is None else fact.origin,

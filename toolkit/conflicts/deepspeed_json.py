@@ -8,7 +8,7 @@ from toolkit.conflicts.source import (
     ACCUMULATION,
     AUTO,
     Collected,
-    Source,
+    SettingSource,
     Stated,
     Unknown,
     device,
@@ -49,7 +49,7 @@ _SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineL
 _PRECISIONS = {"bf16.enabled": "bf16", "fp16.enabled": "fp16"}
 
 
-def read(file: JsonFile, name: str, recipe: Recipe) -> Source:
+def read(file: JsonFile, name: str, recipe: Recipe) -> SettingSource:
     """What a DeepSpeed config states; `recipe` says whether DMT reads this very file."""
     found = collect(file)
     if _is_named(file.path, recipe):

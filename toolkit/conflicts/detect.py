@@ -6,7 +6,7 @@ from typing import Any
 
 from toolkit.conflicts import accelerate, deepspeed_json, megatron_arguments, training_arguments
 from toolkit.conflicts.known_keys import ACCELERATE, OLD_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
-from toolkit.conflicts.source import Source
+from toolkit.conflicts.source import SettingSource
 from toolkit.engines.deepspeed import keys as deepspeed_keys
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import Problem, RecipeError
@@ -25,7 +25,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_source(path: Path, recipe: Recipe) -> Source:
+def read_source(path: Path, recipe: Recipe) -> SettingSource:
     """What the file at `path` states, of whatever kind it is.
 
     Raises RecipeError when it cannot be read or is of no known kind.
@@ -41,7 +41,7 @@ def read_source(path: Path, recipe: Recipe) -> Source:
     raise _no_kind(path, "a text without `--flags`")
 
 
-def _of_settings(file: JsonFile, recipe: Recipe) -> Source:
+def _of_settings(file: JsonFile, recipe: Recipe) -> SettingSource:
     """By whose names its top-level keys are, most of them."""
     scores = {kind: len(keys & file.values.keys()) for kind, keys in _KEYS.items()}
     # A setting that two of them have (`fp16`) is a block for DeepSpeed only.

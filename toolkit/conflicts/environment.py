@@ -6,13 +6,13 @@ from typing import Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.conflicts import accelerate, detect
-from toolkit.conflicts.accelerate import Setting
+from toolkit.conflicts.accelerate import AccelerateSetting
 from toolkit.conflicts.source import (
     WORLD,
     AtMost,
     Collected,
     OneOf,
-    Source,
+    SettingSource,
     Stated,
     Unknown,
 )
@@ -92,7 +92,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "GROUP_RANK", "GROUP_WORL
 
 def read(
     recipe: Recipe, environ: Mapping[str, str], starting: Starting | None = None
-) -> list[Source]:
+) -> list[SettingSource]:
     """What the environment states, and the config file that Accelerate reads unasked.
 
     `starting` says who starts the workers, where that is known: it decides who wins.
@@ -122,7 +122,7 @@ def default_config(environ: Mapping[str, str]) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _default_config(path: Path, recipe: Recipe) -> Source:
+def _default_config(path: Path, recipe: Recipe) -> SettingSource:
     who = (
         "`accelerate launch` without --config_file reads this file: of launch/train.py it then "
         "starts num_processes, and for all else the recipe wins; `dmt launch` does not read it",
@@ -132,8 +132,8 @@ def _default_config(path: Path, recipe: Recipe) -> Source:
         found = detect.read_source(path, recipe)
     except RecipeError as error:
         wrong = Unknown(path.name, str(path), error.problems[0].found)
-        return Source(str(path), accelerate.KIND, "recipe", who, (), unknown=(wrong,))
-    return Source(
+        return SettingSource(str(path), accelerate.KIND, "recipe", who, (), unknown=(wrong,))
+    return SettingSource(
         found.name,
         found.kind,
         found.winner,
@@ -160,7 +160,7 @@ class _Reader:
         self.asleep: list[str] = []
         """What Accelerate would not read as the others are."""
 
-    def source(self) -> Source:
+    def source(self) -> SettingSource:
         """Everything that they state."""
         found = self._accelerate()
         for stated in (
@@ -223,13 +223,15 @@ class _Reader:
         settings = {}
         for name in self.environ:
             if name in SWITCHES and self._is_on(name) and (kind := SWITCHES[name][0]):
-                settings["distributed_type"] = Setting(kind, name, name, self.environ[name])
+                settings["distributed_type"] = AccelerateSetting(
+                    kind, name, name, self.environ[name]
+                )
         for name in self.environ:
             argument = _ACCELERATE.get(name) or self._argument(name)
             if argument is None or name in SWITCHES:
                 continue
             if self._in_effect(name):
-                settings[argument] = Setting(self._value(name), name, name)
+                settings[argument] = AccelerateSetting(self._value(name), name, name)
             else:
                 self.asleep.append(name)
         return accelerate.collect(settings, Path())

@@ -14,7 +14,7 @@ from toolkit.conflicts.source import (
     CONTEXT_PARALLEL,
     Collected,
     OneOf,
-    Source,
+    SettingSource,
     Stated,
     number,
     unknown,
@@ -94,7 +94,7 @@ _SAID_ELSEWHERE = frozenset(
 """Parts of what another flag states."""
 
 
-def read(text: str, name: str) -> Source:
+def read(text: str, name: str) -> SettingSource:
     """What the arguments state. Raises RecipeError where they are no shell words."""
     found = _Reader(read_flags(text, name), name).collect()
     return found.source(

@@ -59,7 +59,7 @@ class Stated:
     place: str
     """`FILE:LINE`, or the variable's name."""
     winner: str = ""
-    """Who wins where the two disagree, if not `Source.winner`."""
+    """Who wins where the two disagree, if not `SettingSource.winner`."""
     advice: str = ""
     """What to do about it, if not the usual."""
     breaks: bool = False
@@ -79,7 +79,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Source:
+class SettingSource:
     """One place that states settings."""
 
     name: str
@@ -110,10 +110,10 @@ class Collected:
         self.only_there += other.only_there
         self.unknown += other.unknown
 
-    def source(self, name: str, kind: str, winner: str, *who: str) -> Source:
+    def source(self, name: str, kind: str, winner: str, *who: str) -> SettingSource:
         """The whole of it."""
         found = (tuple(self.stated), tuple(self.only_there), tuple(self.unknown))
-        return Source(name, kind, winner, who, *found)
+        return SettingSource(name, kind, winner, who, *found)
 
 
 def unknown(name: str, place: str, known: Iterable[str]) -> Unknown:

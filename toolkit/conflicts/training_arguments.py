@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.conflicts import accelerate, deepspeed_json
-from toolkit.conflicts.accelerate import Setting
+from toolkit.conflicts.accelerate import AccelerateSetting
 from toolkit.conflicts.known_keys import (
     OLD_TRAINING_ARGUMENTS,
     TRAINER_FSDP,
@@ -14,7 +14,7 @@ from toolkit.conflicts.source import (
     ACCUMULATION,
     Collected,
     OneOf,
-    Source,
+    SettingSource,
     Stated,
     Unknown,
     beside,
@@ -64,7 +64,7 @@ _INTERVALS = {
 }
 
 
-def read(file: JsonFile, name: str) -> Source:
+def read(file: JsonFile, name: str) -> SettingSource:
     """What the arguments state."""
     found = _Reader(file).collect()
     return found.source(
@@ -233,10 +233,12 @@ class _Reader:
             if name not in TRAINER_FSDP:
                 found.unknown.append(unknown(prefix + key, file.place(key), TRAINER_FSDP))
             elif value is not None:
-                stated[name] = Setting(value, prefix + key, file.place(key))
+                stated[name] = AccelerateSetting(value, prefix + key, file.place(key))
         second = "version" not in stated or str(stated["version"].value) == "2"
         at = ("fsdp", self.file.place("fsdp"), shown(self.file.values["fsdp"]))
-        meant = {key: Setting(value, *at) for key, value in _fsdp_words(switch, second)}
+        meant = {
+            key: AccelerateSetting(value, *at) for key, value in _fsdp_words(switch, second)
+        }
         names = _FSDP_NAMES if second else {**_FSDP_NAMES, **_FSDP_1_NAMES}
         settings = {names.get(key, f"fsdp_{key}"): one for key, one in (meant | stated).items()}
         found.add(accelerate.collect(settings, file.path))

@@ -16,7 +16,7 @@ from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.recipe.schema import Recipe
 
 
@@ -161,7 +161,7 @@ def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
     config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
     if config is None or check_config(config) or legality.problems(parallel, cluster):
         return
-    job = Job(parallel, cluster, recipe.training, config, recipe.model.freeze)
+    job = PlanRequest(parallel, cluster, recipe.training, config, recipe.model.freeze)
     yield from model_rules.problems(job)
 
 

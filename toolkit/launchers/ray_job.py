@@ -52,7 +52,7 @@ class _OwnProcessGroup(TorchConfig):
         return _SharedDevices
 
 
-class Desk:
+class Mailbox:
     """What driver and workers tell each other; an actor of its own."""
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ def rank(config: dict[str, Any]) -> None:
     """One Ray Train worker: run one rank, wait for it; raise RuntimeError when it failed."""
     context = ray.train.get_context()
     first = context.get_world_rank() == 0
-    desk = config["desk"]
+    mailbox = config["mailbox"]
     if first:
-        ray.get(desk.begin.remote())
+        ray.get(mailbox.begin.remote())
     host, port = broadcast_from_rank_zero([_own_address(), free_port()] if first else None)
     recipe = Path(config["recipe_file"])
     recipe.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ def rank(config: dict[str, Any]) -> None:
     }
     inherited = {k: v for k, v in os.environ.items() if k not in RENDEZVOUS_VARIABLES}
     env = {**inherited, **config["env"], **{k: str(v) for k, v in places.items()}}
-    code = _run(config, env, desk)
-    ray.get(desk.ended.remote(code))
+    code = _run(config, env, mailbox)
+    ray.get(mailbox.ended.remote(code))
     if failure_code(code) == EXIT_FAILED and code not in (EXIT_DONE, EXIT_RESUMABLE):
         raise RuntimeError(f"rank {context.get_world_rank()} ended with code {code}")
 
@@ -119,7 +119,7 @@ def _own_address() -> str:
     return address
 
 
-def _run(config: dict[str, Any], env: dict[str, str], desk: Any) -> int:
+def _run(config: dict[str, Any], env: dict[str, str], mailbox: Any) -> int:
     """Run this rank's process; pass on what rank 0 prints, and a request to stop, once."""
     run = RunDirectory(Path(config["run_dir"]))
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _run(config: dict[str, Any], env: dict[str, str], desk: Any) -> int:
     asked = False
     while copier.is_alive() or not printed.empty():
         lines = [printed.get() for _ in range(printed.qsize())]
-        if ray.get(desk.say.remote(lines)) and not asked:
+        if ray.get(mailbox.say.remote(lines)) and not asked:
             asked = True
             process.send_signal(signal.SIGTERM)
         copier.join(_POLL_S)
@@ -167,15 +167,15 @@ def main(arguments: Sequence[str]) -> int:
     asked = _arguments(arguments)
     if not _connected(asked):
         return EXIT_UNAVAILABLE
-    desk: Any = ray.remote(num_cpus=0)(Desk).remote()
+    mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
     over = threading.Event()
     stop = RunDirectory(asked.run_dir).stop
-    courier = threading.Thread(target=_carry, args=(stop, desk, over), daemon=True)
+    courier = threading.Thread(target=_carry, args=(stop, mailbox, over), daemon=True)
     courier.start()
     trainer = TorchTrainer(
         rank,
         train_loop_config={
-            "desk": desk,
+            "mailbox": mailbox,
             "recipe": asked.recipe.read_text(encoding="utf-8"),
             "recipe_file": str(asked.recipe),
             "run_dir": str(asked.run_dir),
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     try:
         trainer.fit()
-        code: int = ray.get(desk.code.remote())
+        code: int = ray.get(mailbox.code.remote())
     except ray.train.TrainingFailedError as error:
         code = EXIT_FAILED
         tell(f"error: Ray gave up: {_first_line(error)}")
@@ -244,19 +244,19 @@ def _lacking(ranks: int, gpu: bool) -> str:
     return f"{ranks} ranks need a {what} each, Ray has {there}" if there < ranks else ""
 
 
-def _carry(stop: Path, desk: Any, over: threading.Event) -> None:
+def _carry(stop: Path, mailbox: Any, over: threading.Event) -> None:
     """Between launcher and ranks: what they print, and the request to stop."""
     asked = last = False
     while not last:
         last = over.wait(_POLL_S)
-        _show(desk)
+        _show(mailbox)
         if not asked and stop.exists():
             asked = True
-            ray.get(desk.stop.remote())
+            ray.get(mailbox.stop.remote())
 
 
-def _show(desk: Any) -> None:
-    for line in ray.get(desk.said.remote()):
+def _show(mailbox: Any) -> None:
+    for line in ray.get(mailbox.said.remote()):
         print(redact(line), end="", file=sys.stderr, flush=True)
 
 

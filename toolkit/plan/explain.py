@@ -12,7 +12,7 @@ from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
 
 SHOWN = 2
@@ -255,7 +255,7 @@ def _distance(value: Any, chosen: Any) -> tuple[float, str]:
     return larger / smaller, str(value)
 
 
-def _asked(job: Job, field: str) -> object:
+def _asked(job: PlanRequest, field: str) -> object:
     """What the recipe says about a field of the layout."""
     parallel, zero = job.parallel, job.parallel.zero
     return {

@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One line of the ledger."""
 
     kind: Kind
@@ -37,7 +37,7 @@ def ledger(
     spec: ModelSpec,
     config: Mapping[str, object] | None = None,
     engine_config: Mapping[str, Any] | None = None,
-) -> list[Entry]:
+) -> list[LedgerEntry]:
     """Every entry of this plan: exact ones first, refused ones last.
 
     `config` is the hub's config of the model, where the recipe states none. `engine_config`
@@ -55,10 +55,10 @@ def ledger(
         ],
         "refused": _refused(Pair(plan.engine, plan.model), spec),
     }
-    return [Entry(kind, what, why) for kind in KINDS for what, why in found[kind]]
+    return [LedgerEntry(kind, what, why) for kind in KINDS for what, why in found[kind]]
 
 
-def summary(entries: Sequence[Entry]) -> list[str]:
+def summary(entries: Sequence[LedgerEntry]) -> list[str]:
     """One line per kind that names its entries."""
     lines = []
     for kind in KINDS:

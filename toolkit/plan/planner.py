@@ -24,7 +24,7 @@ from toolkit.plan.explain import decisions
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.untrusted import read_json
@@ -126,7 +126,7 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
     config = model_config(recipe.model)
-    job = Job(recipe.parallel, where, recipe.training, config, recipe.model.freeze)
+    job = PlanRequest(recipe.parallel, where, recipe.training, config, recipe.model.freeze)
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)

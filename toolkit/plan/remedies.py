@@ -10,7 +10,7 @@ from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan.explain import described
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.rules.models import Job
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import TIE, Candidate, Search, search
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -79,7 +79,7 @@ def prices(found: Search) -> Iterator[str]:
             yield f"{key} is {value}: a step would be {faster:.1%} shorter with {key}: auto"
 
 
-def _settings(job: Job) -> Iterator[tuple[str, Any]]:
+def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     """What the recipe fixes and could leave open, the smaller changes first."""
     parallel, zero = job.parallel, job.parallel.zero
     stated: dict[str, Any] = {
@@ -99,7 +99,7 @@ def _settings(job: Job) -> Iterator[tuple[str, Any]]:
     yield from ((key, value) for key, value in stated.items() if value != "auto")
 
 
-def _with(job: Job, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
+def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
     """What fits when these settings are left open."""
     opened = job
     for key, _ in changes:
@@ -111,7 +111,7 @@ def _with(job: Job, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy 
     return Remedy(f"set {keys} to auto", found, cluster)
 
 
-def _opened(job: Job, key: str) -> Job:
+def _opened(job: PlanRequest, key: str) -> PlanRequest:
     section, *inner, name = key.split(".")
     if section == "training":
         return replace(job, training=job.training.model_copy(update={name: "auto"}))
@@ -121,7 +121,7 @@ def _opened(job: Job, key: str) -> Job:
     return replace(job, parallel=job.parallel.model_copy(update={name: "auto"}))
 
 
-def _more_gpus(job: Job, cluster: Cluster) -> Iterator[Remedy]:
+def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:
     """The smallest larger cluster on which something fits."""
     for nodes, on_node in _sizes(cluster):
         larger = replace(cluster, nodes=nodes, gpus_per_node=on_node)
@@ -146,7 +146,7 @@ def _sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
             yield int(nodes), on_node
 
 
-def _fitting(job: Job, cluster: Cluster) -> Candidate | None:
+def _fitting(job: PlanRequest, cluster: Cluster) -> Candidate | None:
     """The best layout; None where the job is illegal, or nothing fits."""
     if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
         return None

@@ -26,8 +26,15 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules.legality import table
-from toolkit.plan.rules.models import Job
-from toolkit.plan.space import Frame, Resort, frames, no_degrees, resorts, uneven_batch
+from toolkit.plan.rules.models import PlanRequest
+from toolkit.plan.space import (
+    Fallback,
+    PartialLayout,
+    fallbacks,
+    no_degrees,
+    partial_layouts,
+    uneven_batch,
+)
 
 TIE = 0.01
 """Layouts whose predicted times differ by less are equally fast: the model is no better."""
@@ -64,9 +71,9 @@ class Candidate(NamedTuple):
 class Search:
     """What was found for a job on a cluster."""
 
-    job: Job
+    job: PlanRequest
     cluster: Cluster
-    resort: Resort
+    fallback: Fallback
     """The least that makes anything fit; the most that may be done where nothing does."""
     fitting: tuple[Candidate, ...]
     """Best first; empty where nothing fits."""
@@ -101,14 +108,14 @@ class Search:
         return list(found.values())
 
 
-def search(job: Job, cluster: Cluster) -> Search:
+def search(job: PlanRequest, cluster: Cluster) -> Search:
     """Every layout of `job` on `cluster`; what costs speed only where nothing fits without.
 
     Raises PlanError where no layout suits the model or spreads the batch.
     """
-    found, tried = None, resorts(job, cluster.island)
-    for resort in tried:
-        found = _search(job, cluster, resort) or found
+    found, tried = None, fallbacks(job, cluster.island)
+    for fallback in tried:
+        found = _search(job, cluster, fallback) or found
         if found is not None and found.fits:
             break
     if found is None:
@@ -146,20 +153,20 @@ def shortage(one: Candidate, cluster: Cluster) -> str | None:
     return None
 
 
-def _search(job: Job, cluster: Cluster, resort: Resort) -> Search | None:
-    """The search with no more than one resort; None where it leaves no layout."""
+def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
+    """The search with no more than one fallback; None where it leaves no layout."""
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     rejected: Counter[str] = Counter()
-    for frame in frames(job, resort):
-        if frame.micro_batches:
-            _fill(frame, cluster, fitting, too_large, rejected)
+    for partial in partial_layouts(job, fallback):
+        if partial.micro_batches:
+            _fill(partial, cluster, fitting, too_large, rejected)
     if not fitting and not too_large:
         return None
     return Search(
         job,
         cluster,
-        resort,
+        fallback,
         tuple(ranked(fitting, cluster.gpu.memory_gib)),
         tuple(too_large),
         len(fitting) + rejected.total(),
@@ -167,24 +174,24 @@ def _search(job: Job, cluster: Cluster, resort: Resort) -> Search | None:
     )
 
 
-def _no_layout(job: Job, tried: list[Resort]) -> PlanError:
+def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
     """Why there is no layout at all: the batch, or the model's shape."""
-    for resort in tried:
-        for first in frames(job, resort):
+    for fallback in tried:
+        for first in partial_layouts(job, fallback):
             return uneven_batch(job, first.layout)
     return no_degrees(job)
 
 
 def _fill(
-    frame: Frame,
+    partial: PartialLayout,
     cluster: Cluster,
     fitting: list[Candidate],
     too_large: list[Candidate],
     rejected: "Counter[str]",
 ) -> None:
-    """Settle batch split and recompute of a frame: add what fits, count what does not."""
-    sizes, ways = frame.micro_batches, frame.recomputes
-    smallest = _measured(frame, sizes[0], ways[-1], cluster)
+    """Settle batch split and recompute of a partial layout; count what does not fit."""
+    sizes, ways = partial.micro_batches, partial.recomputes
+    smallest = _measured(partial, sizes[0], ways[-1], cluster)
     if reason := shortage(smallest, cluster):
         too_large.append(smallest)
         rejected[reason] += len(sizes) * len(ways)
@@ -193,7 +200,7 @@ def _fill(
     for done, size in enumerate(sizes):
         candidate = None
         for way in range(least, len(ways)):
-            candidate = _measured(frame, size, ways[way], cluster)
+            candidate = _measured(partial, size, ways[way], cluster)
             if not (missing := shortage(candidate, cluster)):
                 least = way
                 break
@@ -205,16 +212,16 @@ def _fill(
             rejected[reason] += least
         if unneeded := len(ways) - least - 1:
             rejected[UNNEEDED] += unneeded
-        fitting.append(_timed(frame, candidate, cluster))
+        fitting.append(_timed(partial, candidate, cluster))
 
 
-def _measured(frame: Frame, size: int, way: Recompute, cluster: Cluster) -> Candidate:
-    """What a frame needs with this micro batch and recompute."""
-    return _candidate(frame.pair, frame.workload, frame.split(size, way), cluster, None)
+def _measured(partial: PartialLayout, size: int, way: Recompute, cluster: Cluster) -> Candidate:
+    """What a partial layout needs with this micro batch and recompute."""
+    return _candidate(partial.pair, partial.workload, partial.split(size, way), cluster, None)
 
 
-def _timed(frame: Frame, one: Candidate, cluster: Cluster) -> Candidate:
-    return one._replace(step_s=step_time(frame.workload, one.layout, cluster).total_s)
+def _timed(partial: PartialLayout, one: Candidate, cluster: Cluster) -> Candidate:
+    return one._replace(step_s=step_time(partial.workload, one.layout, cluster).total_s)
 
 
 def _candidate(

@@ -1,7 +1,7 @@
 """Every legal layout of a recipe: what the planner chooses from.
 
 What the recipe states is kept; `auto` takes every value that `legality` and `model_rules`
-allow. A `Frame` is all of a layout but the batch split and recompute, which the search
+allow. A `PartialLayout` is all of a layout but the batch split and recompute, which the search
 settles by what fits.
 """
 
@@ -16,7 +16,7 @@ from toolkit.layout import Layout, Placement, Recompute
 from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, table
-from toolkit.plan.rules.models import Job, able_pairs, pair_problems
+from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
 
 Offload = tuple[Placement, Placement]
@@ -25,7 +25,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Frame:
+class PartialLayout:
     """A legal layout but for its batch split and recompute."""
 
     pair: Pair
@@ -50,7 +50,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Resort:
+class Fallback:
     """What is allowed to make a model fit."""
 
     offload: Offload
@@ -58,21 +58,21 @@ class Resort:
     """Tensor-parallel degree, where it is open."""
 
 
-def frames(job: Job, resort: Resort) -> Iterator[Frame]:
-    """Every frame that needs no more than `resort`, simpler ones first: a fixed order."""
+def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
+    """Every partial layout that needs no more than `fallback`, in a fixed order, simple first."""
     spec, training = job.spec, job.training
     for pair in able_pairs(job):
         workload = planned_workload(spec, training, pair)
         recomputes = _recomputes(job.parallel, pair)
-        for parallel in _settled(job, pair, resort):
+        for parallel in _settled(job, pair, fallback):
             layout = _layout(job, parallel)
             sizes = _micro_batches(job, layout)
             share = training.global_batch_size // layout.dp
             whole = replace(layout, gradient_accumulation=max(1, share))
-            yield Frame(pair, workload, whole, tuple(sizes), recomputes)
+            yield PartialLayout(pair, workload, whole, tuple(sizes), recomputes)
 
 
-def resorts(job: Job, island: int) -> list[Resort]:
+def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
     """What may be done to make a model fit, first what costs least.
 
     At first tensor groups stay among the `island` accelerators that the fast link joins:
@@ -80,8 +80,8 @@ def resorts(job: Job, island: int) -> list[Resort]:
     they may grow, and then something leaves the device.
     """
     placements, widest = _placements(job.parallel), job.spec.heads
-    first = [Resort(placements[0], min(island, widest)), Resort(placements[0], widest)]
-    return list(dict.fromkeys(first + [Resort(one, widest) for one in placements]))
+    first = [Fallback(placements[0], min(island, widest)), Fallback(placements[0], widest)]
+    return list(dict.fromkeys(first + [Fallback(one, widest) for one in placements]))
 
 
 def _placements(parallel: ParallelSection) -> list[Offload]:
@@ -100,7 +100,7 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
     return list(dict.fromkeys(found))
 
 
-def loosened(job: Job) -> str:
+def loosened(job: PlanRequest) -> str:
     """The fewest stated settings to leave open so that degrees suit; empty where none do."""
     names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
     stated = [name for name in names if getattr(job.parallel, name) != "auto"]
@@ -108,12 +108,12 @@ def loosened(job: Job) -> str:
         for opened in combinations(stated, count):
             parallel = job.parallel.model_copy(update=dict.fromkeys(opened, "auto"))
             other = job.asking(parallel)
-            if any(frames(other, resorts(other, job.spec.heads)[0])):
+            if any(partial_layouts(other, fallbacks(other, job.spec.heads)[0])):
                 return f"set {' and '.join(f'parallel.{name} to auto' for name in opened)}"
     return ""
 
 
-def no_degrees(job: Job) -> PlanError:
+def no_degrees(job: PlanRequest) -> PlanError:
     """What to say where no degrees suit the model."""
     return PlanError(
         f"parallel.tensor: no tensor and pipeline degrees that suit this model divide "
@@ -122,7 +122,7 @@ def no_degrees(job: Job) -> PlanError:
     )
 
 
-def uneven_batch(job: Job, layout: Layout) -> PlanError:
+def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     """What to say where no layout spreads the batch, naming the nearest batches that do."""
     training, dp = job.training, layout.dp
     wanted, batch = training.micro_batch_size, training.global_batch_size
@@ -138,15 +138,17 @@ def uneven_batch(job: Job, layout: Layout) -> PlanError:
     )
 
 
-def _settled(job: Job, pair: Pair, resort: Resort) -> Iterator[ParallelSection]:
+def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
     """The recipe's intent with every legal choice of what it leaves open."""
     asked = job.parallel
     kept = {"engine": pair.engine, "model": pair.model}
-    places = dict(zip(("offload_optimizer", "offload_parameters"), resort.offload, strict=True))
+    places = dict(
+        zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
+    )
     zero = asked.zero.model_copy(update=places)
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
-    for tensor, pipeline, virtual in _degrees(job, pair, resort.largest_tensor):
+    for tensor, pipeline, virtual in _degrees(job, pair, fallback.largest_tensor):
         experts = _experts(job, pair, pipeline)
         for expert, sequence, sharded in product(experts, _sequence(asked, tensor), in_stage):
             update = kept | {
@@ -171,7 +173,9 @@ def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
     return stages
 
 
-def _degrees(job: Job, pair: Pair, largest_tensor: int) -> Iterator[tuple[int, int, int]]:
+def _degrees(
+    job: PlanRequest, pair: Pair, largest_tensor: int
+) -> Iterator[tuple[int, int, int]]:
     """Tensor, pipeline and virtual pipeline, less communication first."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks = job.cluster.world_size
@@ -201,7 +205,7 @@ def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
     return [degree for degree in all_of if degree <= most]
 
 
-def _experts(job: Job, pair: Pair, pipeline: int) -> list[int]:
+def _experts(job: PlanRequest, pair: Pair, pipeline: int) -> list[int]:
     """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks."""
     asked, spec = job.parallel.expert, job.spec
     ranks = job.cluster.world_size // pipeline
@@ -221,7 +225,7 @@ def _recomputes(asked: ParallelSection, pair: Pair) -> tuple[Recompute, ...]:
     return tuple(one for one in _RECOMPUTE if one in table()[pair].recompute)
 
 
-def _layout(job: Job, parallel: ParallelSection) -> Layout:
+def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:
     """The layout of a settled intent."""
     zero, tp, pp = parallel.zero, int(parallel.tensor), int(parallel.pipeline)
     return Layout(
@@ -237,7 +241,7 @@ def _layout(job: Job, parallel: ParallelSection) -> Layout:
     )
 
 
-def _micro_batches(job: Job, layout: Layout) -> list[int]:
+def _micro_batches(job: PlanRequest, layout: Layout) -> list[int]:
     """Sizes that spread the batch; the interleaved schedule takes one per stage at a time."""
     share, rest = divmod(job.training.global_batch_size, layout.dp)
     if rest or not share:

@@ -30,7 +30,7 @@ from toolkit.recipe.describe import (
 from toolkit.recipe.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
 from toolkit.recipe.layers import describe_node
 from toolkit.recipe.schema import GPU_MAP, GPU_NAME, Recipe, Section
-from toolkit.recipe.yaml_nodes import Node, Place, Scalar
+from toolkit.recipe.yaml_nodes import Location, Node, Scalar
 from toolkit.suggest import closest
 
 MAX_PROBLEMS = 100
@@ -109,7 +109,7 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Place:
+def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Location:
     """Where a setting is stated: its value, else the nearest section around it."""
     place = root.place
     for end in range(1, len(path) + 1):
@@ -125,7 +125,7 @@ def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Place:
     return place
 
 
-def place_of_key(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Place:
+def place_of_key(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Location:
     """Where the key of a stated setting stands."""
     parent = node_at(path[:-1], root)
     assert isinstance(parent, yaml_nodes.Mapping)
@@ -198,7 +198,7 @@ def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]
     return item, (), info
 
 
-def _problem(key: str, place: Place, found: str, accepted: str, fix: str) -> Problem:
+def _problem(key: str, place: Location, found: str, accepted: str, fix: str) -> Problem:
     return Problem(key, found, accepted, fix, place.file, place.line)
 
 

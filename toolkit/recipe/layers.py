@@ -12,7 +12,15 @@ from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.yaml_nodes import TOP, WHOLE_FILE, Entry, Mapping, Node, Place, Scalar
+from toolkit.recipe.yaml_nodes import (
+    TOP,
+    WHOLE_FILE,
+    Location,
+    Mapping,
+    Node,
+    Scalar,
+    YamlEntry,
+)
 from toolkit.suggest import closest
 
 OVERRIDE_FILE = "--set"
@@ -78,7 +86,7 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
     for key, entry in over.entries.items():
         below = entries.get(key)
         if below and isinstance(below.node, Mapping) and isinstance(entry.node, Mapping):
-            entries[key] = Entry(entry.place, merge(below.node, entry.node))
+            entries[key] = YamlEntry(entry.place, merge(below.node, entry.node))
         else:
             entries[key] = entry
     return Mapping(over.place, entries)
@@ -138,7 +146,7 @@ def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) 
 
 
 def _extended(
-    entry: Entry, path: Path, chain: list[Path], problems: list[Problem]
+    entry: YamlEntry, path: Path, chain: list[Path], problems: list[Problem]
 ) -> tuple[Path, Problem]:
     """The file named by `extends`; raises RecipeError when it cannot be followed."""
     node, place = entry.node, entry.node.place
@@ -159,7 +167,7 @@ def _extended(
 
 
 def _stop(
-    problems: list[Problem], place: Place, found: str, allowed: str, fix: str
+    problems: list[Problem], place: Location, found: str, allowed: str, fix: str
 ) -> RecipeError:
     at = Problem("extends", found, allowed, fix, place.file, place.line)
     return RecipeError([*problems, at])
@@ -186,7 +194,7 @@ def _not_a_map(node: Node, name: str) -> Problem:
 
 def _overrides(overrides: Sequence[str], problems: list[Problem]) -> Mapping:
     """One tree of all `KEY.PATH=VALUE` texts; later ones win."""
-    root = Mapping(Place(OVERRIDE_FILE, 0), {})
+    root = Mapping(Location(OVERRIDE_FILE, 0), {})
     for text in overrides:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
@@ -218,11 +226,11 @@ def _put(root: Mapping, parts: Sequence[str], node: Node) -> None:
     for part in parts[:-1]:
         entry = root.entries.get(part)
         if entry is None or not isinstance(entry.node, Mapping):
-            entry = Entry(root.place, Mapping(root.place, {}))
+            entry = YamlEntry(root.place, Mapping(root.place, {}))
             root.entries[part] = entry
         assert isinstance(entry.node, Mapping)
         root = entry.node
-    root.entries[parts[-1]] = Entry(root.place, node)
+    root.entries[parts[-1]] = YamlEntry(root.place, node)
 
 
 def _absolute_paths(tree: Mapping, folder: Path, prefix: str = "") -> Mapping:
@@ -235,7 +243,7 @@ def _absolute_paths(tree: Mapping, folder: Path, prefix: str = "") -> Mapping:
             node = _absolute_paths(node, folder, f"{path}.")
         elif resolve := _PATHS.get(path):
             node = _absolute(node, folder, resolve)
-        entries[key] = Entry(entry.place, node)
+        entries[key] = YamlEntry(entry.place, node)
     return Mapping(tree.place, entries)
 
 

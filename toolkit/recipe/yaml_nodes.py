@@ -52,7 +52,7 @@ _SYNTAX_FIXES = {
 Value: TypeAlias = bool | int | float | str | None
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a node stands: file name as shown to the user, 1-based line (0: none)."""
 
     file: str
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 class Scalar:
     """One value, with its text as the user wrote it."""
 
-    place: Place
+    place: Location
     value: Value
     text: str
     quoted: bool = False
@@ -73,7 +73,7 @@ class Scalar:
 class Sequence:
     """A list."""
 
-    place: Place
+    place: Location
     items: tuple["Node", ...]
 
 
@@ -81,15 +81,15 @@ class Sequence:
 class Mapping:
     """A map with text keys; each entry keeps the place of its key."""
 
-    place: Place
-    entries: dict[str, "Entry"]
+    place: Location
+    entries: dict[str, "YamlEntry"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """A key's place and its value."""
 
-    place: Place
+    place: Location
     node: "Node"
 
 
@@ -168,7 +168,7 @@ class _Builder:
             raise self.fatal("a longer text", f"at most {MAX_BYTES} characters")
         root = self.compose(text)
         if root is None:
-            return Scalar(Place(self.file, int(self.has_lines)), None, "")
+            return Scalar(Location(self.file, int(self.has_lines)), None, "")
         return self.node(root, "")
 
     def compose(self, text: str) -> Any:
@@ -205,10 +205,10 @@ class _Builder:
         problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
         return RecipeError([*self.problems, problem])
 
-    def place(self, node: Any) -> Place:
-        return Place(self.file, node.start_mark.line + 1 if self.has_lines else 0)
+    def place(self, node: Any) -> Location:
+        return Location(self.file, node.start_mark.line + 1 if self.has_lines else 0)
 
-    def report(self, key: str, place: Place, found: str, allowed: str, fix: str) -> None:
+    def report(self, key: str, place: Location, found: str, allowed: str, fix: str) -> None:
         self.problems.append(Problem(key, found, allowed, fix, place.file, place.line))
 
     def node(self, node: Any, key: str) -> Node:
@@ -232,12 +232,12 @@ class _Builder:
         return built
 
     def mapping(self, node: Any, key: str) -> Mapping:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, YamlEntry] = {}
         for name_node, value in node.value:
             place = self.place(name_node)
             name = self.key_name(self.node(name_node, key), key, place)
             path = f"{key}.{name}" if key else name
-            entry = Entry(place, self.node(value, path))
+            entry = YamlEntry(place, self.node(value, path))
             if name in entries:
                 first = entries[name].place.line
                 before = f"already stated on line {first}" if first else "stated twice"
@@ -247,7 +247,7 @@ class _Builder:
                 entries[name] = entry
         return Mapping(self.place(node), entries)
 
-    def key_name(self, node: Node, parent: str, place: Place) -> str:
+    def key_name(self, node: Node, parent: str, place: Location) -> str:
         """The key's text; empty, with a problem reported, when it cannot be a key."""
         if not isinstance(node, Scalar):
             fix = "write a text key before the colon"

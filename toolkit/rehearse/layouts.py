@@ -20,7 +20,7 @@ OWN = "recipe"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RehearsedLayout:
     """A layout to try, as settings of a recipe."""
 
     name: str
@@ -37,7 +37,7 @@ def _settled(**settings: Any) -> ParallelSection:
     return ParallelSection(**{"recompute": "none", **plain, **settings})
 
 
-def _offered() -> Iterator[Candidate]:
+def _offered() -> Iterator[RehearsedLayout]:
     """What every engine offers: engines without a configuration first, then transformers'
     model before megatron-core's, few processes before many, and what `auto` prefers."""
 
@@ -54,14 +54,14 @@ def _offered() -> Iterator[Candidate]:
         section = _settled(
             **{**one.parallel, "engine": backend.name, "model": one.model, "zero": zero}
         )
-        yield Candidate(one.name, one.processes, section)
+        yield RehearsedLayout(one.name, one.processes, section)
 
 
-STANDARD: tuple[Candidate, ...] = tuple(_offered())
+STANDARD: tuple[RehearsedLayout, ...] = tuple(_offered())
 """What every rehearsal tries, in this order."""
 
 
-def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[Candidate]:
+def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayout]:
     """The recipe's own layout, scaled down to `processes`, and then the standard ones.
 
     Where the own one is among the standard ones, that one comes first instead.
@@ -72,7 +72,7 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[Candidate]:
     return [first, *(one for one in STANDARD if one.name != first.name)]
 
 
-def select(found: Sequence[Candidate], patterns: Sequence[str]) -> list[Candidate]:
+def select(found: Sequence[RehearsedLayout], patterns: Sequence[str]) -> list[RehearsedLayout]:
     """Those whose names match one of the glob `patterns`; all of them without patterns.
 
     The first candidate also answers to OWN. Raises RecipeError naming all layouts when a
@@ -94,7 +94,7 @@ def select(found: Sequence[Candidate], patterns: Sequence[str]) -> list[Candidat
     ]
 
 
-def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> Candidate:
+def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout:
     """The recipe's own layout with every degree brought down to its smallest prime factor.
 
     A degree for which `processes` leaves no room becomes 1; the note says which.
@@ -119,7 +119,7 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> Candidate:
     )
     full, scaled = _degrees_text(layout), _degrees_text(small)
     note = "" if full == scaled else f"{full} scaled down to {scaled}"
-    return Candidate(OWN, small.world, section, note)
+    return RehearsedLayout(OWN, small.world, section, note)
 
 
 def degrees(plan: Plan) -> Degrees:
@@ -133,7 +133,7 @@ def degrees(plan: Plan) -> Degrees:
     )
 
 
-def _does(candidate: Candidate) -> tuple[int, ParallelSection]:
+def _does(candidate: RehearsedLayout) -> tuple[int, ParallelSection]:
     return candidate.processes, candidate.parallel
 
 

@@ -43,7 +43,7 @@ def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchS
     return replace(spec, env={**spec.env, **_ON_PROCESSORS})
 
 
-class Ranks:
+class RankProcesses:
     """Running processes; a context manager that leaves none behind.
 
     Enter it in the main thread: when that thread ends, the kernel kills the processes. A
@@ -57,7 +57,7 @@ class Ranks:
         self._at_exit = ExitStack()
         self._signals = StopSignals()
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "RankProcesses":
         self._run.logs.mkdir(parents=True, exist_ok=True)
         # Flags, because an exception would be lost where a process forks: Python prints what
         # is raised in hooks such as logging's, and goes on.

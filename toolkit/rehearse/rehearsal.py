@@ -19,8 +19,8 @@ from toolkit.recipe.schema import (
     ScheduleSection,
 )
 from toolkit.rehearse.comparison import Comparison, compare, tolerance
-from toolkit.rehearse.layouts import Candidate, candidates, degrees
-from toolkit.rehearse.ranks import Failure, Ranks, launch_spec
+from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
+from toolkit.rehearse.ranks import Failure, RankProcesses, launch_spec
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
     shrink_config,
@@ -56,10 +56,10 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LayoutResult:
     """What became of one layout."""
 
-    candidate: Candidate
+    candidate: RehearsedLayout
     plan: Plan | None = None
     """None where the layout is not legal for this recipe."""
     record: Record = field(default_factory=Record)
@@ -80,7 +80,7 @@ class Rehearsal:
     """The plan of the recipe as it was written."""
     original: Recipe
     """The recipe as it was written, its model's shape looked up."""
-    layouts: tuple[Candidate, ...]
+    layouts: tuple[RehearsedLayout, ...]
     """The recipe's own first."""
 
 
@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     return Rehearsal(small, plan, recipe, layouts)
 
 
-def rehearsed_batch(layouts: Sequence[Candidate]) -> int:
+def rehearsed_batch(layouts: Sequence[RehearsedLayout]) -> int:
     """The smallest number of sequences from LEAST_BATCH on that every layout can split.
 
     An interleaved pipeline takes micro batches in groups of one per stage.
@@ -155,8 +155,8 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
 
 
 def run(
-    rehearsal: Rehearsal, chosen: Sequence[Candidate], options: Options, folder: Path
-) -> Iterator[Record | Outcome]:
+    rehearsal: Rehearsal, chosen: Sequence[RehearsedLayout], options: Options, folder: Path
+) -> Iterator[Record | LayoutResult]:
     """Run the reference, then each chosen layout in turn; yields each when it is done.
 
     The first item is the reference's record. Every layout works under `folder`. Raises
@@ -174,7 +174,7 @@ def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Reco
     section = ParallelSection(engine=plain, model="hf")
     write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])
     spec = launch_spec(folder, 1, ["-m", REFERENCE, str(folder)])
-    with Ranks(spec) as ranks:
+    with RankProcesses(spec) as ranks:
         failure = ranks.wait(options.limit_s)
     if failure is not None:
         raise RunFailed(f"the reference failed: {failure.why}\n{failure.log}")
@@ -183,35 +183,35 @@ def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Reco
 
 def _run_layout(
     rehearsal: Rehearsal,
-    candidate: Candidate,
+    candidate: RehearsedLayout,
     reference: Record,
     options: Options,
     folder: Path,
-) -> Outcome:
+) -> LayoutResult:
     """Train one layout in its own processes and compare it, unless it cannot be run."""
     if candidate.processes > options.processes:
         why = f"needs {candidate.processes} processes, --processes is {options.processes}"
-        return Outcome(candidate, skipped=why)
+        return LayoutResult(candidate, skipped=why)
     try:
         assignment = _assignment(
             rehearsal.recipe, candidate.parallel, candidate.processes, folder
         )
     except (PlanError, RecipeError) as error:
-        return Outcome(candidate, skipped=_reason(error))
+        return LayoutResult(candidate, skipped=_reason(error))
     plan = assignment.plan
     try:
         plan.backend.prepare(assignment.engine_config, tell)
     except BackendUnavailable as error:
-        return Outcome(candidate, plan, skipped=error.message)
+        return LayoutResult(candidate, plan, skipped=error.message)
     write(assignment, ["dmt", "rehearse"])
     spec = launch_spec(folder, candidate.processes, ["-m", options.worker, str(folder)])
-    with Ranks(spec) as ranks:
+    with RankProcesses(spec) as ranks:
         failure = ranks.wait(options.limit_s)
     record = read_record(folder)
     if failure is not None:
-        return Outcome(candidate, plan, record, failure=failure)
+        return LayoutResult(candidate, plan, record, failure=failure)
     comparison = compare(record, reference, tolerance(plan.layout))
-    return Outcome(candidate, plan, record, comparison)
+    return LayoutResult(candidate, plan, record, comparison)
 
 
 def _assignment(

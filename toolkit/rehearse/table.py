@@ -10,7 +10,7 @@ from rich.text import Text
 from toolkit.models.families import model_spec, settings_of
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.record import Record
-from toolkit.rehearse.rehearsal import Outcome, Rehearsal
+from toolkit.rehearse.rehearsal import LayoutResult, Rehearsal
 from toolkit.rehearse.shrink import without_noise
 from toolkit.run import jsonl
 
@@ -26,14 +26,14 @@ _SIZES = {
 """Config keys that the first line shows where they were changed."""
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: LayoutResult) -> str:
     """`exact`, `within`, `diverged` or `skipped`; a layout that failed has diverged."""
     if outcome.skipped is not None:
         return "skipped"
     return outcome.comparison.verdict if outcome.comparison else "diverged"
 
 
-def why(outcome: Outcome) -> str:
+def why(outcome: LayoutResult) -> str:
     """The reason of a verdict, on one line; empty where everything is the same."""
     if outcome.skipped is not None:
         return outcome.skipped
@@ -44,7 +44,7 @@ def why(outcome: Outcome) -> str:
     return str(first) if first else ""
 
 
-def machine_output(reference: Record, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def machine_output(reference: Record, outcomes: Sequence[LayoutResult]) -> dict[str, Any]:
     """What `--json` prints; a number that is not finite is a string, as in metrics.jsonl."""
     found: dict[str, Any] = jsonl.plain(
         {"reference": asdict(reference), "layouts": [_entry(outcome) for outcome in outcomes]}
@@ -52,7 +52,7 @@ def machine_output(reference: Record, outcomes: Sequence[Outcome]) -> dict[str, 
     return found
 
 
-def _entry(outcome: Outcome) -> dict[str, Any]:
+def _entry(outcome: LayoutResult) -> dict[str, Any]:
     plan, comparison = outcome.plan, outcome.comparison
     return {
         "name": outcome.candidate.name,
@@ -69,7 +69,7 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def table(reference: Record, outcomes: Sequence[Outcome]) -> Table:
+def table(reference: Record, outcomes: Sequence[LayoutResult]) -> Table:
     """One row per layout, the reference first; fits into 80 columns."""
     found = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("layout", "ranks", "loss", "grad norm", "Δ loss", "Δ norm", "verdict"):
@@ -89,7 +89,7 @@ def table(reference: Record, outcomes: Sequence[Outcome]) -> Table:
     return found
 
 
-def reasons(outcomes: Sequence[Outcome]) -> Text:
+def reasons(outcomes: Sequence[LayoutResult]) -> Text:
     """Below the table, a line per layout: where it first diverges, or why it was not run."""
     lines = [
         Text.assemble((f"{outcome.candidate.name}  ", _COLOURS[verdict(outcome)]), why(outcome))
@@ -106,7 +106,7 @@ def _last(record: Record) -> tuple[str, str]:
     return f"{record.loss[-1]:.6f}", f"{record.grad_norm[-1]:.6f}"
 
 
-def _differences(outcome: Outcome) -> tuple[str, str]:
+def _differences(outcome: LayoutResult) -> tuple[str, str]:
     """The largest relative differences over all steps."""
     if outcome.comparison is None:
         return "", ""

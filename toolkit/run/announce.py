@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.models.families import model_spec
-from toolkit.plan.ledger import Entry, ledger, summary
+from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.run.assignment import Assignment
 
 
-def ledger_of(recipe: Recipe, plan: Plan) -> list[Entry]:
+def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
     """What this plan keeps exactly, approximates and refuses."""
     config = model_config(recipe.model)
     engine_config = plan.backend.render(recipe, plan.layout)

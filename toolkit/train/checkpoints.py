@@ -22,10 +22,10 @@ from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.terminal import tell
 from toolkit.track.wandb_follower import PostedState
+from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
-from toolkit.train.together import PeerFailed
 from toolkit.untrusted import read_json
 
 GB = 1e9

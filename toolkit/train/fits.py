@@ -29,7 +29,7 @@ _DISTRIBUTION = ("parallel", "cluster", "launch", "training.micro_batch_size")
 _LENGTH = ("training.steps", "training.tokens", "training.epochs")
 
 
-class Row(NamedTuple):
+class StateRow(NamedTuple):
     """One part of a run's state."""
 
     what: str
@@ -51,7 +51,7 @@ class Pairing:
     wanted: Shapes
     """Tensors of the recipe's model, by their names in a checkpoint."""
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StateRow]:
         """Every part of the state, the weights first."""
         settings = _Settings.of(self.manifest.recipe, self.recipe)
         settings.take(*_DISTRIBUTION, free=True)  # told as layouts
@@ -71,29 +71,31 @@ class Pairing:
             *self._resume(),
         ]
 
-    def _weights(self, changed: Sequence[str]) -> Row:
+    def _weights(self, changed: Sequence[str]) -> StateRow:
         what = "weights and moments"
         if problems := [*shape_problems(self.saved, self.wanted), *changed]:
-            return Row(what, "refused", "; ".join(problems))
+            return StateRow(what, "refused", "; ".join(problems))
         count = sum(map(prod, self.saved.values()))
-        return Row(what, "kept", f"{len(self.saved):,} tensors, {count:,} parameters, in fp32")
+        return StateRow(
+            what, "kept", f"{len(self.saved):,} tensors, {count:,} parameters, in fp32"
+        )
 
-    def _schedule(self, length: Sequence[str], changed: Sequence[str]) -> Row:
+    def _schedule(self, length: Sequence[str], changed: Sequence[str]) -> StateRow:
         what, step = "step and schedule", self.manifest.step
         if changed:
-            return Row(what, "refused", "; ".join(changed))
+            return StateRow(what, "refused", "; ".join(changed))
         total = self.recipe.training.total_steps()
         if total is None:
             told = f"goes on after step {step:,} of {self.recipe.training.epochs:g} epochs"
-            return Row(what, "changed" if length else "kept", "; ".join([told, *length]))
+            return StateRow(what, "changed" if length else "kept", "; ".join([told, *length]))
         if step >= total:
-            return Row(
+            return StateRow(
                 what, "changed", f"all {total:,} steps are done: nothing is left to train"
             )
         told = f"goes on after step {step:,} of {total:,}"
         if not length:
-            return Row(what, "kept", told)
-        return Row(what, "changed", "; ".join([told, *length, *self._rates(total)]))
+            return StateRow(what, "kept", told)
+        return StateRow(what, "changed", "; ".join([told, *length, *self._rates(total)]))
 
     def _rates(self, total: int) -> Iterator[str]:
         """Where another length of the run means another learning rate now."""
@@ -109,50 +111,54 @@ class Pairing:
         if rates[0] != rates[1]:
             yield f"next learning rate {rates[1]:.3g}, not {rates[0]:.3g}"
 
-    def _cursor(self, changed: Sequence[str]) -> Row:
+    def _cursor(self, changed: Sequence[str]) -> StateRow:
         if changed:
-            return Row("data cursor", "refused", "; ".join(changed))
+            return StateRow("data cursor", "refused", "; ".join(changed))
         consumed = self.manifest.consumed_samples
         told = f"goes on after {consumed:,} sequences; a launch compares the data itself"
-        return Row("data cursor", "kept", told)
+        return StateRow("data cursor", "kept", told)
 
-    def _precision(self, changed: Sequence[str]) -> Row:
+    def _precision(self, changed: Sequence[str]) -> StateRow:
         if changed:
-            return Row("precision", "refused", "; ".join(changed))
-        return Row("precision", "kept", self.recipe.training.precision)
+            return StateRow("precision", "refused", "; ".join(changed))
+        return StateRow("precision", "kept", self.recipe.training.precision)
 
-    def _loss_scale(self) -> Row:
+    def _loss_scale(self) -> StateRow:
         if self.recipe.training.precision != "fp16":
-            return Row("loss scale", "kept", "none: only fp16 has one")
+            return StateRow("loss scale", "kept", "none: only fp16 has one")
         if self.manifest.loss_scale is None:
-            return Row("loss scale", "changed", "none was saved: the scaler begins anew")
+            return StateRow("loss scale", "changed", "none was saved: the scaler begins anew")
         told = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
-        return Row("loss scale", "kept", told)
+        return StateRow("loss scale", "kept", told)
 
-    def _random_streams(self) -> Row:
+    def _random_streams(self) -> StateRow:
         config = self.recipe.model.config or {}
         drawn = [f"{key} {config[key]:g}" for key in DROPOUT_KEYS if config.get(key)]
         if not drawn:
-            return Row("random streams", "kept", "no dropout: a step draws no random numbers")
+            return StateRow(
+                "random streams", "kept", "no dropout: a step draws no random numbers"
+            )
         told = f"{', '.join(drawn)}: drawn from seed, step and rank"
         if self._same_layout:
-            return Row("random streams", "kept", told)
-        return Row("random streams", "changed", f"{told}, and another layout has other ranks")
+            return StateRow("random streams", "kept", told)
+        return StateRow(
+            "random streams", "changed", f"{told}, and another layout has other ranks"
+        )
 
     @property
     def _same_layout(self) -> bool:
         then, now = self.manifest, self.plan
         return (then.engine, then.model, then.layout) == (now.engine, now.model, now.layout)
 
-    def _layout(self) -> Row:
+    def _layout(self) -> StateRow:
         then = layout_text(self.manifest.engine, self.manifest.model, self.manifest.layout)
         if self._same_layout:
-            return Row("layout", "kept", f"{then}: bitwise the run without a break")
+            return StateRow("layout", "kept", f"{then}: bitwise the run without a break")
         now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
         told = f"{then} then, {now} now: the same up to the rounding of sums"
-        return Row("layout", "changed", told)
+        return StateRow("layout", "changed", told)
 
-    def _versions(self) -> Row:
+    def _versions(self) -> StateRow:
         then, now = (_packages(one) for one in (self.manifest.versions, environment_report()))
         changed = [
             f"{name} {then.get(name) or 'absent'} then, {now.get(name) or 'absent'} now"
@@ -160,25 +166,25 @@ class Pairing:
             if then.get(name) != now.get(name)
         ]
         if changed:
-            return Row("versions", "changed", "; ".join(changed))
-        return Row("versions", "kept", "the same packages as on this machine")
+            return StateRow("versions", "changed", "; ".join(changed))
+        return StateRow("versions", "kept", "the same packages as on this machine")
 
-    def _wandb(self) -> Row:
+    def _wandb(self) -> StateRow:
         wandb, run_id = self.recipe.logging.wandb, self.manifest.wandb_id
         if wandb is None or wandb.mode == "disabled":
-            return Row("W&B run", "kept", "the recipe logs to none")
+            return StateRow("W&B run", "kept", "the recipe logs to none")
         if run_id is None:
-            return Row(
+            return StateRow(
                 "W&B run", "changed", "none was saved: the run directory's, or a new one"
             )
-        return Row("W&B run", "kept", run_id)
+        return StateRow("W&B run", "kept", run_id)
 
-    def _resume(self) -> Iterator[Row]:
+    def _resume(self) -> Iterator[StateRow]:
         if self.recipe.checkpoint.resume == "never":
-            yield Row("resume", "refused", "checkpoint.resume is never: set it to auto")
+            yield StateRow("resume", "refused", "checkpoint.resume is never: set it to auto")
 
 
-def compare(found: Located, assignment: Assignment) -> list[Row]:
+def compare(found: Located, assignment: Assignment) -> list[StateRow]:
     """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
     recipe = assignment.recipe
     config = hf.build_config(ModelSection(config=model_config(recipe.model)))
@@ -254,9 +260,9 @@ class _Settings:
         return self._left
 
 
-def _other_settings(left: Mapping[str, str]) -> Iterator[Row]:
+def _other_settings(left: Mapping[str, str]) -> Iterator[StateRow]:
     changed = [text for key, text in left.items() if may_change(key)]
     if refused := [text for key, text in left.items() if not may_change(key)]:
-        yield Row("other settings", "refused", "; ".join(refused))
+        yield StateRow("other settings", "refused", "; ".join(refused))
     if changed:
-        yield Row("other settings", "changed", "; ".join(changed))
+        yield StateRow("other settings", "changed", "; ".join(changed))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from toolkit.engines.base import StepResult
 from toolkit.errors import RunFailed
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.together import on_every_rank
+from toolkit.train.all_ranks import on_every_rank
 
 HISTORY_STEPS = 50
 """Steps whose losses a new one is compared with."""
@@ -15,7 +15,7 @@ ENOUGH_STEPS = 10
 """Below this the median says too little, and at the start of a run the loss falls fast."""
 
 
-class Guard:
+class StepGuard:
     """Judges the steps of one run, on every rank alike."""
 
     def __init__(self, section: GuardSection) -> None:

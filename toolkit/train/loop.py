@@ -16,7 +16,7 @@ from toolkit.failpoints import failpoint
 from toolkit.layout import Layout
 from toolkit.objectives.base import Objective, check_batch
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
-from toolkit.train.guard import HISTORY_STEPS, Guard
+from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.schedule import learning_rate
 from toolkit.train.signals import StopRequest
 
@@ -75,7 +75,7 @@ class Hooks(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingRun:
     """What the loop trains, and how long."""
 
     engine: Engine
@@ -104,13 +104,13 @@ class Job:
         return sum(batch.tokens for batch in batches), counted
 
 
-def train(job: Job, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
+def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
     """Train from `progress` to the last step.
 
     Raises Stopped after a signal to any rank: everything is saved then; RunFailed when too
     many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
     """
-    layout, guard = job.layout, Guard(job.guard)
+    layout, guard = job.layout, StepGuard(job.guard)
     replicas = layout.world // layout.dp  # ranks that count the same batches
     coming = job.micro_batches(progress.step, progress.consumed_samples)
     for batch in coming[:1]:

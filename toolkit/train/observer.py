@@ -208,7 +208,7 @@ class Observer:
         self._validated_at = progress.step
         started = time.perf_counter()
         self.run.mark("building the validation batches")
-        batches = Marked(self.run.validation(), self.run.mark)
+        batches = HeartbeatBatches(self.run.validation(), self.run.mark)
         result = self.run.engine.evaluate(batches)
         if self.reporter is not None:
             self.reporter.validated(progress.step, result, time.perf_counter() - started)
@@ -255,7 +255,7 @@ class Observer:
             self.reporter.events.write("prediction", step=progress.step, **fields)
 
 
-class Marked(Sequence[MicroBatch]):
+class HeartbeatBatches(Sequence[MicroBatch]):
     """Batches of which each one, when it is taken, is a mark: a long validation is no hang."""
 
     def __init__(self, batches: Sequence[MicroBatch], mark: Mark) -> None:

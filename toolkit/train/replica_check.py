@@ -19,7 +19,7 @@ from toolkit.checkpoint.store import CheckpointStore, set_aside, step_of
 from toolkit.engines.base import Engine
 from toolkit.errors import RunFailed
 from toolkit.layout import Layout
-from toolkit.train.together import on_every_rank
+from toolkit.train.all_ranks import on_every_rank
 
 T = TypeVar("T")
 

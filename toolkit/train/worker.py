@@ -49,13 +49,13 @@ from toolkit.run.events import EventLog, process_age_s
 from toolkit.run.rank_log import setup_rank_logging
 from toolkit.terminal import tell
 from toolkit.track.progress import ProgressReport
+from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.exporting import export_last
-from toolkit.train.loop import Job, Progress, train
+from toolkit.train.loop import Progress, TrainingRun, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
 from toolkit.train.signals import StopRequest
-from toolkit.train.together import PeerFailed, Together
 from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         with Phases(rank_here()) as phases:
             phases.begin(WAITING)
             ranks = join()
-            together = Together(ranks, phases.begin)
+            together = AllRanks(ranks, phases.begin)
             phases.begin("planning")
             assignment = together.rank_zero(lambda: make_assignment(ranks))
             directory = RunDirectory(assignment.run_dir)
@@ -150,7 +150,7 @@ class _Worker:
     """One rank's work, from data to export."""
 
     def __init__(
-        self, assignment: Assignment, ranks: Ranks, together: Together, phases: Phases
+        self, assignment: Assignment, ranks: Ranks, together: AllRanks, phases: Phases
     ) -> None:
         self.assignment = assignment
         self.ranks = ranks
@@ -208,7 +208,7 @@ class _Worker:
             )
 
     def _train(
-        self, job: Job, observer: Observer, watchdog: Watchdog, stop: StopRequest
+        self, job: TrainingRun, observer: Observer, watchdog: Watchdog, stop: StopRequest
     ) -> None:
         """Take the steps that are left, save, validate, and compare with the plan."""
         progress, checkpoints = self.progress, observer.run.checkpoints
@@ -312,10 +312,10 @@ class _Worker:
             launch.grace_s,
         )
 
-    def _job(self, engine: Engine, data: TrainingData, steps: int) -> Job:
+    def _job(self, engine: Engine, data: TrainingData, steps: int) -> TrainingRun:
         recipe, plan = self.assignment.recipe, self.assignment.plan
         training = recipe.training
-        return Job(
+        return TrainingRun(
             engine,
             GlobalBatches(data.train, training.seed, training.global_batch_size),
             plan.layout,

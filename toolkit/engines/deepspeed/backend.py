@@ -20,7 +20,7 @@ from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan, first_loss_scale
-from toolkit.plan.rules.models import Job, known
+from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
 
 BUCKET = 1e8
@@ -164,7 +164,7 @@ class DeepSpeedBackend(Backend):
         """See `ops.required_ops`."""
         return ops.required_ops(config)
 
-    def refusal(self, job: Job, model: ModelName) -> Problem | None:
+    def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:
         """DeepSpeed averages every gradient over all ranks; megatron-core's experts need groups
         of their own."""
         if model == "hf" or not job.spec.moe_layers:
@@ -179,7 +179,7 @@ class DeepSpeedBackend(Backend):
             "hf and parallel.tensor to 1",
         )
 
-    def rules(self, job: Job) -> Iterator[Problem]:
+    def rules(self, job: PlanRequest) -> Iterator[Problem]:
         """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which no
         longer says that the tensor is split: each rank clips by its own norm."""
         precision, tensor = job.training.precision, job.parallel.tensor

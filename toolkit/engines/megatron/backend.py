@@ -11,7 +11,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost, in_place_logit_bytes
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan
-from toolkit.plan.rules.models import Job, known
+from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
 
 
@@ -103,7 +103,7 @@ class MegatronBackend(Backend):
         check_fields(found)
         return json.dumps(found, indent=2), ()
 
-    def rules(self, job: Job) -> Iterator[Problem]:
+    def rules(self, job: PlanRequest) -> Iterator[Problem]:
         """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
         their own, and each optimizer a dynamic loss scale: all skip a step that overflows,
         but only the one in which it did lowers its scale."""

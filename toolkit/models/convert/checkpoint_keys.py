@@ -19,7 +19,7 @@ _FUSED_NORMS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """A tensor's place in a checkpoint: a key and the position on its leading axes."""
 
     key: str
@@ -38,13 +38,15 @@ class Place:
         return f"{self.key.removesuffix('weight')}_extra_state/shard_{offset}_{shape}"
 
 
-def written_place(model: MegatronModel, instance: Instance) -> Place:
+def written_place(model: MegatronModel, instance: Instance) -> TensorLocation:
     """Where megatron-core looks for a tensor of this model."""
     stacked = "moe_layer_freq" not in model.transformer
     return next(_places(model, instance, stacked=stacked))
 
 
-def found_place(model: MegatronModel, instance: Instance, keys: Container[str]) -> Place | None:
+def found_place(
+    model: MegatronModel, instance: Instance, keys: Container[str]
+) -> TensorLocation | None:
     """Where a checkpoint with these keys holds the tensor; None when it does not."""
     for stacked in (True, False):
         for place in _places(model, instance, stacked=stacked):
@@ -53,7 +55,9 @@ def found_place(model: MegatronModel, instance: Instance, keys: Container[str]) 
     return None
 
 
-def _places(model: MegatronModel, instance: Instance, *, stacked: bool) -> Iterator[Place]:
+def _places(
+    model: MegatronModel, instance: Instance, *, stacked: bool
+) -> Iterator[TensorLocation]:
     """Where the tensor may lie, the place that DMT writes first."""
     key = instance.tensor.name
     index: tuple[int, ...] = ()
@@ -66,11 +70,11 @@ def _places(model: MegatronModel, instance: Instance, *, stacked: bool) -> Itera
     for plain, fused in _FUSED_NORMS:
         # Experts have no single linear layer that could hold the norm before them.
         if plain in key and not (layer in model.moe_layers and "mlp" in plain):
-            yield Place(key.replace(plain, fused), index, sizes)
+            yield TensorLocation(key.replace(plain, fused), index, sizes)
     if expert is not None:
         one_each = key.replace("local_experts.{expert}", f"experts.{expert}")
         key = key.replace("local_experts.{expert}.", "experts.")
         experts = model.transformer["num_moe_experts"]
-        yield Place(key, (*index, expert), (*sizes, experts))
+        yield TensorLocation(key, (*index, expert), (*sizes, experts))
         key = one_each
-    yield Place(key, index, sizes)
+    yield TensorLocation(key, index, sizes)

@@ -42,7 +42,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor to write: its form now, its values when their turn comes."""
 
     name: str
@@ -56,7 +56,7 @@ class Entry:
         """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def telling(self, tick: Callable[[int], None]) -> "Entry":
+    def telling(self, tick: Callable[[int], None]) -> "TensorToWrite":
         """The same tensor, telling `tick` of each piece's bytes when it has been written."""
 
         def pieces() -> Iterator[Tensor]:
@@ -68,7 +68,7 @@ class Entry:
 
 
 def write_model(
-    folder: Path, entries: Sequence[Entry], limit: int = LARGEST_FILE_BYTES
+    folder: Path, entries: Sequence[TensorToWrite], limit: int = LARGEST_FILE_BYTES
 ) -> None:
     """Write a model's files as transformers names them: several with an index above `limit`."""
     files = in_files(entries, limit)
@@ -85,9 +85,11 @@ def write_model(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def in_files(entries: Iterable[Entry], limit: int = LARGEST_FILE_BYTES) -> list[list[Entry]]:
+def in_files(
+    entries: Iterable[TensorToWrite], limit: int = LARGEST_FILE_BYTES
+) -> list[list[TensorToWrite]]:
     """Fill files in order; a tensor larger than the limit has one of its own."""
-    files: list[list[Entry]] = [[]]
+    files: list[list[TensorToWrite]] = [[]]
     size = 0
     for entry in entries:
         if files[-1] and size + entry.nbytes > limit:
@@ -98,7 +100,9 @@ def in_files(entries: Iterable[Entry], limit: int = LARGEST_FILE_BYTES) -> list[
     return files
 
 
-def write_file(path: Path, entries: Iterable[Entry], digest: "_Hash | None" = None) -> None:
+def write_file(
+    path: Path, entries: Iterable[TensorToWrite], digest: "_Hash | None" = None
+) -> None:
     """Write one safetensors file to disk for good; `digest` sees all its bytes."""
     # The order of the safetensors library, in which every tensor is aligned to its elements.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
@@ -127,7 +131,7 @@ def write_file(path: Path, entries: Iterable[Entry], digest: "_Hash | None" = No
         os.fsync(file.fileno())
 
 
-def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[Entry]:
+def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[TensorToWrite]:
     """Tensors of safetensors files; their values stay on disk until they are written.
 
     Raises DataError for a damaged file or a dtype that is not known here.
@@ -141,7 +145,7 @@ def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[En
                 f"{stored.folder / stored.files[name]}: {name} has the dtype "
                 f"{part.get_dtype()}, which is not converted"
             )
-        yield Entry(name, dtype, tuple(part.get_shape()), partial(_whole, part))
+        yield TensorToWrite(name, dtype, tuple(part.get_shape()), partial(_whole, part))
 
 
 def _whole(part: Any) -> list[Tensor]:

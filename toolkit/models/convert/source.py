@@ -31,7 +31,7 @@ _WEIGHT_SUFFIXES = {
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBlock:
     """A block of a checkpoint tensor and the row at which it begins in a Megatron tensor."""
 
     instance: Instance
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Source:
+class ConvertibleModel:
     """A model that can be converted."""
 
     is_megatron: bool
@@ -61,13 +61,13 @@ class Source:
         """transformers' model_type."""
         return str(self.config["model_type"])
 
-    def tensors(self) -> dict[str, list[Part]]:
+    def tensors(self) -> dict[str, list[TensorBlock]]:
         """The parts of every checkpoint tensor, in the order of Megatron's tensors."""
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[TensorBlock]] = {}
         for instance in self.model.instances():
             row = 0
             for block in whole_blocks(instance):
-                parts.setdefault(block.tensor, []).append(Part(instance, row, block))
+                parts.setdefault(block.tensor, []).append(TensorBlock(instance, row, block))
                 row += block.rows[1] - block.rows[0]
         return parts
 
@@ -81,7 +81,7 @@ def whole_blocks(instance: Instance) -> list[Block]:
     return blocks(instance.tensor, 0, 1, layer=instance.layer, expert=instance.expert)
 
 
-def shape_of(parts: Sequence[Part]) -> tuple[int, ...]:
+def shape_of(parts: Sequence[TensorBlock]) -> tuple[int, ...]:
     """Shape of a checkpoint tensor from all its parts."""
     rows = max(part.block.rows[1] for part in parts)
     columns = parts[0].block.columns
@@ -102,7 +102,7 @@ def companion_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def open_source(src: Path, config_file: Path | None = None) -> Source:
+def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
     """Find out what `src` is and which model it holds.
 
     Raises DataError or CheckpointError when it is neither form, or not a model that both
@@ -119,7 +119,9 @@ def open_source(src: Path, config_file: Path | None = None) -> Source:
         path = config_file or _config_beside(src, iteration)
         config, notes = _load_config(path)
         companions = path.parent if config_file is None else None
-        return Source(True, iteration, path, companions, config, megatron_model(config), notes)
+        return ConvertibleModel(
+            True, iteration, path, companions, config, megatron_model(config), notes
+        )
     if config_file is not None:
         raise DataError(
             f"{src} is no Megatron checkpoint; a Hugging Face folder has its own config.json",
@@ -132,7 +134,7 @@ def open_source(src: Path, config_file: Path | None = None) -> Source:
             f"({TRACKER} or {FORMAT_FILE})"
         )
     config, notes = _load_config(path)
-    return Source(False, src, path, src, config, megatron_model(config), notes)
+    return ConvertibleModel(False, src, path, src, config, megatron_model(config), notes)
 
 
 def _iteration_folder(src: Path) -> Path | None:

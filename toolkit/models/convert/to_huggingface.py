@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import CheckpointError
-from toolkit.models.convert.checkpoint_keys import Place, found_place
-from toolkit.models.convert.safetensors_stream import Entry, read_entries, write_model
+from toolkit.models.convert.checkpoint_keys import TensorLocation, found_place
+from toolkit.models.convert.safetensors_stream import TensorToWrite, read_entries, write_model
 from toolkit.models.convert.source import (
     NAMES_FILE,
     UNMAPPED_FILE,
-    Part,
-    Source,
+    ConvertibleModel,
+    TensorBlock,
     companion_files,
     shape_of,
 )
@@ -43,7 +43,7 @@ class ToHuggingFace:
     Raises CheckpointError when config and keys differ, or a file is damaged.
     """
 
-    def __init__(self, source: Source, vocab_multiple: int = 128) -> None:
+    def __init__(self, source: ConvertibleModel, vocab_multiple: int = 128) -> None:
         self.source = source
         self.multiples = (vocab_multiple, *_MEGATRON_LM_MULTIPLES)
         self.notes: tuple[str, ...] = ()
@@ -73,10 +73,10 @@ class ToHuggingFace:
         folder = self.source.companions
         return folder / name if folder is not None and (folder / name).is_file() else None
 
-    def _find(self) -> Mapping[Instance, Place]:
+    def _find(self) -> Mapping[Instance, TensorLocation]:
         """Where the checkpoint holds each tensor of the model; no weight may be left over."""
         keys = self.reader.tensors
-        places: dict[Instance, Place] = {}
+        places: dict[Instance, TensorLocation] = {}
         for instance in self.source.model.instances():
             place = found_place(self.source.model, instance, keys)
             if place is None:
@@ -88,7 +88,7 @@ class ToHuggingFace:
             raise self._misfit(f"the model has no {', '.join(weights[:3])}")
         return places
 
-    def _check_shape(self, instance: Instance, place: Place) -> None:
+    def _check_shape(self, instance: Instance, place: TensorLocation) -> None:
         tensor, found = instance.tensor, self.reader.tensors[place.key].size
         columns = () if tensor.columns is None else (tensor.columns,)
         if tensor.padded and len(found) == 2 and found[0] > tensor.rows:
@@ -148,25 +148,25 @@ class ToHuggingFace:
             raise CheckpointError(f"{kept} does not fit the config beside it")
         return names
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[TensorToWrite]:
         """The model's tensors; a tied head is the embedding under a second name."""
         embedding = next(iter(self._tensors.values()))
         for name, stored in self._names().items():
             yield self._entry(stored, self._tensors.get(name, embedding))
 
-    def _unmapped(self) -> Iterator[Entry]:
+    def _unmapped(self) -> Iterator[TensorToWrite]:
         """Tensors that the Hugging Face folder had beside the model's."""
         kept = self._kept(UNMAPPED_FILE)
         if kept is not None:
             stored = SafetensorsFolder(kept.parent, only=kept.name)
             yield from read_entries(stored, stored.files)
 
-    def _entry(self, name: str, parts: Sequence[Part]) -> Entry:
+    def _entry(self, name: str, parts: Sequence[TensorBlock]) -> TensorToWrite:
         key = self._places[parts[0].instance].key
         dtype = self.reader.tensors[key].dtype
-        return Entry(name, dtype, shape_of(parts), partial(self._pieces, parts))
+        return TensorToWrite(name, dtype, shape_of(parts), partial(self._pieces, parts))
 
-    def _pieces(self, parts: Sequence[Part]) -> Iterator[Tensor]:
+    def _pieces(self, parts: Sequence[TensorBlock]) -> Iterator[Tensor]:
         """One checkpoint tensor, some rows at a time where its rows lie together."""
         ordered = sorted(parts, key=lambda part: part.block.rows)
         if ordered[0].block.transposed:
@@ -175,7 +175,7 @@ class ToHuggingFace:
         for part in ordered:
             yield from self._rows(part)
 
-    def _rows(self, part: Part) -> Iterator[Tensor]:
+    def _rows(self, part: TensorBlock) -> Iterator[Tensor]:
         """The rows of a Megatron tensor that are this part."""
         place, block = self._places[part.instance], part.block
         columns = () if block.columns is None else (block.columns[1],)

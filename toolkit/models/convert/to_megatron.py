@@ -17,7 +17,7 @@ from toolkit.models.convert.source import (
     RELEASE,
     TRACKER,
     UNMAPPED_FILE,
-    Source,
+    ConvertibleModel,
     companion_files,
     shape_of,
     whole_blocks,
@@ -42,7 +42,7 @@ class ToMegatron:
     notes: tuple[str, ...] = ()
     """What the user should know of the weights."""
 
-    def __init__(self, source: Source, vocab_multiple: int) -> None:
+    def __init__(self, source: ConvertibleModel, vocab_multiple: int) -> None:
         self.source = source
         self.vocab_multiple = vocab_multiple
         shapes = {name: shape_of(parts) for name, parts in source.tensors().items()}

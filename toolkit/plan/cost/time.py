@@ -27,7 +27,7 @@ from toolkit.plan.cost.operators import (
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.traffic import (
     LayerTraffic,
-    Place,
+    PlacedLayout,
     data_parallel_s,
     layer_tensor_s,
     layer_traffic,
@@ -159,7 +159,7 @@ def step_time(
     Raises PlanError where the accelerator lacks the workload's precision.
     """
     spec, pp = workload.spec, layout.pp
-    place = Place(workload, layout, cluster, efficiency, network(cluster, efficiency))
+    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
     common = _common(place, machine)
     counts = layers_of_stages(spec.layers, pp, layout.vpp)
@@ -187,7 +187,7 @@ def step_time(
     )
 
 
-def _common(place: Place, machine: Device) -> _Stages:
+def _common(place: PlacedLayout, machine: Device) -> _Stages:
     workload, layout = place.workload, place.layout
     part = Slice(int(place.tokens), layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
     layer = layer_time(workload, part, layout.recompute, machine)
@@ -217,7 +217,7 @@ def _compute(common: _Stages, layout: Layout, layers: int, stage: int) -> dict[s
 
 
 def _communication(
-    place: Place,
+    place: PlacedLayout,
     common: _Stages,
     share: StageShare,
     passes: tuple[float, float],
@@ -242,7 +242,7 @@ def _communication(
     }
 
 
-def _pipeline_s(place: Place, message_s: float) -> float:
+def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
     """Messages of a rank that computation waits for.
 
     1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
@@ -257,7 +257,7 @@ def _pipeline_s(place: Place, message_s: float) -> float:
     return running + 2 * message_s * (layout.pp - 1)
 
 
-def _overhead_s(place: Place, computed_s: float) -> float:
+def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
     """Host work, and waiting for the slowest of n nodes whose speeds spread by `straggler`:
     the expected largest of n normal values is about √(2·ln n) standard deviations."""
     nodes = place.layout.world / place.cluster.gpus_per_node

@@ -15,7 +15,7 @@ from toolkit.plan.cost.workload import Workload
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacedLayout:
     """A layout on a cluster."""
 
     workload: Workload
@@ -62,7 +62,7 @@ class LayerTraffic:
         return self.tensor_back + 2 * self.context + self.expert
 
 
-def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
+def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
     """Collectives inside a layer whose attention takes `attention_s`."""
     tensor, expert = layer_tensor_s(place), _expert_s(place)
     back = tensor * _backward_share(place)
@@ -75,7 +75,7 @@ def layer_traffic(place: Place, attention_s: float) -> LayerTraffic:
     return LayerTraffic(tensor, back, again, _context_s(place, attention_s), expert)
 
 
-def layer_tensor_s(place: Place) -> float:
+def layer_tensor_s(place: PlacedLayout) -> float:
     """Two all-reduces a pass, or a reduce-scatter and an all-gather in place of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
     layout = place.layout
@@ -91,7 +91,7 @@ def layer_tensor_s(place: Place) -> float:
     return 2 * once * (place.efficiency["overlap.tensor"] if everywhere else 1.0)
 
 
-def _backward_share(place: Place) -> float:
+def _backward_share(place: PlacedLayout) -> float:
     """Exposed tensor-parallel traffic of the backward pass relative to the forward pass.
 
     The collectives of column-parallel products run beside the gradients of their weights:
@@ -103,7 +103,7 @@ def _backward_share(place: Place) -> float:
     return 0.5 + 0.5 * slowed if place.layout.sequence_parallel else slowed
 
 
-def _context_s(place: Place, attention_s: float) -> float:
+def _context_s(place: PlacedLayout, attention_s: float) -> float:
     """Keys and values go round the context group while attention works on those at hand."""
     layout, spec = place.layout, place.workload.spec
     if layout.cp == 1:
@@ -116,7 +116,7 @@ def _context_s(place: Place, attention_s: float) -> float:
     return _exposed(sent, beside, place.efficiency["overlap.megatron"])
 
 
-def _expert_s(place: Place) -> float:
+def _expert_s(place: PlacedLayout) -> float:
     """Tokens travel to their experts and back."""
     layout, spec = place.layout, place.workload.spec
     if layout.ep == 1:
@@ -126,7 +126,7 @@ def _expert_s(place: Place) -> float:
     return 2 * everyone.all_to_all_s(size) * spec.moe_layers / spec.layers
 
 
-def pipeline_message_s(place: Place) -> float:
+def pipeline_message_s(place: PlacedLayout) -> float:
     """One activation, or its gradient, to the neighbour stage. Tensor-parallel ranks send a
     part each (Narayanan et al. 2021, arXiv:2104.04473, section 4.1)."""
     layout = place.layout
@@ -144,7 +144,7 @@ def reduce_bytes(workload: Workload) -> int:
 
 
 def data_parallel_s(
-    place: Place, share: StageShare, forward_s: float, backward_s: float
+    place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """Exposed seconds per step of gathering weights and of reducing gradients.
 
@@ -159,7 +159,7 @@ def data_parallel_s(
 
 
 def _sharded_s(
-    place: Place, share: StageShare, forward_s: float, backward_s: float
+    place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
     pass, one ahead, and gradients reduced."""
@@ -177,7 +177,7 @@ def _sharded_s(
 
 
 def _replicated_s(
-    place: Place, share: StageShare, forward_s: float, backward_s: float
+    place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """Gradients are reduced once a step, beside the last micro batch's backward pass; with a
     sharded optimizer, weights are then gathered beside the first forward pass (DeepSpeed:
@@ -201,7 +201,7 @@ def _replicated_s(
     return gather, times * _exposed(reduce, backward_s, slowed)
 
 
-def tied_embedding_s(place: Place) -> float:
+def tied_embedding_s(place: PlacedLayout) -> float:
     """The first and the last stage add up their gradients of a shared embedding."""
     layout, spec = place.layout, place.workload.spec
     if layout.pp == 1 or not spec.tied_embeddings or (spec.frozen and spec.frozen.embedding):

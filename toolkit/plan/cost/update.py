@@ -4,7 +4,7 @@ from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device
 from toolkit.plan.cost.stages import StageShare
-from toolkit.plan.cost.traffic import Place, reduce_bytes
+from toolkit.plan.cost.traffic import PlacedLayout, reduce_bytes
 
 UPDATE_BYTES = 50
 """Bytes that AdamW moves per parameter: gradient, weight and two moments in fp32 read, the
@@ -23,7 +23,7 @@ def updated_parameters(layout: Layout, share: StageShare) -> float:
     return (share.dense + share.vocabulary) / copies + share.experts / expert_copies
 
 
-def optimizer_s(place: Place, share: StageShare, device: Device) -> float:
+def optimizer_s(place: PlacedLayout, share: StageShare, device: Device) -> float:
     """Seconds of the optimizer's step, on the device or on the host."""
     parameters = updated_parameters(place.layout, share.trained)
     if place.layout.offload_optimizer == "none":
@@ -35,7 +35,11 @@ def optimizer_s(place: Place, share: StageShare, device: Device) -> float:
 
 
 def offload_s(
-    place: Place, share: StageShare, optimizer_s: float, forward_s: float, backward_s: float
+    place: PlacedLayout,
+    share: StageShare,
+    optimizer_s: float,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
     """Seconds per step that transfers to and from host and NVMe add.
 

@@ -45,7 +45,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class GoodputRow:
     """A job of one size, saving as often as is best."""
 
     gpus: int
@@ -75,7 +75,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A planned recipe."""
 
     parameters: int
@@ -96,7 +96,7 @@ class Job:
         return float(BYTES_PER_PARAMETER) * (self.parameters - self.frozen) + without_moments
 
 
-def goodput_as_written(job: Job, assumed: Assumptions) -> float | None:
+def goodput_as_written(job: PlannedRun, assumed: Assumptions) -> float | None:
     """Expected goodput on the recipe's own cluster with the recipe's own interval.
 
     None where it saves at the end only, or where the time of its steps is unknown.
@@ -108,7 +108,7 @@ def goodput_as_written(job: Job, assumed: Assumptions) -> float | None:
     return expected_shares(there, interval_s).goodput
 
 
-def failures(job: Job, gpus: int, assumed: Assumptions) -> Failures:
+def failures(job: PlannedRun, gpus: int, assumed: Assumptions) -> Failures:
     """What a save and a failure cost when the same state is spread evenly over `gpus`.
 
     DMT saves asynchronously: training stands still while every accelerator copies its part to
@@ -130,13 +130,13 @@ def synchronous(job: Failures) -> Failures:
     return Failures(job.mtbf_s, job.stall_s + job.commit_s, 0.0, job.restart_s)
 
 
-def rows(job: Job, assumed: Assumptions) -> Iterator[Row]:
+def rows(job: PlannedRun, assumed: Assumptions) -> Iterator[GoodputRow]:
     """A row for each of `SIZES` and for the recipe's own cluster, the smallest first."""
     for gpus in sorted({*SIZES, job.cluster.gpus}):
         yield row(job, gpus, assumed)
 
 
-def row(job: Job, gpus: int, assumed: Assumptions) -> Row:
+def row(job: PlannedRun, gpus: int, assumed: Assumptions) -> GoodputRow:
     """The best interval for one size; in whole steps where the plan knows their time."""
     there = failures(job, gpus, assumed)
     interval_s, steps = best_interval_s(there), None
@@ -145,7 +145,7 @@ def row(job: Job, gpus: int, assumed: Assumptions) -> Row:
         steps = max(1, fewest, round(interval_s / job.step_s))
         interval_s = steps * job.step_s
     waiting = synchronous(there)
-    return Row(
+    return GoodputRow(
         gpus,
         there,
         interval_s,

@@ -51,7 +51,7 @@ _ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlottedLayout:
     """One layout in a picture."""
 
     label: str
@@ -65,7 +65,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """A segment of a stacked bar."""
 
     name: str
@@ -74,7 +74,7 @@ class Part:
     hatch: str = ""
 
 
-def write_plot(file: Path, title: str, candidates: Sequence[Candidate]) -> None:
+def write_plot(file: Path, title: str, candidates: Sequence[PlottedLayout]) -> None:
     """Draw the candidates, best first, and the timeline of the first one.
 
     Raises PlanError when `file` is neither .svg nor .png or cannot be written,
@@ -103,7 +103,7 @@ def write_plot(file: Path, title: str, candidates: Sequence[Candidate]) -> None:
             ) from error
 
 
-def draw(title: str, candidates: Sequence[Candidate]) -> "Figure":
+def draw(title: str, candidates: Sequence[PlottedLayout]) -> "Figure":
     """The whole picture: bars above, the timeline of the first candidate below."""
     from matplotlib.figure import Figure
 
@@ -137,14 +137,14 @@ def draw(title: str, candidates: Sequence[Candidate]) -> "Figure":
     return figure
 
 
-def _names_inches(candidates: Sequence[Candidate]) -> float:
+def _names_inches(candidates: Sequence[PlottedLayout]) -> float:
     """Room for the candidates' names left of the bars."""
     lines = [line for one in candidates for line in name_of(one).splitlines()]
     bold = name_of(candidates[0]).splitlines()
     return 0.25 + max(0.068 * max(map(len, lines)), 0.08 * max(map(len, bold)))
 
 
-def name_of(candidate: Candidate) -> str:
+def name_of(candidate: PlottedLayout) -> str:
     """Two lines: where ranks go, and what is saved."""
     layout = candidate.layout
     degrees = {
@@ -162,7 +162,7 @@ def name_of(candidate: Candidate) -> str:
     return f"{first}\n{' · '.join(saved)}"
 
 
-def memory_parts(memory: Memory) -> list[Part]:
+def memory_parts(memory: Memory) -> list[BarSegment]:
     """What fills the device, in GiB; the parts add up to `memory.total`."""
     sizes = (
         ("weights", BLUE, memory.parameters, ""),
@@ -173,26 +173,26 @@ def memory_parts(memory: Memory) -> list[Part]:
         ("communication", PINK, memory.buffers, ""),
         ("allocator reserve, CUDA", PALE, memory.reserve + memory.context, "////"),
     )
-    return [Part(name, colour, size / GIB, hatch) for name, colour, size, hatch in sizes]
+    return [BarSegment(name, colour, size / GIB, hatch) for name, colour, size, hatch in sizes]
 
 
-def step_parts(time: StepTime) -> list[Part]:
+def step_parts(time: StepTime) -> list[BarSegment]:
     """Where one step goes, in seconds; the parts add up to `time.total_s`."""
     compute, sent = time.compute, time.communication
     layers = ("tensor", "context", "expert")
     return [
-        Part("forward, backward", BLUE, sum(compute.values()) - compute["recompute"]),
-        Part("recompute", SKY, compute["recompute"]),
-        Part("tensor, context, expert", ORANGE, sum(sent[kind] for kind in layers)),
-        Part("pipeline messages", RED, sent["pipeline"]),
-        Part("bubble", "white", time.bubble_s, "////"),
-        Part("data parallel", PINK, sent["data_gather"] + sent["data_reduce"]),
-        Part("optimizer, offload", GREEN, time.optimizer_s + time.offload_s),
-        Part("host, stragglers", PALE, time.overhead_s),
+        BarSegment("forward, backward", BLUE, sum(compute.values()) - compute["recompute"]),
+        BarSegment("recompute", SKY, compute["recompute"]),
+        BarSegment("tensor, context, expert", ORANGE, sum(sent[kind] for kind in layers)),
+        BarSegment("pipeline messages", RED, sent["pipeline"]),
+        BarSegment("bubble", "white", time.bubble_s, "////"),
+        BarSegment("data parallel", PINK, sent["data_gather"] + sent["data_reduce"]),
+        BarSegment("optimizer, offload", GREEN, time.optimizer_s + time.offload_s),
+        BarSegment("host, stragglers", PALE, time.overhead_s),
     ]
 
 
-def _draw_memory(axes: "Axes", candidates: Sequence[Candidate]) -> None:
+def _draw_memory(axes: "Axes", candidates: Sequence[PlottedLayout]) -> None:
     stacks = [memory_parts(candidate.memory) for candidate in candidates]
     _draw_stacks(axes, stacks)
     axes.set_yticks(range(len(candidates)), [name_of(one) for one in candidates])
@@ -226,7 +226,7 @@ def _draw_memory(axes: "Axes", candidates: Sequence[Candidate]) -> None:
         )  # fmt: skip
 
 
-def _draw_steps(axes: "Axes", candidates: Sequence[Candidate]) -> None:
+def _draw_steps(axes: "Axes", candidates: Sequence[PlottedLayout]) -> None:
     times = [candidate.time for candidate in candidates]
     known = [time for time in times if time is not None]
     axes.set_title("One step", pad=_TITLE_PAD)
@@ -260,7 +260,7 @@ def label_seconds(axes: "Axes", longest_s: float, since: str = "") -> None:
     axes.set_xlabel(f"{unit}{since}", loc="right" if since else "center")
 
 
-def _draw_stacks(axes: "Axes", stacks: Sequence[Sequence[Part]]) -> None:
+def _draw_stacks(axes: "Axes", stacks: Sequence[Sequence[BarSegment]]) -> None:
     """One horizontal bar per stack, the first on top; parts that are nowhere are left out."""
     largest = max(sum(part.size for part in parts) for parts in stacks)
     shown: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSecti
 
 
 @dataclass(frozen=True)
-class Job:
+class PlanRequest:
     """What the rules read of a recipe; `config` has no problem of its own."""
 
     parallel: ParallelSection
@@ -53,7 +53,7 @@ class Job:
         )
         return stacked, fused
 
-    def asking(self, parallel: ParallelSection) -> "Job":
+    def asking(self, parallel: ParallelSection) -> "PlanRequest":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
         for name in ("spec", "inexpressible", "partly_frozen"):
@@ -61,13 +61,13 @@ class Job:
         return other
 
 
-def able_pairs(job: Job) -> list[Pair]:
+def able_pairs(job: PlanRequest) -> list[Pair]:
     """The pairs that can train this model as `job` asks, preferred first."""
     asked = legality.pairs(job.parallel, job.training.precision)
     return [pair for pair in asked if not pair_problems(job, pair)]
 
 
-def problems(job: Job) -> list[Problem]:
+def problems(job: PlanRequest) -> list[Problem]:
     """Why no pair can train this model as asked, each with the nearest legal value.
 
     Of the pairs that legality leaves, the one that comes nearest speaks. Keys are full
@@ -80,7 +80,7 @@ def problems(job: Job) -> list[Problem]:
     return min(found, key=len, default=[])
 
 
-def pair_problems(job: Job, pair: Pair) -> list[Problem]:
+def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     stacked, fused = job.partly_frozen
     if pair.model != "megatron":
@@ -94,7 +94,7 @@ def pair_problems(job: Job, pair: Pair) -> list[Problem]:
     return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
-def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:
+def _inexpressible(job: PlanRequest, pair: Pair, reason: str) -> Problem:
     family = job.config["model_type"]
     return Problem(
         "model.config",
@@ -104,7 +104,7 @@ def _inexpressible(job: Job, pair: Pair, reason: str) -> Problem:
     )
 
 
-def _expert(job: Job) -> Iterator[Problem]:
+def _expert(job: PlanRequest) -> Iterator[Problem]:
     """moe_layer.py: each rank holds as many experts; parallel_state.py: with experts whole
     on their rank, expert · pipeline divides the world."""
     ep, spec = known(job.parallel.expert), job.spec
@@ -119,7 +119,7 @@ def _expert(job: Job) -> Iterator[Problem]:
         yield _refuse("expert", ep, allowed, nearest(ep, divisors(gcd(spec.experts, ranks))))
 
 
-def _tensor(job: Job) -> Iterator[Problem]:
+def _tensor(job: PlanRequest) -> Iterator[Problem]:
     tp = known(job.parallel.tensor)
     if tp is None or not (objections := _objections(job, tp)):
         return
@@ -128,7 +128,7 @@ def _tensor(job: Job) -> Iterator[Problem]:
     yield _refuse("tensor", tp, " and ".join(objections), nearest(tp, fit))
 
 
-def _objections(job: Job, tp: int) -> list[str]:
+def _objections(job: PlanRequest, tp: int) -> list[str]:
     """What a tensor-parallel degree of this model has to be, and `tp` is not."""
     spec, parallel = job.spec, job.parallel
     found = []
@@ -154,7 +154,7 @@ def _objections(job: Job, tp: int) -> list[str]:
     return found
 
 
-def _sequence(job: Job) -> Iterator[Problem]:
+def _sequence(job: PlanRequest) -> Iterator[Problem]:
     """moe_layer.py refuses experts under tensor parallel alone; mappings.py cuts the
     sequence into equal parts."""
     tp, length = known(job.parallel.tensor), job.training.sequence_length
@@ -179,7 +179,7 @@ def _sequence(job: Job) -> Iterator[Problem]:
         )
 
 
-def _pipeline(job: Job) -> Iterator[Problem]:
+def _pipeline(job: PlanRequest) -> Iterator[Problem]:
     """Every stage has at least one layer."""
     pp, layers = known(job.parallel.pipeline), job.spec.layers
     if pp is None or pp <= layers:
@@ -189,7 +189,7 @@ def _pipeline(job: Job) -> Iterator[Problem]:
     yield _refuse("pipeline", pp, f"at most the {layers} layers", nearest(pp, fit))
 
 
-def _virtual_pipeline(job: Job) -> Iterator[Problem]:
+def _virtual_pipeline(job: PlanRequest) -> Iterator[Problem]:
     """Every chunk has at least one layer; schedules.py interleaves micro batches in groups
     of one per stage."""
     pp, vpp = known(job.parallel.pipeline), known(job.parallel.virtual_pipeline)

@@ -30,7 +30,7 @@ def on_every_rank(error: DmtError) -> DmtError:
     return error if mine else PeerFailed(error.exit_code)
 
 
-class Together:
+class AllRanks:
     """Agreement between all ranks about whether the last action worked."""
 
     def __init__(self, ranks: Ranks, mark: Mark) -> None:
