@@ -59,7 +59,7 @@ class Fallback:
 
 
 def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
-    """Every partial layout that needs no more than `fallback`, in a fixed order, simple first."""
+    """Every partial layout that needs no more than `fallback`, in a fixed order."""
     spec, training = job.spec, job.training
     for pair in able_pairs(job):
         workload = planned_workload(spec, training, pair)
