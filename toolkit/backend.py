@@ -83,10 +83,8 @@ class Rehearsed(NamedTuple):
     """A layout of an engine that every rehearsal tries."""
 
     name: str
-    processes: int
     model: ModelName
-    parallel: Mapping[str, Any] = {}
-    """Further settings of `parallel`; degrees that it leaves out are 1."""
+    layout: "Layout"
 
 
 class Backend:

@@ -21,7 +21,7 @@ class ToyBackend(Backend):
     packages = {"toy": "toy", "toy-kernels": "toy_kernels"}  # noqa: RUF012
     configured = True
     cost = EngineCost()
-    rehearsals = (Rehearsed("toy2", 2, "hf"),)
+    rehearsals = (Rehearsed("toy2", "hf", Layout(dp=2)),)
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`toy.json`."""

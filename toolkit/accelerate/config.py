@@ -4,7 +4,7 @@ One file says everything; what is particular to an engine is `Backend.accelerate
 The keys are those of accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
@@ -41,14 +41,10 @@ def render(recipe: Recipe, plan: Plan) -> str:
     recipe's own DeepSpeed file disagrees with the recipe.
     """
     words = in_accelerate(recipe, plan)
-    settings = dict(_start(words, recipe.cluster))
     precision = MIXED_PRECISION[recipe.training.precision]
     config = plan.backend.render(recipe, plan.layout)
-    return (
-        "".join(f"# {line}\n" for line in _heading(recipe, words))
-        + dump(settings, flow=False)
-        + words.section(plan.layout, precision, config)
-    )
+    body = words.section(plan.layout, precision, config)
+    return _file(_heading(recipe, words), words, recipe.cluster, body)
 
 
 def render_common(name: str) -> str:
@@ -65,11 +61,14 @@ def render_common(name: str) -> str:
         f"{options}…",
         *words.notes,
     )
-    return (
-        "".join(f"# {line}\n" for line in heading)
-        + dump(dict(_start(words, cluster)), flow=False)
-        + words.section(layout, "bf16", words.preset(layout))
-    )
+    return _file(heading, words, cluster, words.section(layout, "bf16", words.preset(layout)))
+
+
+def _file(
+    heading: Iterable[str], words: InAccelerate, cluster: ClusterSection, body: str
+) -> str:
+    start = dump(dict(_start(words, cluster)), flow=False)
+    return "".join(f"# {line}\n" for line in heading) + start + body
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:

@@ -87,7 +87,10 @@ _PREFIXES = (
     *("MASTER_", "MEGATRON_LM_", "NCCL_", "OMP_", "PARALLELISM_CONFIG_", "PET_", "PYTORCH_"),
     *("SLURM_", "TORCH_", "TORCHELASTIC_", "TRANSFORMERS_", "WANDB_"),
 )
-_NAMES = ("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_NAMES = (
+    *("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *(BACKENDS[engine].device_variable for engine in BACKENDS.names),
+)
 
 
 def read(

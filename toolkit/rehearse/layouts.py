@@ -6,9 +6,8 @@ Here is only what to try. Whether it is legal is decided where a recipe is check
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
-from toolkit.backend import BACKENDS, Backend, ModelName, Rehearsed
+from toolkit.backend import BACKENDS, Backend, ModelName, Pair, Rehearsed
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout
 from toolkit.plan.planner import Plan
@@ -31,12 +30,6 @@ class RehearsedLayout:
     """What was changed to make the recipe's own layout fit; empty when nothing."""
 
 
-def _settled(**settings: Any) -> ParallelSection:
-    """A section in which no `auto` is left."""
-    plain = {"tensor": 1, "pipeline": 1, "virtual_pipeline": 1, "sequence": False}
-    return ParallelSection(**{"recompute": "none", **plain, **settings})
-
-
 def _offered() -> Iterator[RehearsedLayout]:
     """What every engine offers: engines without a configuration first, then transformers'
     model before megatron-core's, few processes before many, and what `auto` prefers."""
@@ -44,17 +37,33 @@ def _offered() -> Iterator[RehearsedLayout]:
     def place(offer: tuple[Backend, Rehearsed]) -> tuple[bool, ModelName, int, int]:
         backend, one = offer
         preference = backend.supports[one.model].preference
-        return backend.configured, one.model, one.processes, preference
+        return backend.configured, one.model, one.layout.world, preference
 
     backends = [BACKENDS[name] for name in BACKENDS.names]
     offers = [(backend, one) for backend in backends for one in backend.rehearsals]
     for backend, one in sorted(offers, key=place):
-        on_device = {"stage": 0, "offload_optimizer": "none", "offload_parameters": "none"}
-        zero = ZeroSection(**on_device | one.parallel.get("zero", {}))
-        section = _settled(
-            **{**one.parallel, "engine": backend.name, "model": one.model, "zero": zero}
-        )
-        yield RehearsedLayout(one.name, one.processes, section)
+        section = _section(Pair(backend.name, one.model), one.layout, ZeroSection())
+        yield RehearsedLayout(one.name, one.layout.world, section)
+
+
+def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
+    """A layout as settings in which no `auto` is left; `zero` names files and folders."""
+    placement = {
+        "stage": layout.zero_stage,
+        "offload_optimizer": layout.offload_optimizer,
+        "offload_parameters": layout.offload_parameters,
+    }
+    return ParallelSection(
+        engine=pair.engine,
+        model=pair.model,
+        tensor=layout.tp,
+        pipeline=layout.pp,
+        virtual_pipeline=layout.vpp,
+        expert=layout.ep,
+        sequence=layout.sequence_parallel,
+        recompute=layout.recompute,
+        zero=zero.model_copy(update=placement),
+    )
 
 
 STANDARD: tuple[RehearsedLayout, ...] = tuple(_offered())
@@ -101,22 +110,7 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout
     """
     layout = plan.layout
     small = _scaled_down(layout, processes)
-    placement = {
-        "stage": small.zero_stage,
-        "offload_optimizer": small.offload_optimizer,
-        "offload_parameters": small.offload_parameters,
-    }
-    section = _settled(
-        engine=plan.engine,
-        model=plan.model,
-        tensor=small.tp,
-        pipeline=small.pp,
-        virtual_pipeline=small.vpp,
-        expert=small.ep,
-        sequence=small.sequence_parallel,
-        recompute=small.recompute,
-        zero=zero.model_copy(update=placement),
-    )
+    section = _section(Pair(plan.engine, plan.model), small, zero)
     full, scaled = _degrees_text(layout), _degrees_text(small)
     note = "" if full == scaled else f"{full} scaled down to {scaled}"
     return RehearsedLayout(OWN, small.world, section, note)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Support
+from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Stage, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
@@ -27,6 +27,8 @@ BUCKET = 1e8
 """Elements of the reduce and all-gather buckets of `ds_configs`."""
 LIVE_PARAMETERS = 1e9
 """Gathered elements that ZeRO-3 keeps at once (stage3_max_live_parameters)."""
+_STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+_OFFLOADED = Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
 _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 _CPU_OR_NVME: frozenset[Placement] = frozenset(("none", "cpu", "nvme"))
 
@@ -71,8 +73,8 @@ class DeepSpeedBackend(Backend):
     supports = {
         "hf": Support(
             preference=10,
-            zero_stages=(0, 1, 2, 3),
-            auto_stages_16_bit=(1, 2, 3),
+            zero_stages=_STAGES,
+            auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             offload_optimizer=_CPU_OR_NVME,
             offload_parameters=_CPU_OR_NVME,
@@ -81,8 +83,8 @@ class DeepSpeedBackend(Backend):
             preference=50,
             tensor=ANY,
             sequence=True,
-            zero_stages=(0, 1, 2, 3),
-            auto_stages_16_bit=(1, 2, 3),
+            zero_stages=_STAGES,
+            auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
@@ -96,21 +98,13 @@ class DeepSpeedBackend(Backend):
     distributed_types = ("DEEPSPEED",)
     accelerate = DeepSpeedInAccelerate()
     rehearsals = (
-        *(Rehearsed(f"zero{stage}", 2, "hf", {"zero": {"stage": stage}}) for stage in range(4)),
-        Rehearsed(
-            "zero3-offload",
-            2,
-            "hf",
-            {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
-        ),
+        *(Rehearsed(f"zero{stage}", "hf", Layout(dp=2, zero_stage=stage)) for stage in _STAGES),
+        Rehearsed("zero3-offload", "hf", _OFFLOADED),
         *(
             Rehearsed(
-                f"megatron-tp2-zero{stage}",
-                4,
-                "megatron",
-                {"tensor": 2, "zero": {"stage": stage}},
+                f"megatron-tp2-zero{stage}", "megatron", Layout(dp=2, tp=2, zero_stage=stage)
             )
-            for stage in (1, 2, 3)
+            for stage in _STAGES[1:]
         ),
     )
     cost = DeepSpeedCost()

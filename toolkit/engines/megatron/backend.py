@@ -63,17 +63,14 @@ class MegatronBackend(Backend):
     distributed_types = ("MEGATRON_LM",)
     cost = MegatronCost()
     rehearsals = (
-        Rehearsed("megatron-tp2", 2, "megatron", {"tensor": 2}),
-        Rehearsed("megatron-tp2-sp", 2, "megatron", {"tensor": 2, "sequence": True}),
-        Rehearsed("megatron-pp2", 2, "megatron", {"pipeline": 2}),
-        Rehearsed("megatron-pp2-vpp2", 2, "megatron", {"pipeline": 2, "virtual_pipeline": 2}),
-        Rehearsed("megatron-dp2-distopt", 2, "megatron", {"zero": {"stage": 1}}),
-        Rehearsed("megatron-ep2", 2, "megatron", {"expert": 2}),
+        Rehearsed("megatron-tp2", "megatron", Layout(tp=2)),
+        Rehearsed("megatron-tp2-sp", "megatron", Layout(tp=2, sequence_parallel=True)),
+        Rehearsed("megatron-pp2", "megatron", Layout(pp=2)),
+        Rehearsed("megatron-pp2-vpp2", "megatron", Layout(pp=2, vpp=2)),
+        Rehearsed("megatron-dp2-distopt", "megatron", Layout(dp=2, zero_stage=1)),
+        Rehearsed("megatron-ep2", "megatron", Layout(dp=2, ep=2)),
         Rehearsed(
-            "megatron-tp2-pp2-sp",
-            4,
-            "megatron",
-            {"tensor": 2, "pipeline": 2, "sequence": True},
+            "megatron-tp2-pp2-sp", "megatron", Layout(tp=2, pp=2, sequence_parallel=True)
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from toolkit.backend import Backend, Rehearsed, Support
 from toolkit.engines.torch.ddp_accelerate import DdpInAccelerate
+from toolkit.layout import Layout
 from toolkit.plan.cost.engine import EngineCost
 
 
@@ -15,7 +16,7 @@ class DdpBackend(Backend):
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()
     cost = EngineCost()
-    rehearsals = (Rehearsed("ddp", 2, "hf"),)
+    rehearsals = (Rehearsed("ddp", "hf", Layout(dp=2)),)
 
 
 BACKEND = DdpBackend()

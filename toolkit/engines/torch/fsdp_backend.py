@@ -76,8 +76,8 @@ class FsdpBackend(Backend):
     accelerate = FsdpInAccelerate()
     cost = FsdpCost()
     rehearsals = (
-        Rehearsed("fsdp2", 2, "hf", {"zero": {"stage": 2}}),
-        Rehearsed("fsdp3", 2, "hf", {"zero": {"stage": 3}}),
+        Rehearsed("fsdp2", "hf", Layout(dp=2, zero_stage=2)),
+        Rehearsed("fsdp3", "hf", Layout(dp=2, zero_stage=3)),
     )
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
