@@ -97,18 +97,12 @@ def write_speed(folder: Path) -> float:
 
 def file_system(path: Path) -> str:
     """The kind of file system that `path` is on: `ext4`, `tmpfs`, `nfs4`; else `unknown`."""
-    best, system = Path(), "unknown"
-    try:
-        lines = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return system
-    for line in lines:
-        fields = line.split()
-        where = Path(fields[1].replace("\\040", " "))
-        # Later mounts cover earlier ones of the same place.
-        if path.is_relative_to(where) and len(where.parts) >= len(best.parts):
-            best, system = where, fields[2]
-    return system
+    over = [
+        one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)
+    ]
+    # Later mounts cover earlier ones of the same place.
+    found = max(reversed(over), key=lambda one: len(Path(one.mountpoint).parts), default=None)
+    return "unknown" if found is None else str(found.fstype)
 
 
 def _existing(folder: Path) -> Path:

@@ -10,6 +10,7 @@ Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed.op
 process of its own, is what builds.
 """
 
+import glob
 import importlib
 import importlib.util
 import os
@@ -266,20 +267,22 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
 def _is_held(lock: Path) -> bool:
     """Whether a live build holds the lock: torch keeps the file open while it builds.
 
-    Where the lock is another user's, its age decides.
+    Where the lock is another user's, or there is no /proc, its age decides.
     """
     try:
         status = lock.stat()
     except FileNotFoundError:
         return False
-    if status.st_uid != os.getuid():
+    if status.st_uid != os.getuid() or not Path("/proc/self/fd").is_dir():
         return time.time() - status.st_mtime < OLD_LOCK_S
-    path = str(lock.resolve())
-    return any(
-        file.path == path
-        for process in psutil.process_iter(["open_files"])
-        for file in process.info["open_files"] or ()  # None: another user's process
-    )
+    return any(os.path.samestat(status, held) for held in _open_files())
+
+
+def _open_files() -> Iterator[os.stat_result]:
+    """Every file that a process has open; other users' processes show none."""
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):  # noqa: PTH207 - passes over the gone
+        with suppress(OSError):
+            yield Path(descriptor).stat()
 
 
 def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> None:
