@@ -24,6 +24,7 @@ from toolkit.rehearse.ranks import Failure, Ranks, launch_spec
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
     shrink_config,
+    shrink_freeze,
     shrink_sequence,
     shrink_window,
     without_noise,
@@ -138,7 +139,10 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
         "micro_batch_size": MICRO_BATCH,
         "precision": "fp32",
     }
-    model = {"hub": None, "revision": None, "init": "random", "config": config}
+    freeze = shrink_freeze(recipe.model.freeze, config)
+    model = {
+        "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,
+    }  # fmt: skip
     return recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update=model),
