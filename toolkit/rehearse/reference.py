@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from toolkit.batch import IGNORE_INDEX
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
+from toolkit.models.frozen import matching
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import global_batch
 from toolkit.rehearse.record import write_step
@@ -28,6 +29,7 @@ def train(recipe: Recipe, folder: Path) -> None:
     config = hf.build_config(recipe.model)
     model = hf.empty_model(config, torch.device("cpu"))
     hf.fill(model, hf.weight_source(recipe.model, config, recipe.training.seed))
+    hf.freeze(model, matching(recipe.model.freeze, hf.checkpoint_shapes(config)))
     model.train()
     optimizer = _adamw(model, recipe.optimizer)
     steps = recipe.training.steps

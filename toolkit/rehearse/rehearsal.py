@@ -24,6 +24,7 @@ from toolkit.rehearse.ranks import Failure, RankProcesses, launch_spec
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
     shrink_config,
+    shrink_freeze,
     shrink_sequence,
     shrink_window,
     without_noise,
@@ -140,7 +141,10 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
         "precision": "fp32",
         "objective": "pretrain",
     }
-    model = {"hub": None, "revision": None, "init": "random", "config": config}
+    freeze = shrink_freeze(recipe.model.freeze, config)
+    model = {
+        "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,
+    }  # fmt: skip
     return recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update=model),

@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.base import Settings
+from toolkit.models.frozen import matching, names_of
 
 SMALL_PARAMETERS = 2_000_000
 """A model of at most so many parameters trains in seconds as it is."""
@@ -107,6 +108,16 @@ def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, An
     if window is None or window >= long:
         return config
     return {**config, "sliding_window": max(1, window * short // long)}
+
+
+def shrink_freeze(patterns: tuple[str, ...], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The patterns of `model.freeze` that suit the small model: those that match any of its
+    tensors, from the first as many as leave one that trains."""
+    names = names_of(config) if patterns else frozenset()
+    kept = tuple(pattern for pattern in patterns if matching([pattern], names))
+    while kept and matching(kept, names) == names:
+        kept = kept[:-1]
+    return kept
 
 
 def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:

@@ -40,6 +40,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, pretrain",
             "set training.objective to pretrain, or train with `dmt launch`",
         )
+    if recipe.model.freeze:
+        yield Problem(
+            "model.freeze",
+            ", ".join(recipe.model.freeze),
+            "in Megatron-LM, nothing: it trains all parameters",
+            "remove model.freeze, or start the run with `dmt launch`",
+        )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
         yield Problem(
