@@ -184,7 +184,6 @@ FOREIGN: dict[str, Foreign] = {
     "chat_template": _TEXT_ONLY,
     "messages": _TEXT_ONLY,
     "conversations": _TEXT_ONLY,
-    "objective": _TEXT_ONLY,
     "sft": _TEXT_ONLY,
     "dpo": _TEXT_ONLY,
     "rl": _TEXT_ONLY,
