@@ -119,7 +119,7 @@ MISTAKES = {
         "init: random", "checkpoint: runs/x", "model.checkpoint", "set model.init to checkpoint"
     ),
     "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
-    "an objective": M("seed: 1", "objective: sft", "training.objective", "not on chats"),
+    "an objective": M("seed: 1", "objective: sft", "training.objective", "default, pretrain"),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "misspelt required key": M(
