@@ -134,7 +134,7 @@ def _fixed(plan: Plan | None) -> dict[str, Fact]:
     """What the engine never does otherwise."""
     if plan is None or plan.engine != "deepspeed":
         return {}
-    origin = "fixed: any other value changes or spoils the loss"
+    origin = "fixed: any other value changes or corrupts the loss"
     return {f"deepspeed.{key}": Fact(value, origin) for key, value in REQUIRED.items()}
 
 

@@ -58,7 +58,7 @@ class Stated:
     place: str
     """`FILE:LINE`, or the variable's name."""
     winner: str = ""
-    """Who wins where the two disagree, if not `Source.winner`."""
+    """Which takes precedence where the two disagree, if not `Source.winner`."""
     advice: str = ""
     """What to do about it, if not the usual."""
     breaks: bool = False
@@ -86,7 +86,7 @@ class Source:
     kind: str
     """What it is, in words."""
     winner: str
-    """Who wins under DMT where it disagrees with the recipe."""
+    """Which takes precedence under DMT where it disagrees with the recipe."""
     who: tuple[str, ...]
     """One sentence for each tool that would read it: what counts there."""
     stated: tuple[Stated, ...]
