@@ -33,7 +33,7 @@ JsonOption = Annotated[
 def prepare(
     recipe: RecipeArgument, overrides: SetOption = None, as_json: JsonOption = False
 ) -> None:
-    """Tokenise the recipe's data into the cache, and say how much it is."""
+    """Tokenise the recipe's data into the cache, and print its size."""
     summary = _prepare(load_recipe(recipe, overrides or []))
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
@@ -124,7 +124,7 @@ def tokenizer(
     overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a byte-level BPE on the recipe's training documents (none that are held out)."""
+    """Train a byte-level BPE on the recipe's training documents (without those held out)."""
     from toolkit.data.corpus import bytes_per_token, open_training_corpus
     from toolkit.data.tokenizers import check_bpe_output, train_bpe
 

@@ -18,7 +18,7 @@ Overrides = Annotated[
     ),
 ]
 RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Default: runs/NAME, as the recipe is called.")
+    Path | None, typer.Option("--run-dir", help="Run directory; default: runs/NAME.")
 ]
 ClusterOption = Annotated[
     str | None,

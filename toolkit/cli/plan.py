@@ -92,7 +92,7 @@ def plan(
         int, typer.Option("--top", min=1, metavar="N", help="Strategies to show.")
     ] = 5,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what every alternative would have cost.")
+        bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
@@ -101,7 +101,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="HOURS",
-            help="Also say how often to save and what failures cost: mean time between "
+            help="Also show how often to save and what failures cost: mean time between "
             "failures of one GPU with all that it needs (Llama 3: 50,700).",
         ),
     ] = None,
