@@ -33,7 +33,7 @@ class Registry(Generic[Kind]):
         return tuple(self._places)
 
     def __getitem__(self, name: str) -> Kind:
-        """The object called `name`. Raises KeyError for a name that nobody has added."""
+        """The object called `name`. Raises KeyError for an unknown name."""
         if name not in self._loaded:
             place = self._own.get(name) or self._places[name]
             module, _, attribute = place.partition(":")

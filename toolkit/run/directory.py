@@ -61,7 +61,7 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Locked by rank 0 while the run goes on; says who that is."""
+        """Locked by rank 0 while it runs; names the process."""
         return self.path / "lock"
 
     @property

@@ -64,7 +64,7 @@ class StopRequest:
                 raise KeyboardInterrupt
 
     def ask(self, number: int) -> None:
-        """Begin a step's one reduction: may we go on, and what is the sum of `number`?
+        """Begin a step's one reduction: may we continue, and what is the sum of `number`?
 
         Every rank calls it before a step and `agreed` after it: the reduction runs while the
         step does, and neither costs its latency.
