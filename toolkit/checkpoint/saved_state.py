@@ -95,7 +95,7 @@ class SavedState:
         return numel * len(QUANTITIES) * torch.float32.itemsize
 
     def names(self) -> list[tuple[str, str]]:
-        """Every quantity and tensor of which something is stored."""
+        """Every quantity and tensor for which something is stored."""
         return list(self._index)
 
     def parts(self, quantity: str, tensor: str) -> list[Part]:
