@@ -1,7 +1,7 @@
 """The file that `accelerate launch --config_file` takes, from a recipe and its plan.
 
-One file says everything: DeepSpeed's complete JSON stands in it as text, which Accelerate
-takes in place of a file's name (`deepspeed_config_file`). Accelerate's own DeepSpeed keys
+One file holds everything: it contains DeepSpeed's complete JSON as text, which Accelerate
+takes instead of a file's name (`deepspeed_config_file`). Accelerate's own DeepSpeed keys
 (`zero_stage`, `gradient_clipping`, …) are not used: they cannot say all of it, and what they
 leave out DeepSpeed fills by defaults that change the loss (clipping at 1.0, gradients of
 micro batches summed in bf16).
@@ -87,7 +87,7 @@ def render_common(name: str) -> str:
 def script_config(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's JSON for a script that brings its own optimizer, as Accelerate wants it.
 
-    Accelerate refuses a torch optimizer beside an `optimizer` block.
+    Accelerate refuses a torch optimizer together with an `optimizer` block.
     """
     return {key: value for key, value in deepspeed.items() if key != "optimizer"}
 
@@ -122,7 +122,7 @@ def _body(
     """The settings themselves. `deepspeed` is the JSON of engine deepspeed."""
     settings = dict(_start(engine, cluster))
     if engine == "deepspeed":
-        # Accelerate refuses a mixed_precision beside the JSON, which states it.
+        # Accelerate refuses a mixed_precision together with the JSON, which states it.
         return dump(settings, flow=False) + _deepspeed(deepspeed)
     settings["mixed_precision"] = precision
     if engine == "fsdp":
