@@ -204,7 +204,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "train_batch_size": layout.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
-        # DeepSpeed clips at 1.0 unless told not to.
+        # DeepSpeed clips at 1.0 unless configured not to.
         "gradient_clipping": optimizer.clip_grad_norm or 0.0,
         "bf16.enabled": request.precision == "bf16",
         "fp16.enabled": request.precision == "fp16",
@@ -282,7 +282,7 @@ def _disagreements(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Prob
     for key, value in REQUIRED.items():
         found = _stated(file, key)
         if found is not None and not same(found, value):
-            allowed = f"{json.dumps(value)}: any other value changes or spoils the loss"
+            allowed = f"{json.dumps(value)}: any other value changes or corrupts the loss"
             yield file.problem(key, found, allowed, "delete it")
 
 
