@@ -4,7 +4,7 @@
 
 Stall: the tiny recipe saves every 50 steps. Per interval, the seconds from one step's end to
 the next one's are added up; what an interval with a save takes longer than fifty median steps
-is its cost, beside the stall that the run itself reports in its `save` events.
+is its cost, next to the stall that the run itself reports in its `save` events.
 
 Speed: a model of about 80 million parameters (1 GB of fp32 weights and moments) is trained for
 one step, saved synchronously and asynchronously, verified and loaded by the product's own

@@ -1,4 +1,4 @@
-"""Goodput at scale: the model beside published figures, a simulation and its approximations.
+"""Goodput at scale: the model, published figures, a simulation and its approximations.
 
     python benchmarks/goodput.py [--write docs/goodput.md]
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import document  # beside this script
+import document  # next to this script
 from goodput_simulation import first_order_goodput, simulated_shares
 
 from toolkit.hardware.cluster import default_cluster

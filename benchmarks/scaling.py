@@ -1,4 +1,4 @@
-"""The planner's own studies: published layouts beside its choices, and how 70B scales.
+"""The planner's own studies: published layouts next to its choices, and how 70B scales.
 
     python benchmarks/scaling.py [--write docs/planner.md]
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import document  # beside this script
+import document  # next to this script
 
 from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster

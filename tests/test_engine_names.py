@@ -22,6 +22,7 @@ ALLOWED = {
 }
 """Place and reason; a place is a file and what it defines at its top level."""
 
+
 def compared(tree: ast.AST) -> Iterator[ast.expr]:
     """What is compared with something, matched, a key, or looked up by."""
     for node in ast.walk(tree):

@@ -3,9 +3,9 @@
     DmtError                     exit code
     ├── RecipeError                2   the recipe is wrong; carries every Problem at once
     ├── PlanError                  2   the recipe cannot be laid out on this cluster
-    ├── DataError                  2   the data or the tokenizer is not what the recipe says
+    ├── DataError                  2   the data or the tokenizer does not fit the recipe
     ├── CheckpointError            2   a checkpoint is missing, incomplete or does not match
-    ├── DirectoryInUse             2   another run is going on in the run directory
+    ├── DirectoryInUse             2   another run is using the run directory
     ├── BackendUnavailable         3   a package, program, compiler or device is missing
     ├── RunFailed                  4   training started and failed
     └── Stopped                   75   stopped by a signal after saving; start again to resume
@@ -89,7 +89,7 @@ class PlanError(DmtError):
 
 
 class DataError(DmtError):
-    """The data or the tokenizer is not what the recipe says."""
+    """The data or the tokenizer does not fit the recipe."""
 
     exit_code = EXIT_USER_ERROR
 
@@ -101,7 +101,7 @@ class CheckpointError(DmtError):
 
 
 class DirectoryInUse(DmtError):
-    """Another run is going on in the run directory."""
+    """Another run is using the run directory."""
 
     exit_code = EXIT_USER_ERROR
 

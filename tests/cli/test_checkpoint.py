@@ -95,8 +95,8 @@ def test_verify_names_every_problem(run: Path, capsys: Captured) -> None:
     code, out, err = dmt(capsys, "verify", folder)
     assert code == 2
     assert err.splitlines() == [
-        "note: notes.txt is no file of this checkpoint: nobody reads it",
-        "note: state-00007.safetensors is no file of this checkpoint: nobody reads it",
+        "note: notes.txt is not a file of this checkpoint: it is never read",
+        "note: state-00007.safetensors is not a file of this checkpoint: it is never read",
         "✗ hf/config.json is missing",
         "✗ state-00000.safetensors was changed: its SHA-256 is not the one in manifest.json",
         f"{folder} is damaged: 2 problems",
@@ -179,9 +179,9 @@ def test_fits_on_the_same_layout(run: Path, capsys: Captured) -> None:
     assert code == 0
     assert parts["layout"] == (
         "kept",
-        "ddp dp1, micro batch 4 × 1: bitwise the run without a break",
+        "ddp dp1, micro batch 4 × 1: bitwise the uninterrupted run",
     )
-    assert parts["step and schedule"] == ("kept", "goes on after step 10 of 20")
+    assert parts["step and schedule"] == ("kept", "continues after step 10 of 20")
     code, out, err = dmt(capsys, "fits", run.parent / "recipe.yaml", run)
     assert code == 0 and "fits" in out and f"--run-dir {run}" in err
 

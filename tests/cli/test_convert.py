@@ -86,7 +86,7 @@ def test_mistakes_are_one_message(
     (tmp_path / "full" / "mine").write_text("x")
     for arguments, words in (
         ([str(qwen2), str(tmp_path / "full")], "not empty"),
-        ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is no folder"),
+        ([str(tmp_path / "nowhere"), str(tmp_path / "out")], "is not a folder"),
         (["meta-llama/Llama-3.2-1B", str(tmp_path / "out")], "--local-dir"),
         ([str(qwen2), "/proc"], "is a mount point"),
         ([str(tmp_path / "full"), str(tmp_path / "out")], "neither a Hugging Face model"),

@@ -38,7 +38,7 @@ def test_what_disagrees_exits_2_and_says_what_to_do(
     out = captured.out
     assert f"{file}:2  optimizer.clip_grad_norm  0.25, the recipe 1 ({TINY}:" in out
     assert f"--set parallel.zero.stage=3, or change zero_optimization.stage at {file}:3" in out
-    start = next(n for n, line in enumerate(out.splitlines()) if "who wins" in line)
+    start = next(n for n, line in enumerate(out.splitlines()) if "precedence" in line)
     table = out.splitlines()[start : start + 6]
     assert max(map(len, table)) <= 80
 
@@ -55,7 +55,7 @@ def test_several_places_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert checked["problems"] == []
     accelerate, env = checked["against"]
     assert accelerate.keys() == {
-        "source", "kind", "agrees", "settings", "only_there", "unknown", "who_wins",
+        "source", "kind", "agrees", "settings", "only_there", "unknown", "precedence",
     }  # fmt: skip
     assert (accelerate["kind"], accelerate["agrees"]) == ("Accelerate config", False)
     assert accelerate["unknown"][0]["hint"] == "did you mean `mixed_precision`?"

@@ -1,4 +1,4 @@
-"""The environment beside the recipe: what is compared, who wins, what may not start."""
+"""The environment and the recipe: what is compared, precedence, what may not start."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ fsdp_config:
 def conflicts(
     planned: Planned, environ: Mapping[str, str], starting: Starting | None = None
 ) -> dict[str, tuple[str, str, str]]:
-    """By name: our key, its value, and who wins."""
+    """By name: our key, its value, and which takes precedence."""
     found = environment_conflicts(
         planned.recipe, planned.plan, starting, {**NOWHERE, **environ}
     )
@@ -127,7 +127,7 @@ def test_deepspeeds_json_in_a_variable(tiny: Planned) -> None:
     }
 
 
-def test_who_wins_depends_on_who_starts(tiny: Planned) -> None:
+def test_precedence_depends_on_who_starts(tiny: Planned) -> None:
     environ = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     winners = {
         starting: [winner for _, _, winner in conflicts(tiny, environ, starting).values()]
@@ -247,5 +247,5 @@ def test_what_the_recipe_overrides_is_told_in_one_line(
     (line,) = told
     assert "ACCELERATE_MIXED_PRECISION=fp16 (training.precision is fp32)" in line
     assert f"{stray['HF_HOME']}/accelerate/default_config.yaml:2 distributed_type=FSDP" in line
-    assert "the recipe wins" in line
+    assert "the recipe takes precedence" in line
     assert "\n" not in line

@@ -31,7 +31,7 @@ def test_a_stray_accelerate_cache_switches_nothing_on(
     (line,) = [line for line in ended.err.splitlines() if line.startswith("dmt: ")]
     assert "ACCELERATE_USE_FSDP=true (parallel.engine is ddp)" in line
     assert "ACCELERATE_MIXED_PRECISION=fp16 (training.precision is fp32)" in line
-    assert "the recipe wins" in line
+    assert "the recipe takes precedence" in line
     expected = curve(ddp_run)
     assert curve(project.folder / "stray") == {
         step: pytest.approx(expected[step], rel=1e-5) for step in (1, 2)

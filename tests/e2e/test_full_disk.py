@@ -39,7 +39,7 @@ def test_no_room_for_checkpoints(project: Project, ddp_run: Path, asynchronous: 
         told = [event["message"] for event in events(run_dir, "warning")]
         assert len(told) == 3
         for step, message in zip((12, 16, 20), told, strict=True):
-            assert message.startswith(f"step {step} was not saved, training goes on: rank ")
+            assert message.startswith(f"step {step} was not saved, training continues: rank ")
             assert "No space left on device" in message
         assert ended.err.count("error: ") == 1
         assert "error: step 20 could not be saved: " in ended.err

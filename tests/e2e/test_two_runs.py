@@ -35,7 +35,7 @@ def test_two_launches_half_a_second_apart(project: Project, ddp_run: Path) -> No
     for refusal, prefix in ((told, "error"), (third, "dmt")):
         assert refusal.code == 2, refusal.err
         assert "Traceback" not in refusal.err
-        said = f"{prefix}: {run_dir} belongs to a run that is going on: process "
+        said = f"{prefix}: {run_dir} belongs to a run that is still running: process "
         assert refusal.err.count(said) == 1, refusal.err
         assert refusal.err.count("or --run-dir OTHER") == 1
     assert_saved_and_stopped(ended, run_dir)

@@ -209,7 +209,7 @@ def test_destination_whose_place_cannot_be_taken(llama: Path, tmp_path: Path) ->
         (tmp_path / "link", "symbolic link"),
         (tmp_path / "dangling", "symbolic link"),
         (Path("/proc"), "mount point"),
-        (tmp_path / "file" / "out", "no folder that you can write to"),
+        (tmp_path / "file" / "out", "not a writable folder"),
         (tmp_path / "file", "not empty"),
     ):
         with pytest.raises(DataError, match=message):

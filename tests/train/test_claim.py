@@ -76,7 +76,7 @@ def test_a_second_run_is_refused_and_told_who_the_first_is(tmp_path, claimant):
     with pytest.raises(DirectoryInUse) as refusal_of_a_look:
         refuse(tmp_path)
     for refusal in (errors, str(refusal_of_a_look.value)):
-        assert f"{tmp_path} belongs to a run that is going on" in refusal
+        assert f"{tmp_path} belongs to a run that is still running" in refusal
         assert f"process {first.pid} on {socket.gethostname()}, since 20" in refusal
         assert f"kill -TERM {first.pid}" in refusal
         assert "or --run-dir OTHER" in refusal

@@ -2,7 +2,7 @@
 
 Accelerate decides by environment variables, the machine and its arguments together, and what
 does not fit it leaves out silently: on CPUs it starts no process group for DeepSpeed
-and shards nothing for FSDP. Here everything is said explicitly, and checked afterwards.
+and shards nothing for FSDP. Here everything is stated explicitly, and checked afterwards.
 """
 
 import os

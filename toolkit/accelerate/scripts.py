@@ -97,7 +97,7 @@ def _refuse_other_engine(plan: Plan) -> None:
             if engine in BACKENDS.names and BACKENDS[engine].accelerate is not None:
                 other = f"--set parallel.engine={engine}"
             raise PlanError(
-                f"{variable}=true: the launcher was told to use {engine}, the recipe runs on "
+                f"{variable}=true: the launcher is configured for {engine}, the recipe runs on "
                 f"the engine {plan.engine}",
                 fix=f"start with the file that `dmt render RECIPE --to accelerate` writes, or "
                 f"{other}",

@@ -110,7 +110,7 @@ class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have n
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
     ) -> LambdaLR:
-        """The recipe's schedule in place of the one that the arguments name."""
+        """The recipe's schedule instead of the one that the arguments name."""
         if self.lr_scheduler is None:
             self.lr_scheduler = lr_scheduler(
                 self.recipe, optimizer or self.optimizer, num_training_steps

@@ -18,7 +18,7 @@ from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.families import FAMILIES
 
 COMPANIONS = "hf"
-"""Folder in a checkpoint with what a Hugging Face folder has beside weights."""
+"""Folder in a checkpoint with what a Hugging Face folder has besides weights."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

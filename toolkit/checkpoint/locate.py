@@ -18,7 +18,7 @@ class Located:
     folder: Path
     manifest: Manifest
     newest_of: Path | None
-    """The folder of which it is the newest, where no checkpoint but that was named."""
+    """The folder whose newest checkpoint it is, where that folder was named."""
 
 
 def locate(path: Path) -> Located:
@@ -54,7 +54,7 @@ def store_of(path: Path) -> CheckpointStore:
     if folder != path or store.expects_one():
         return store
     if not path.is_dir():
-        told = "is no folder" if path.exists() else "does not exist"
+        told = "is not a folder" if path.exists() else "does not exist"
     elif STEP.fullmatch(path.name):
         told = f"has no {MANIFEST}: it was never finished, or an older release wrote it"
     else:

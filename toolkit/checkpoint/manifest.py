@@ -104,7 +104,7 @@ class Manifest:
                 told = "states no format" if found is None else f"has format {found}"
                 raise CheckpointError(
                     f"{path} {told}, this release reads {FORMAT}",
-                    fix="go on with the release that wrote it, or start again from its export",
+                    fix="use the release that wrote it, or start again from its export",
                 )
             exact = text == _text(content)
             if content.pop("sha256") != _digest(content) or not exact:

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, told without reading the tensors."""
+"""The contents of a folder of checkpoints, without reading the tensors."""
 
 from dataclasses import dataclass
 from pathlib import Path

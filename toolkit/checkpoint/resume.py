@@ -58,7 +58,7 @@ def find_newest(
     found = "; ".join(skipped) or "no finished checkpoint is there"
     raise CheckpointError(
         f"{store.folder} should hold a checkpoint to continue from, but {found}",
-        fix="restore the files, or start anew in another directory (--run-dir OTHER)",
+        fix="restore the files, or start again in another directory (--run-dir OTHER)",
     )
 
 

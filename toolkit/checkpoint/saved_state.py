@@ -101,7 +101,7 @@ class SavedState:
         return [quantity for quantity in QUANTITIES if (quantity, tensor) in self._index]
 
     def names(self) -> list[tuple[str, str]]:
-        """Every quantity and tensor of which something is stored."""
+        """Every quantity and tensor for which something is stored."""
         return list(self._index)
 
     def parts(self, quantity: str, tensor: str) -> list[StoredRectangle]:

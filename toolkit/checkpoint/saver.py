@@ -1,7 +1,7 @@
 """Saving on all ranks: every rank writes its own file, all of them are one checkpoint or none.
 
 Training stands still only while a rank copies its state to host memory. Writing, hashing and
-committing go on in a thread, whose agreement with the other ranks has a process group of its
+committing happen in a thread, whose agreement with the other ranks has a process group of its
 own. One save is in flight at most; the next one waits for it.
 """
 
@@ -70,7 +70,7 @@ class Saver:
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        Returns when the state may change again. `finished` tells how it ended.
+        Returns when the state may change again. `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
@@ -84,7 +84,7 @@ class Saver:
             self._in_flight.exception()  # waits
 
     def finished(self, *, wait: bool = False) -> Saved | None:
-        """The outcome of the save in flight, once; None while it goes on or without one.
+        """The outcome of the save in flight, once; None while it runs or without one.
 
         Unless it waits, ranks learn of it at different times.
         """

@@ -56,7 +56,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class PlacedParameter:
-    """The checkpoint rectangles of which a parameter of the model is made."""
+    """The checkpoint rectangles that make up a parameter of the model."""
 
     name: str
     blocks: tuple[Block, ...]

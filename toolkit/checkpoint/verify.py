@@ -37,7 +37,7 @@ def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verifi
     found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
     problems = [problem for problem in found if problem is not None]
     extra = sorted(_present(folder) - manifest.files.keys() - {MANIFEST})
-    notes = [f"{name} is no file of this checkpoint: nobody reads it" for name in extra]
+    notes = [f"{name} is not a file of this checkpoint: it is never read" for name in extra]
     if STEP.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
         notes.append(f"it is the checkpoint of step {manifest.step}, whatever its name")
     if not problems:

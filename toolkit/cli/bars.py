@@ -57,7 +57,7 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
 
 
 def show(console: Console, lines: Iterable[str | Text]) -> None:
-    """Lines for a terminal are wrapped and go on further to the right; in a file they stay."""
+    """Lines for a terminal are wrapped with a hanging indent; in a file they are not."""
     for line in lines:
         text = Text(line) if isinstance(line, str) else line
         if not console.is_terminal or text.cell_len < console.width:
@@ -82,7 +82,7 @@ def byte_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def print_hanging(console: Console, prefix: Text, body: str) -> None:
-    """`prefix` and `body`; on a terminal, what does not fit goes on under the body's start."""
+    """`prefix` and `body`; on a terminal, the rest is wrapped under the body's start."""
     lines = [Text(body)]
     if console.is_terminal:
         lines = list(lines[0].wrap(console, max(console.width - prefix.cell_len, 20)))

@@ -1,4 +1,4 @@
-"""`dmt checkpoint`: what checkpoints hold, whether they are whole, and where they can go."""
+"""`dmt checkpoint`: list, verify, convert and export checkpoints."""
 
 import json
 import shlex
@@ -32,14 +32,15 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="What checkpoints hold, whether they are whole, and where they can go.\n\n"
+    help="List, verify, convert and export checkpoints.\n\n"
     "CKPT is a step-… folder; for a run directory or its checkpoints folder, the newest "
     "finished checkpoint is meant.\n\n"
     "Example: `dmt checkpoint list runs/tiny-llama-bytes`",
 )
 
 Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest one.")
+    Path,
+    typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest checkpoint."),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
 _COLOURS = {
@@ -56,9 +57,9 @@ def list_(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a run, also those that are damaged or were never finished.
+    """List the checkpoints of a run, including damaged and unfinished ones.
 
-    Looks at manifests and sizes; `dmt checkpoint verify` hashes.
+    Reads manifests and file sizes only; `dmt checkpoint verify` hashes the files.
 
     Example: `dmt checkpoint list runs/tiny-llama-bytes`
     """
@@ -123,9 +124,9 @@ def _time(seconds: float) -> datetime:
 
 @app.command()
 def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
-    """Hash every file, and check that each element of each tensor is there exactly once.
+    """Hash every file, and check that each element of each tensor is stored exactly once.
 
-    Exits with 2 when anything is wrong, naming all of it.
+    Reports everything that is wrong, and then exits with 2.
 
     Example: `dmt checkpoint verify runs/tiny-llama-bytes`
     """
@@ -171,7 +172,7 @@ def inspect(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a checkpoint holds: step, layout, precision, versions, tensors.
+    """Show what a checkpoint holds: step, layout, precision, versions, tensors.
 
     Example: `dmt checkpoint inspect runs/tiny-llama-bytes --tensors`
     """
@@ -214,7 +215,7 @@ def convert(checkpoint: Checkpoint, dst: Destination, as_json: AsJson = False) -
     found = _find(checkpoint)
     nbytes = found.manifest.nbytes
     conversion.check_target(found.folder, dst, nbytes)
-    # Hashes are written anew: damage must not become part of a good checkpoint.
+    # New hashes are written: damage must not become part of a good checkpoint.
     with byte_progress("verify", nbytes) as tick:
         require_whole(found.folder, tick)
     with byte_progress("convert", SavedState(found.folder).nbytes) as tick:
@@ -273,7 +274,7 @@ def fits(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say before a launch what a run takes over from a checkpoint, and what not.
+    """Show what a run would take over from a checkpoint, before it is launched.
 
     Exits with 2 when the recipe cannot continue from it. Starts and writes nothing.
 
@@ -323,7 +324,7 @@ def _how_to_go_on(found: Located, launch: Sequence[str]) -> str:
 
 
 def _find(path: Path) -> Located:
-    """What a path means; says so where it did not name a checkpoint itself."""
+    """The checkpoint of a path; prints which it is where the path names a run."""
     found = locate(path)
     if found.newest_of is not None:
         tell(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")

@@ -27,12 +27,12 @@ def record(report: Report) -> dict[str, Any]:
         "settings": [asdict(row) for row in report.compared],
         "only_there": list(source.only_there),
         "unknown": [asdict(name) for name in source.unknown],
-        "who_wins": list(source.who),
+        "precedence": list(source.who),
     }
 
 
 def show(console: Console, report: Report) -> None:
-    """Print one comparison: the table, what to do, what else is there, who wins.
+    """Print one comparison: the table, the fixes, other settings, and precedence.
 
     Only the table is wrapped, so that a terminal finds `file:line`.
     """
@@ -64,7 +64,7 @@ def _lines(report: Report) -> Iterator[Text]:
 def _table(report: Report) -> Table:
     """Disagreements first, the recipe's words and value above the other's."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("setting", "value", "who wins"):
+    for name in ("setting", "value", "precedence"):
         table.add_column(name, overflow="fold")
     rank = ("disagrees", "open", "auto", "agrees")
     for row in sorted(report.compared, key=lambda row: rank.index(row.verdict)):

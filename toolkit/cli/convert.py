@@ -37,7 +37,7 @@ def convert(
         typer.Option(
             min=1,
             help="Pad the Megatron vocabulary to a multiple of this "
-            "(Megatron-LM: --make-vocab-size-divisible-by times TP), or take it for padded so.",
+            "(Megatron-LM: --make-vocab-size-divisible-by times TP), or assume that padding.",
         ),
     ] = 128,
     verify: Annotated[
@@ -45,15 +45,15 @@ def convert(
         typer.Option("--verify", help="Compare logits with transformers on the same tokens."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")
+        bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model between Hugging Face and Megatron, in the direction that SRC says.
+    """Convert a model between Hugging Face and Megatron, in the direction that SRC determines.
 
-    Holds a piece of one tensor in memory. One Megatron checkpoint serves every TP, PP and EP.
-    DST appears when it is complete. An error or Ctrl-C leaves nothing; a process that is killed
-    (SIGTERM, SIGKILL) leaves a hidden folder `.DST.partial-…` beside DST, to be deleted.
+    Holds a part of one tensor in memory at a time. One Megatron checkpoint serves every TP, PP
+    and EP. DST appears when it is complete. An error or Ctrl-C leaves nothing; a process that
+    is killed (SIGTERM, SIGKILL) leaves a hidden folder `.DST.partial-…` next to DST; delete it.
 
     Example: `dmt convert ./Llama-3.2-1B ./llama-megatron --verify`
     """
@@ -101,7 +101,7 @@ def _write(job: "ToHuggingFace | ToMegatron", dst: Path) -> float:
 
 
 def _verify(source: "ConvertibleModel", dst: Path) -> dict[str, Any]:
-    """Compare the logits of both sides in a process of its own. Raises RunFailed."""
+    """Compare the logits of both sides in a separate process. Raises RunFailed."""
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
     command = [sys.executable, "-m", "toolkit.models.convert.verify"]
     command += [*map(str, folders), str(source.config_file)]

@@ -25,7 +25,7 @@ def prepare(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise the recipe's data into the cache, and say how much it is."""
+    """Tokenise the recipe's data into the cache, and print its size."""
     summary = _prepare(load_recipe(recipe, overrides))
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
@@ -116,7 +116,7 @@ def tokenizer(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level BPE on the recipe's training documents (none that are held out)."""
+    """Train a byte-level BPE on the recipe's training documents (without those held out)."""
     from toolkit.data.corpus import bytes_per_token, open_training_corpus
     from toolkit.data.tokenizers import check_bpe_output, train_bpe
 

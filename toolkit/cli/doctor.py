@@ -1,4 +1,4 @@
-"""`dmt doctor`: what this machine lacks, and what it can do."""
+"""`dmt doctor`: check this machine, or measure its speed."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def _bandwidth(processes: int | None, as_json: bool) -> None:
     if machine.processes == 1:
         more_here = this_machine(None).processes > 1
         raise PlanError(
-            "--bandwidth: one process has nobody to talk to",
+            "--bandwidth: one process has no peer to communicate with",
             fix="leave --processes out" if more_here else f"on two machines: {_ACROSS}",
         )
     _tell_count(machine.gpu, machine.processes)

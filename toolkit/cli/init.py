@@ -40,7 +40,7 @@ def init(
         typer.Option("--out", help="File to write; by default, standard output."),
     ] = None,
 ) -> None:
-    """Write a short recipe whose layout is `auto`, with what that comes to in comments.
+    """Write a short recipe whose layout is `auto`, with the planned values in comments.
 
     Example: `dmt init llama-3.1-8b --cluster 4x8xh100-80gb --out recipe.yaml`
     """

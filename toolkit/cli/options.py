@@ -21,7 +21,7 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print machine output alone on standard output.")
 ]
 RunDir = Annotated[
-    Path | None, typer.Option("--run-dir", help="Default: runs/NAME, as the recipe is called.")
+    Path | None, typer.Option("--run-dir", help="Run directory; default: runs/NAME.")
 ]
 ClusterOption = Annotated[
     str | None,

@@ -93,7 +93,7 @@ def plan(
         int, typer.Option("--top", min=1, metavar="N", help="Strategies to show.")
     ] = 5,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what every alternative would have cost.")
+        bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")

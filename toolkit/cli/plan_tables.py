@@ -1,4 +1,4 @@
-"""Tables of `dmt plan`: strategies, or recipes and clusters, beside each other."""
+"""Tables of `dmt plan`: strategies, or recipes and clusters, side by side."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -36,9 +36,7 @@ _LABELS = {
 
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    text: Annotated[
-        bool, typer.Option("--text", help="Print a page for people: the default.")
-    ] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print text (the default).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run did, where its time went and how it ended; also of one that still runs.
@@ -158,4 +156,4 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
     if spent.idle_s > 0:
         what = "nothing ran" if spent.parts_s["start_up"] is not None else "no step was made"
         idle = duration(spent.idle_s)
-        yield Text(f"    besides, {what} for {idle} between starts", "dim")
+        yield Text(f"    in addition, {what} for {idle} between starts", "dim")

@@ -20,7 +20,7 @@ def train(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     run_dir: RunDir = None,
 ) -> None:
-    """Run one rank (launchers call this; people call `dmt launch`).
+    """Run one rank. Launchers call this; use `dmt launch` instead.
 
     Example: torchrun --nproc-per-node 2 -m toolkit.cli.main train runs/tiny-llama-bytes
     """
@@ -31,7 +31,7 @@ def train(
     if not target.is_dir():
         end_process(told_the_agent(train_recipe(target, overrides, run_dir)))
     if overrides or run_dir is not None:
-        found = "--set or --run-dir beside a run directory, whose recipe is settled"
+        found = "--set or --run-dir together with a run directory, whose recipe is final"
         fix = "`dmt train RECIPE --set …`, or `dmt launch RECIPE --set …`"
         raise RecipeError([Problem("dmt train", found, "a recipe with them", fix)])
     end_process(train_run_directory(target))

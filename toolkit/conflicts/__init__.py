@@ -83,8 +83,8 @@ def preflight(
     for winner in dict.fromkeys(row.winner for row in found):
         rows = [row for row in found if row.winner == winner]
         tell(
-            f"dmt: the environment disagrees, and the {winner} wins: {_named(rows)}; see "
-            "`dmt check RECIPE --against env`"
+            f"dmt: the environment disagrees, and the {winner} takes precedence: "
+            f"{_named(rows)}; see `dmt check RECIPE --against env`"
         )
 
 

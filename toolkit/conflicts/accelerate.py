@@ -115,9 +115,10 @@ def read(file: JsonFile, name: str) -> SettingSource:
         name,
         KIND,
         "recipe",
-        "`accelerate launch --config_file` … launch/train.py RECIPE: starts num_processes, of "
-        "which DMT refuses another number than the recipe's; for all else the recipe wins",
-        "`accelerate launch` of a script with its own Accelerator: this file wins",
+        "`accelerate launch --config_file` … launch/train.py RECIPE: starts num_processes, and "
+        "DMT refuses a number that differs from the recipe's; otherwise the recipe takes "
+        "precedence",
+        "`accelerate launch` of a script with its own Accelerator: this file takes precedence",
     )
 
 

@@ -1,4 +1,4 @@
-"""The one comparison: what another place states, beside what the recipe and its plan state."""
+"""The one comparison: what another place states, and what the recipe and its plan state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class SettingComparison:
     """`FILE:LINE`, or the variable."""
     verdict: Verdict
     winner: str
-    """Who wins; empty where the two agree."""
+    """Which takes precedence; empty where the two agree."""
     advice: str
     """What to do; empty where the two agree."""
     breaks: bool

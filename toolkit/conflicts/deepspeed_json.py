@@ -64,9 +64,10 @@ def read(file: JsonFile, name: str, recipe: Recipe) -> SettingSource:
         name,
         KIND,
         "recipe",
-        "DMT does not read this file (parallel.zero.config would name it): the recipe wins",
+        "DMT does not read this file (parallel.zero.config would name it): the recipe takes "
+        "precedence",
         "HF Trainer refuses batch, accumulation, clipping, optimizer, warm-up and precision "
-        "that disagree with its TrainingArguments; ZeRO and all else are this file's",
+        "that disagree with its TrainingArguments; for the rest this file takes precedence",
     )
 
 

@@ -75,7 +75,7 @@ _WANDB: Mapping[str, str] = {
     "WANDB_PROJECT": "logging.wandb.project",
     "WANDB_NAME": "name",
 }
-"""What DMT tells W&B itself, whatever the variable says."""
+"""What DMT passes to W&B itself, whatever the variable says."""
 
 _LONGEST = 80
 """Longest value shown, in characters."""
@@ -98,7 +98,8 @@ def read(
 ) -> list[SettingSource]:
     """What the environment states, and the config file that Accelerate reads unasked.
 
-    `starting` says who starts the workers, where that is known: it decides who wins.
+    `starting` says who starts the workers, where that is known: it decides which setting
+    takes precedence.
     Raises RecipeError when a DeepSpeed config that a variable names cannot be read.
     """
     sources = [_Reader(recipe, environ, starting).source()]
@@ -127,9 +128,9 @@ def default_config(environ: Mapping[str, str]) -> Path | None:
 
 def _default_config(path: Path, recipe: Recipe) -> SettingSource:
     who = (
-        "`accelerate launch` without --config_file reads this file: of launch/train.py it then "
-        "starts num_processes, and for all else the recipe wins; `dmt launch` does not read it",
-        "a script with its own Accelerator: this file wins, if accelerate launch starts it",
+        "`accelerate launch` without --config_file reads this file and starts num_processes of "
+        "launch/train.py; otherwise the recipe takes precedence; `dmt launch` does not read it",
+        "a script with its own Accelerator: this file takes precedence under accelerate launch",
     )
     try:
         found = detect.read_source(path, recipe)

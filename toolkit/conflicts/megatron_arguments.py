@@ -102,8 +102,8 @@ def read(text: str, name: str) -> SettingSource:
         KIND,
         "recipe",
         "DMT does not read these arguments (`dmt render --to megatron-lm` writes them): the "
-        "recipe wins",
-        "Megatron-LM's pretrain_gpt.py reads only them: there they win",
+        "recipe takes precedence",
+        "Megatron-LM's pretrain_gpt.py reads only them: there they take precedence",
     )
 
 

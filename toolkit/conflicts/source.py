@@ -59,7 +59,7 @@ class Stated:
     place: str
     """`FILE:LINE`, or the variable's name."""
     winner: str = ""
-    """Who wins where the two disagree, if not `SettingSource.winner`."""
+    """Which takes precedence where the two disagree, if not `SettingSource.winner`."""
     advice: str = ""
     """What to do about it, if not the usual."""
     breaks: bool = False
@@ -87,7 +87,7 @@ class SettingSource:
     kind: str
     """What it is, in words."""
     winner: str
-    """Who wins under DMT where it disagrees with the recipe."""
+    """Which takes precedence under DMT where it disagrees with the recipe."""
     who: tuple[str, ...]
     """One sentence for each tool that would read it: what counts there."""
     stated: tuple[Stated, ...]

@@ -71,13 +71,13 @@ def read(file: JsonFile, name: str) -> SettingSource:
         name,
         KIND,
         "recipe",
-        "DMT does not read this file: the recipe wins",
-        "HF Trainer reads only this file: there it wins",
+        "DMT does not read this file: the recipe takes precedence",
+        "HF Trainer reads only this file: there it takes precedence",
     )
 
 
 class _Reader:
-    """Goes through the arguments once; `left` is what nobody has looked at."""
+    """Goes through the arguments once; `left` holds what has not been read yet."""
 
     def __init__(self, file: JsonFile) -> None:
         self.file = file

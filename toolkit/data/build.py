@@ -47,7 +47,7 @@ def build_data(
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
     `vocab_size` is the model's, None when unknown; `base` is where relative paths start.
-    `track` shows how long work goes on.
+    `track` shows progress of long work.
 
     Raises DataError when the data or the tokenizer is missing, does not fit the model, or
     is too small for one global batch.

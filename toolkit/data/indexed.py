@@ -188,7 +188,7 @@ class IndexedWriter:
     """Writes a pair of files, under temporary names until `commit`; one writer at a time.
 
     Leaving the `with` block without `commit` (an error, Ctrl-C) removes what was written;
-    a kill leaves `.tmp` files, which nobody takes for data and the next writer replaces.
+    a kill leaves `.tmp` files, which are never read as data and which the next writer replaces.
     """
 
     def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:

@@ -93,7 +93,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
             if columns:
                 check_column(source, columns)
         else:
-            setting, allowed = "files", "files and globs of which each matches a file"
+            setting, allowed = "files", "files and globs that each match a file"
             find_files(source.files, Path.cwd(), source.exclude)
     except DataError as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)

@@ -1,4 +1,4 @@
-"""How fast ranks talk: collectives at a few sizes, beside the link's peak.
+"""Communication bandwidth: collectives at a few sizes, against the link's peak.
 
     python -m toolkit.doctor.bandwidth RESULT.json
 
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def measure_here(ranks: Ranks) -> Bandwidth:
-    """Measure with the sizes for this device; rank 0 tells on standard error."""
+    """Measure with the sizes for this device; rank 0 prints progress on standard error."""
     sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES
     return measure(ranks, sizes, say if ranks.rank == 0 else lambda _: None)
 

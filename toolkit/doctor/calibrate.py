@@ -1,6 +1,6 @@
 """Measuring this machine, and writing what was found as a cluster file.
 
-The planner uses the file's `measured` speeds in place of data sheets (`--cluster FILE`).
+The planner uses the file's `measured` speeds instead of data sheets (`--cluster FILE`).
 """
 
 import json
@@ -173,7 +173,7 @@ def _digits(value: float) -> str:
 
 def check_out(file: Path) -> None:
     """Raises PlanError when `file` cannot be written, or was not written by this command:
-    before a minute is spent, and so that nobody's own cluster file is lost."""
+    before a minute is spent, and so that no cluster file of the user's is lost."""
     try:
         ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):

@@ -11,7 +11,7 @@ from toolkit.doctor.needs import Needs
 def examine(needs: Needs, hostfile: Path | None = None) -> Iterator[Finding]:
     """Every finding, group by group; takes seconds, most of them for imports.
 
-    `hostfile`: machines to ask whether they answer, in place of the recipe's. Raises
+    `hostfile`: machines to ask whether they answer, instead of the recipe's. Raises
     PlanError when it cannot be read.
     """
     yield from packages.check(needs)

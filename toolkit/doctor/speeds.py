@@ -3,7 +3,7 @@
     python -m toolkit.doctor.speeds RESULT.json
 
 All ranks measure at the same time, as they compute in training: they share the memory's
-bandwidth, and each has its share of the cores. Rank 0 tells on standard error what it found
+bandwidth, and each has its share of the cores. Rank 0 prints on standard error what it found
 and writes the result.
 """
 

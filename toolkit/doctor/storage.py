@@ -118,7 +118,7 @@ def _nvme(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         quoted = shlex.quote(str(folder))
         fix = f"mkdir -p -- {quoted} && test -w {quoted}"
-        text = f"{folder} is no folder that can be written to"
+        text = f"{folder} is not a writable folder"
         yield Finding(GROUP, name, "problem", text, setting, fix)
         return
     system = file_system(folder.resolve())

@@ -47,7 +47,7 @@ _INSTALLED_BY: Mapping[str, str] = {
     "ssh": "apt-get install openssh-client (Debian, Ubuntu), dnf install openssh-clients "
     "(Fedora, RHEL)",
     "numactl": "apt-get install numactl (Debian, Ubuntu), dnf install numactl (Fedora, RHEL)",
-    "kubectl": "install it as https://kubernetes.io/docs/tasks/tools says",
+    "kubectl": "install it as described in https://kubernetes.io/docs/tasks/tools",
     "sbatch": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
     "srun": "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster",
 }
@@ -149,7 +149,7 @@ def _locks(needs: Needs) -> Iterator[Finding]:
 
 
 def _program(group: str, program: str, needs: Needs) -> Finding:
-    # Those of Python packages lie beside this Python, whether or not that is on PATH.
+    # Those of Python packages lie next to this Python, whether or not that is on PATH.
     beside = Path(sys.executable).with_name(program)
     found = str(beside) if beside.is_file() else shutil.which(program)
     if found is not None:

@@ -66,7 +66,7 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Counters:
-    """The numbers beside the optimizer's tensors."""
+    """The numbers besides the optimizer's tensors."""
 
     optimizer_steps: int
     """Updates made, skipped ones left out: what AdamW's bias correction counts."""
@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Names and compute weights of which this rank holds all that its replicas hold.
+        """Names and compute weights that this rank holds as completely as its replicas.
 
         Its replicas are the ranks of equal `Layout.model_rank`. Nothing where the weights
         are sharded over them (ZeRO-3). Not collective.

@@ -1,7 +1,7 @@
 """Where ranks meet when an elastic agent may start them again.
 
 torchrun's agents keep one key-value store over all restarts, and PyTorch looks up the ranks'
-addresses in it without saying of which start: restarted ranks find those of dead ones, and
+addresses in it without the number of the start: restarted ranks find those of dead ones, and
 fail or wait until every restart is used up (torch 2.13). So each start agrees on a part of
 the store that is new. Its number cannot be the restart count: machines count differently.
 """
@@ -27,7 +27,7 @@ def new_store(rank: int, world: int, timeout: timedelta) -> Store:
     """The agents' store under a prefix that only the ranks of this start know. Collective.
 
     Rank 0 names the prefix, to each rank under the random name that this rank posted: what
-    earlier starts left is answered, too, but read by nobody. Raises TimeoutError.
+    earlier starts left is answered, too, but not read. Raises TimeoutError.
     """
     store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     store.set_timeout(timeout)

@@ -93,7 +93,7 @@ _GPUS = (
     _gpu("h100-80gb", "hopper", 79.1, 3350, 132, **_H100_SXM),
     # An H100 SXM with 96 GB of HBM2e at 500 W, as torchtitan's benchmarks describe theirs. No
     # data sheet is public: peaks of the SXM part, which torchtitan computes its MFU with;
-    # memory as six stacks of the HBM2e of which the H100 PCIe has five (2,039 GB/s).
+    # memory as six stacks of HBM2e; the H100 PCIe has five (2,039 GB/s).
     _gpu("h100-96gb", "hopper", 95.0, 2447, 132, **_H100_SXM),
     # NVIDIA H100 data sheet, PCIe column (51; 756, 1,513 and 3,026 with sparsity), 2.0 TB/s.
     _gpu(
@@ -173,7 +173,7 @@ def accelerator(stated: str | GpuSection) -> Gpu:
 
 
 def described(base: Gpu, stated: Mapping[str, Any]) -> Gpu:
-    """An accelerator of the catalogue with a user's figures in place of its own."""
+    """An accelerator of the catalogue with some figures replaced by the user's."""
     changes = figures(stated)
     if "name" in stated:
         changes |= {"name": stated["name"], "like": base.name}

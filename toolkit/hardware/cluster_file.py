@@ -199,7 +199,7 @@ def _cluster(data: Mapping[str, Any]) -> Cluster:
 
 
 def _gpu(stated: Mapping[str, Any], base: Gpu, measured: Mapping[str, Any]) -> Gpu:
-    """An accelerator of the catalogue with a user's figures in place of its own."""
+    """An accelerator of the catalogue with some figures replaced by the user's."""
     found = described(base, stated)
     if speeds := figures(measured):
         found = replace(found, measured=Gpu(f"{base.name} as measured", None, **speeds))
@@ -207,7 +207,7 @@ def _gpu(stated: Mapping[str, Any], base: Gpu, measured: Mapping[str, Any]) -> G
 
 
 def _link(stated: Mapping[str, Any], base: Link, measured: float | None) -> Link:
-    """A link with a user's figures in place of the usual ones."""
+    """A link with some figures replaced by the user's."""
     speed = stated.get("gigabytes_per_s", base.bytes_per_s / GIGA)
     if "gigabits_per_s" in stated:
         speed = stated["gigabits_per_s"] / 8

@@ -251,7 +251,7 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("evaluation.every_steps", found, allowed, fix)
     if data.validation and data.validation_fraction:
         fix = "remove one of data.validation and data.validation_fraction"
-        found = f"{data.validation_fraction} beside data.validation"
+        found = f"{data.validation_fraction} together with data.validation"
         yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 

@@ -1,6 +1,6 @@
 """What every launcher shares: the job, the launch specification, its outcome.
 
-A launcher answers three questions: who looks after the run (`oversees`), what would be
+A launcher answers three questions: who supervises the run (`oversees`), what would be
 started (`spec`, printable, with no side effect), and how did it end (`run`).
 """
 
@@ -56,7 +56,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine wants in every worker."""
     worker: tuple[str, ...] = ()
-    """What Python runs in place of `dmt train`: a script, or `-m`, a module and arguments."""
+    """What Python runs instead of `dmt train`: a script, or `-m`, a module and arguments."""
 
     @property
     def train(self) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class Launcher(Protocol):
     """Starts the workers of a run on the machines of a cluster."""
 
     def oversees(self, cluster: ClusterSection) -> bool:  # noqa: ARG002 - others look
-        """Does this one process look after the whole run?
+        """Does this one process supervise the whole run?
 
         Then it writes the run directory first, and starts a failed run again. Otherwise
         machines or a scheduler start it from `Job.recipe`, and restart what failed.
@@ -199,7 +199,7 @@ def one_machine(job: Job, name: str, otherwise: str) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
+    """Return a free TCP port."""
     random = SystemRandom()
     while True:
         port = random.choice(_PORTS)

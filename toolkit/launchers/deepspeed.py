@@ -177,7 +177,7 @@ def _address(host: str) -> str:
 
 
 def _users_file() -> dict[str, str]:
-    """What the user's own `.deepspeed_env` states, which ours stands in for."""
+    """The content of the user's `.deepspeed_env`, which ours replaces."""
     found: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()):
         file = folder / ".deepspeed_env"

@@ -62,7 +62,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
 
     No signal reaches them: they are asked to stop by a file in the run directory, which
     rank 0 sees. When a rank says that it failed, the others have ORPHAN_GRACE_S, unless
-    the launcher `restarts` them by itself.
+    the launcher `restarts` them itself.
     """
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
     run.stop.unlink(missing_ok=True)

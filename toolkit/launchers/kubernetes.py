@@ -67,7 +67,7 @@ class KubernetesLauncher:
 def pytorch_job(job: Job) -> Manifest:
     """The PyTorchJob (kubeflow.org/v1): one pod a machine.
 
-    Raises PlanError for what the cluster must be told and the recipe does not say.
+    Raises PlanError for a setting that the cluster needs and the recipe does not state.
     """
     settings = job.launch.kubernetes
     for key in ("image", "volume_claim"):

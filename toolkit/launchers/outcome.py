@@ -50,7 +50,7 @@ def failure_code(code: int) -> int:
 def report_failure(run_dir: Path, offset: int, failed: RankExit) -> Outcome:
     """Name the rank and show the end of its log.
 
-    Rank 0 has the terminal: what it told the user there is not told again. `offset`: where
+    Rank 0 has the terminal: what it printed there is not printed again. `offset`: where
     the events of this launch begin.
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)

@@ -17,7 +17,7 @@ from toolkit.run.ending import STACKS_SIGNAL
 FAILED_GRACE_S = 5.0
 """How long the other ranks have after one failed: they cannot save any more."""
 ORPHAN_GRACE_S = 30.0
-"""How long ranks have to save when their launcher is gone, where the recipe says nothing."""
+"""How long ranks have to save when their launcher has died and the recipe sets no limit."""
 STACKS_S = 0.5
 """How long a rank has to write its stacks."""
 POLL_S = 0.05

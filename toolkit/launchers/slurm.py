@@ -34,7 +34,7 @@ class SlurmLauncher:
         if bad := sorted(_UNQUOTABLE & set(str(job.run_dir))):
             raise PlanError(
                 f"the run directory {str(job.run_dir)!r} has {bad[0]!r} in its name, which "
-                f"Slurm cannot be told",
+                "Slurm does not accept",
                 fix="--run-dir OTHER",
             )
         script = job.run_dir / "launch" / "job.sbatch"

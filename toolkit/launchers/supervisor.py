@@ -32,7 +32,7 @@ def supervise(
 
     At most `max_restarts` times in a row without a newer checkpoint than before. Only a
     failure (4) is retried, not what the user has to fix, nothing after a signal, and no
-    failure of which a rank said that another start is of no use.
+    failure for which a rank reported that another start would not help.
     """
     run = RunDirectory(spec.run_dir)
     attempt = 0

@@ -122,7 +122,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
             told = ours if name == key else f"{name} {ours}"
             raise PlanError(
                 f"model.config.{key}: the recipe says {told}, {hub} says {found}",
-                fix=f"set it to what {hub}'s config.json says, or remove it",
+                fix=f"set it to the value in {hub}'s config.json, or remove it",
             )
     ours, found = (model_spec(one.to_dict()) for one in (planned, config))
     for field in fields(ModelSpec):
@@ -278,7 +278,7 @@ def save_companions(
     base: Path | None = None,
     stated: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what a Hugging Face folder says of a model besides its weights.
+    """Write the files of a Hugging Face folder besides the weights.
 
     Where training began with the model in `base`, the files are its own: another are the type
     of the weights, and dropout and cache where the recipe's `model.config`, `stated`, has them.
@@ -302,7 +302,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
-    """Put what the model in `base` says in place of what transformers says of it again."""
+    """Replace transformers' defaults by what the model in `base` states."""
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config = read_json(base / CONFIG)
     old_name = "torch_dtype" in config and "dtype" not in config

@@ -1,6 +1,6 @@
 """Models and tokenizers that come with Python code of their own are refused, in one wording.
 
-transformers runs such code only when told to (`trust_remote_code`); DMT never tells it to.
+transformers runs such code only with `trust_remote_code`, which DMT never sets.
 """
 
 from toolkit.errors import DataError

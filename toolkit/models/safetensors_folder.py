@@ -18,7 +18,7 @@ _AGAIN = "download or copy the file again"
 def open_file(path: Path) -> Any:
     """An open safetensors file. Raises DataError when it is missing or damaged."""
     if path.exists() and not path.is_file():
-        raise DataError(f"{path} cannot be read: it is no file", fix=_AGAIN)
+        raise DataError(f"{path} cannot be read: it is not a file", fix=_AGAIN)
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

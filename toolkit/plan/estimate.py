@@ -177,7 +177,7 @@ def _memory_gib(memory: Memory, total: float) -> dict[str, float]:
 
 
 def _counted(case: Case) -> dict[str, Any]:
-    """Model states of a model of which only the number of parameters is known.
+    """Model states of a model known only by its number of parameters.
 
     Where the largest layer is stated, by the formulas of DeepSpeed's estimator, else by
     those of the ZeRO paper. What activations need is unknown, so nothing is known to fit.

@@ -41,7 +41,7 @@ TIE = 0.01
 ROOMY = 0.75
 """Share of a device's memory below which needing less of it is worth nothing."""
 UNNEEDED = "recompute without need"
-"""Why a layout is rejected of which the same without recompute fits: that one is faster."""
+"""Why a layout is rejected that fits without recompute, too: that one is faster."""
 
 
 class Candidate(NamedTuple):
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     nvme_gib: float
     """Disk of one node, for what is offloaded."""
     step_s: float | None
-    """None where it does not fit, and nobody asked how fast it would be."""
+    """None where it does not fit, and its speed was not computed."""
 
     @property
     def degrees(self) -> tuple[Pair, int, int, int, int]:

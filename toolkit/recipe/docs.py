@@ -22,7 +22,7 @@ _PREFACE = """\
 A recipe is one YAML file. `dmt check RECIPE` reports every mistake in it at once, each
 with file, line and fix. Every setting is listed here with what it accepts and its default.
 
-- `extends: ../base/pretrain.yml` at the top puts a recipe on top of another: maps are
+- `extends: ../base/pretrain.yml` at the top bases a recipe on another: maps are
   merged deeply, lists and values replaced; a map with another `kind` (or, in
   `model.config`, another `model_type`) is replaced whole.
 - `--set KEY.PATH=VALUE` overrides any setting from the command line; the value is YAML.
@@ -31,7 +31,7 @@ with file, line and fix. Every setting is listed here with what it accepts and i
   `/` or `~`, or when it exists.
 - YAML 1.2: `true` and `false` are the only booleans, numbers have no underscores. Tags and
   merge keys (`<<`) are refused.
-- Credentials are refused: they belong into the environment (`HF_TOKEN`, `WANDB_API_KEY`).
+- Credentials are refused: they belong in the environment (`HF_TOKEN`, `WANDB_API_KEY`).
 """
 
 

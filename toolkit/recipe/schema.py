@@ -87,7 +87,7 @@ SlurmOption: TypeAlias = Annotated[
 KubernetesName: TypeAlias = Annotated[
     str,
     Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"),
-    Wording("small letters, digits, `-` and `.`, as Kubernetes names things"),
+    Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
 ]
 KubernetesResource: TypeAlias = Annotated[
     str,
@@ -142,9 +142,9 @@ class ModelSection(Section):
     `pretrained`: safetensors weights read from `hub`. `checkpoint`: the weights of another
     run, of any engine and layout, read from `checkpoint`."""
     checkpoint: NonEmpty | None = None
-    """For `init: checkpoint`: a checkpoint's folder, or a run directory, which means its
-    newest finished one. The fp32 weights are taken and nothing else: optimizer, schedule,
-    step and data begin with this run."""
+    """For `init: checkpoint`: a checkpoint's folder, or a run directory, which stands for its
+    newest finished checkpoint. Only the fp32 weights are taken: optimizer, schedule, step and
+    data begin with this run."""
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""
@@ -160,9 +160,9 @@ class TextSource(Section):
     kind: Literal["text"]
     files: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
     """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}`
-    stands for the running Python's own library folder."""
+    stands for the standard library folder of the running Python."""
     exclude: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
-    """Globs to leave out, in the same form as `files`."""
+    """Globs to exclude, in the same form as `files`."""
 
 
 class HfSource(Section):
@@ -179,7 +179,7 @@ class HfSource(Section):
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
     text_field: NonEmpty = "text"
-    """Column that holds a document's text."""
+    """Column that contains a document's text."""
 
 
 class MegatronSource(Section):
@@ -210,14 +210,14 @@ class DataSection(Section):
     tokenizer_revision: NonEmpty | None = None
     """Hub revision of the tokenizer."""
     special_tokens: Literal["text", "parse"] = "text"
-    """What a document that spells out a special token, e.g. `<|endoftext|>`, means by it:
-    `text`, these characters, or `parse`, the token itself."""
+    """How a special token that a document spells out, e.g. `<|endoftext|>`, is encoded:
+    `text`, as ordinary characters, or `parse`, as the token."""
     cache: NonEmpty | None = None
-    """Folder for tokenised data; default `$DMT_CACHE`, else `~/.cache/dmt`."""
+    """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 
 
 class TrainingSection(Section):
-    """What, how long, how large, how precise. Exactly one of steps, tokens and epochs."""
+    """Length, batch size and precision. Exactly one of steps, tokens and epochs is required."""
 
     objective: ObjectiveName = "pretrain"
     """What is minimised. `pretrain`: the mean cross entropy over the unmasked tokens of the
@@ -235,15 +235,15 @@ class TrainingSection(Section):
     micro_batch_size: Positive | Auto = "auto"
     """Sequences per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Compute type; master weights and optimizer states are fp32 everywhere."""
+    """Compute precision; master weights and optimizer states are always fp32."""
     seed: Count = 1234
-    """Fixes initial weights and data order, whatever the layout."""
+    """Determines initial weights and data order, independently of the layout."""
 
     def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
         """Optimizer steps of the run.
 
-        `samples_per_epoch` counts packed sequences; without it, a run whose length is given
-        in epochs has no known number of steps: None.
+        `samples_per_epoch` counts packed sequences; without it, the number of steps of a run
+        whose length is given in epochs is unknown: None.
         """
         if self.steps is not None:
             return self.steps
@@ -255,7 +255,7 @@ class TrainingSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW. Weight decay skips norms and biases on every engine alike."""
+    """AdamW. On every engine, weight decay skips norms and biases."""
 
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
@@ -277,12 +277,12 @@ class ScheduleSection(Section):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """`wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
     warmup_steps: Count = 0
-    """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak."""
+    """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak rate."""
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """What the decay leads to: the learning rate that the step after the last would have.
-    Every step of a run trains, also where this is 0."""
+    """Final value of the decay: the learning rate that the step after the last would have.
+    So every step of a run has a positive learning rate, even if this is 0."""
 
 
 class EvaluationSection(Section):
@@ -295,18 +295,18 @@ class EvaluationSection(Section):
 
 
 class ZeroSection(Section):
-    """ZeRO: what data-parallel ranks share instead of copying."""
+    """ZeRO: what data-parallel ranks shard instead of replicating."""
 
     stage: ZeroStage | Auto = "auto"
     """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
-    megatron has 0 and 1, its distributed optimizer; ddp has 0; fsdp has 3, and 2: parameters
-    are gathered once a step and kept until its last backward pass."""
+    megatron supports 0 and 1 (its distributed optimizer), ddp 0, fsdp 2 and 3; with 2, fsdp
+    gathers parameters once per step and keeps them until the last backward pass."""
     offload_optimizer: Literal["none", "cpu", "nvme"] | Auto = "auto"
-    """Where optimizer states live outside the step. `auto`: on the device, or where nothing
-    fits there, on the CPU (or on NVMe where `nvme_path` names a folder)."""
+    """Where optimizer states are kept outside the step. `auto`: on the device or, if no layout
+    fits there, on the CPU (or on NVMe if `nvme_path` names a folder)."""
     offload_parameters: Literal["none", "cpu", "nvme"] | Auto = "auto"
-    """Where parameters live outside their use (stage 3); `auto` as above. Engine fsdp moves
-    optimizer states and parameters together: both `cpu` or both `none`."""
+    """Where parameters are kept while not in use (stage 3); `auto` as above. Engine fsdp
+    offloads optimizer states and parameters together: both `cpu` or both `none`."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     config: NonEmpty | None = None
@@ -319,11 +319,11 @@ class ZeroSection(Section):
 
 
 class ParallelSection(Section):
-    """How to spread the model: intent, free of any backend's spelling."""
+    """How to parallelise the training, independently of any backend's configuration format."""
 
     engine: EngineChoice = "auto"
-    """What owns gradients, optimizer and sharding. `auto` leaves `fsdp` (torch's FSDP2) out:
-    the planner cannot tell whether it or DeepSpeed is faster, so it has to be asked for."""
+    """What owns gradients, optimizer and sharding. `auto` does not choose `fsdp` (torch's
+    FSDP2): the planner cannot predict whether it or DeepSpeed is faster."""
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"
@@ -343,29 +343,29 @@ class ParallelSection(Section):
 
 
 class GpuSection(Section):
-    """An accelerator that the hardware catalogue lacks, by the one that comes closest."""
+    """An accelerator that is not in the hardware catalogue, described by the closest one."""
 
     like: NonEmpty
-    """Name of the catalogue; what is not stated is taken from it."""
+    """Name in the catalogue; its values are used for everything that is not stated."""
     name: NonEmpty | None = None
-    """What to call it."""
+    """Name to show."""
     memory_gib: PositiveFloat | None = None
-    """What the driver leaves: `torch.cuda.get_device_properties(0).total_memory`."""
+    """Total that the driver reports: `torch.cuda.get_device_properties(0).total_memory`."""
     memory_gigabytes_per_s: PositiveFloat | None = None
-    """Bandwidth of its memory."""
+    """Memory bandwidth."""
     tflops: Tflops | None = None
-    """Peaks without sparsity."""
+    """Peak throughput without sparsity."""
 
     def __str__(self) -> str:
         return self.name or self.like
 
 
 GPU_NAME, GPU_MAP = "(name)", "(map)"
-"""pydantic's names of the two forms of `cluster.gpu`, which no error text shows."""
+"""pydantic's names of the two forms of `cluster.gpu`; error texts do not show them."""
 
 
 class ClusterSection(Section):
-    """Where the run is planned for."""
+    """The machines that the run is planned for."""
 
     nodes: Degree = 1
     """Machines."""
@@ -375,7 +375,7 @@ class ClusterSection(Section):
         Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
         Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
     ] = "cpu"
-    """Accelerator name of the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
+    """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
     `{like: h100-80gb, memory_gib: 94}`."""
 
     @property
@@ -388,31 +388,30 @@ class CheckpointSection(Section):
     """Saving and resuming."""
 
     every_steps: Positive | None = None
-    """Steps between checkpoints; null for only the last step and on a signal."""
+    """Steps between checkpoints; null: only at the last step and on a signal."""
     keep: Positive = 3
-    """How many of the newest checkpoints stay on disk."""
+    """How many of the newest checkpoints are kept."""
     resume: Literal["auto", "never"] = "auto"
     """`auto`: continue from the newest undamaged checkpoint of the run directory."""
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written, from a copy in host memory; false:
+    """Training continues while a checkpoint is written, from a copy in host memory; false:
     training waits, and no copy is made."""
     export: bool = True
     """Write a Hugging Face folder to `export/` at the end."""
 
 
 class GuardSection(Section):
-    """What keeps a bad batch, or a bad machine, out of the weights."""
+    """Protection of the weights against bad batches and faulty machines."""
 
     max_skips_in_a_row: Positive = 20
-    """Steps whose update is skipped one after the other before the run stops. A step is
-    skipped, on all ranks alike, when its loss or a gradient is not finite, or when its batch
-    has no token to train on."""
+    """Consecutive skipped steps after which the run stops. A step is skipped on every rank if
+    its loss or a gradient is not finite, or if its batch has no token to train on."""
     spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Also skip a step whose loss exceeds this many times the median loss of the last 50
     steps that were not skipped (not before 10 of them); null: skip no finite loss."""
     replica_check_every_steps: Positive | None = None
     """Steps between comparisons of the weights of ranks that must hold the same ones; a
-    difference stops the run and names the rank. Null: none."""
+    difference stops the run and names the rank. Null: no comparison."""
 
 
 class WandbSection(Section):
@@ -423,8 +422,8 @@ class WandbSection(Section):
     entity: WandbName | None = None
     """User or team."""
     mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it, all
-    starts of the run at once."""
+    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it,
+    including all starts of the run."""
     tags: Annotated[tuple[WandbTag, ...], Field(strict=False)] = ()
     """Tags of the run."""
 
@@ -455,15 +454,15 @@ class SlurmSection(Section):
     time_limit: SlurmTime | None = None
     """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
     cpus_per_node: Positive | None = None
-    """`sbatch --cpus-per-task`: processors for all ranks of a machine together."""
+    """`sbatch --cpus-per-task`: CPU cores for all ranks of a machine together."""
     stop_before_s: Positive = 300
     """Seconds before the time limit at which the run saves and stops."""
     requeue: bool = True
-    """Queue the job again when it stopped before its end, and when a machine failed."""
+    """Requeue the job if it stopped before its end, or if a machine failed."""
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
     """More options of sbatch, e.g. `[--constraint=a100, --array=0-9%1]`."""
     setup: NonEmpty | None = None
-    """A shell file that the job reads first, e.g. one that loads modules."""
+    """A shell file that the job sources first, e.g. one that loads modules."""
 
 
 class KubernetesSection(Section):
@@ -474,10 +473,10 @@ class KubernetesSection(Section):
     namespace: KubernetesName = "default"
     """Where the job is created."""
     volume_claim: KubernetesName | None = None
-    """A PersistentVolumeClaim that all machines can write; needed for this launcher. Run
-    directory and relative paths of `data` are there."""
+    """A PersistentVolumeClaim that all machines can write to; needed for this launcher. It
+    holds the run directory and relative paths of `data`."""
     mount_path: ContainerPath = "/dmt"
-    """Where the containers have that volume."""
+    """Where that volume is mounted in the containers."""
     env_from: KubernetesName | None = None
     """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
     gpu_resource: KubernetesResource = "nvidia.com/gpu"
@@ -500,23 +499,23 @@ class LaunchSection(Section):
     """`local`: DMT starts one process per rank on this machine. `slurm` and `kubernetes`
     hand a job to a scheduler and return."""
     max_restarts: Count = 0
-    """How often in a row a run that failed is started again from its last checkpoint. A
-    newer checkpoint renews the number; a mistake of the user's is never tried again."""
+    """How many times in a row a failed run is restarted from its last checkpoint. A newer
+    checkpoint resets the count; a user's mistake is never retried."""
     hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take, the first step three times as long.
-    When one takes longer, each rank writes where it stands to its log, and the run fails (and
-    is started again)."""
+    When one takes longer, each rank logs the stacks of its threads, and the run fails (and is
+    restarted, see `max_restarts`)."""
     grace_s: PositiveFloat | None = None
-    """Seconds that ranks may take to save and leave after SIGTERM, SIGUSR1 or Ctrl-C; what
-    is left then is killed. null: as long as it takes."""
+    """Seconds that ranks may take to save and exit after SIGTERM, SIGUSR1 or Ctrl-C; the
+    remaining ranks are then killed. null: no limit."""
     rendezvous: HostPort | None = None
-    """`launcher: torchrun` on several machines, on each of which `dmt launch` is started:
-    `HOST:PORT` of one of them, by a name that all can reach."""
+    """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, by a name that all
+    can resolve. Run `dmt launch` on each machine."""
     hostfile: NonEmpty | None = None
-    """`launcher: deepspeed` on several machines: DeepSpeed's list of them, one `HOST slots=N`
-    a line. `dmt launch` is started once, on the first of them."""
+    """`launcher: deepspeed` on several machines: DeepSpeed's hostfile, one `HOST slots=N` per
+    line. Run `dmt launch` once, on the first machine."""
     remote_start: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
-    """With `hostfile`: what starts processes on the other machines."""
+    """With `hostfile`: the program that starts processes on the other machines."""
     slurm: SlurmSection = SlurmSection()
     """For `launcher: slurm`."""
     kubernetes: KubernetesSection = KubernetesSection()

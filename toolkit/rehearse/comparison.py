@@ -10,7 +10,7 @@ from toolkit.rehearse.record import Record
 Verdict = Literal["exact", "within", "diverged", "skipped"]
 
 EXACT = 2.0**-23
-"""Relative difference of neighbouring fp32 numbers: nothing smaller can be told apart."""
+"""Relative difference of neighbouring fp32 numbers: nothing smaller can be distinguished."""
 TOLERANCE = 1e-5
 """Other orders of summation, over tens of steps of fp32."""
 OFFLOAD_TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""The processes of one rehearsed layout: started, watched, and gone afterwards."""
+"""The processes of one rehearsed layout: started, watched, and ended."""
 
 import os
 import select
@@ -60,7 +60,7 @@ class RankProcesses:
     def __enter__(self) -> "RankProcesses":
         self._run.logs.mkdir(parents=True, exist_ok=True)
         # Flags, because an exception would be lost where a process forks: Python prints what
-        # is raised in hooks such as logging's, and goes on.
+        # is raised in hooks such as logging's, and continues.
         self._at_exit.enter_context(self._signals)
         self._at_exit.callback(self._kill)
         try:

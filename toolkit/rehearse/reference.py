@@ -72,7 +72,7 @@ def _gradient_norm(model: nn.Module) -> float:
 
 
 def main() -> None:
-    """Train what the run directory says."""
+    """Train as the run directory states."""
     run = RunDirectory(Path(sys.argv[1]))
     train(load_recipe(run.recipe), run.path)
 

@@ -1,4 +1,4 @@
-"""The starts of a run: its events, cut where `dmt launch` or a restart began anew."""
+"""The starts of a run: its events, cut where `dmt launch` or a restart began again."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

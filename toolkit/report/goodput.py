@@ -140,7 +140,7 @@ def _loading_s(found: Sequence[Attempt]) -> float | None:
 
 
 def _replayed_s(found: Sequence[Attempt]) -> float | None:
-    """None where steps were done again and nobody said for how long."""
+    """None where steps were repeated and no event has the time that they took."""
     for one in found:
         again = [*one.of("resume"), *one.of("restart")]
         dropped = any(number(event, "dropped_metrics_lines") for event in again)

@@ -93,7 +93,7 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
 def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
     """Write the run directory, or continue the one that is there.
 
-    Raises DirectoryInUse, with nothing written, when a run is going on in it.
+    Raises DirectoryInUse, with nothing written, when a run is using it.
     """
     refuse_if_claimed(RunDirectory(assignment.run_dir))
     return RunDirectory.create(
@@ -144,7 +144,7 @@ def assign(
     """Plan and write the run directory of `world` ranks that a foreign launcher started.
 
     Raises PlanError when the recipe's cluster has another number, or the environment says
-    differently from the recipe what would spoil the run.
+    differently from the recipe what would corrupt the run.
     """
     recipe = load_recipe(recipe_path, overrides)
     if _came_back_resized(recipe, world):

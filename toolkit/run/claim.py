@@ -99,6 +99,6 @@ def _in_use(run: RunDirectory) -> DirectoryInUse:
     except (OSError, ValueError, TypeError, KeyError):
         who, stop = "a process that has not said its name", "stop it"
     return DirectoryInUse(
-        f"{run.path} belongs to a run that is going on: {who}",
+        f"{run.path} belongs to a run that is still running: {who}",
         fix=f"wait for its end, {stop}, or --run-dir OTHER",
     )

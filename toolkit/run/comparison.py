@@ -1,4 +1,4 @@
-"""A plan's prediction beside what its run measured."""
+"""A plan's prediction next to what its run measured."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

@@ -6,8 +6,8 @@ from pathlib import Path
 from toolkit.run.directory import RunDirectory
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""A training rank answers it with the stacks of all its threads, in its log, and goes on."""
-PEER_LOST = "lost contact with another rank, whose message or log says why"
+"""A training rank answers it with the stacks of all its threads, in its log, and continues."""
+PEER_LOST = "lost contact with another rank, whose message or log has the reason"
 """What a rank says of a failure that began elsewhere."""
 
 

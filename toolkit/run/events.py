@@ -47,7 +47,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        with suppress(OSError):  # `write` tells of a file that cannot be written.
+        with suppress(OSError):  # `write` reports a file that cannot be written.
             jsonl.mend_tail(path)
         self.path = path
 

@@ -80,7 +80,7 @@ def shipped_sizes() -> dict[str, dict[str, Path]]:
 
 
 def _own(model: str, task: Task) -> Recipe:
-    """Usual numbers for a model of which only the config is known."""
+    """Usual numbers for a model known only by its config."""
     folder = Path(model)
     source = str(folder.absolute()) if folder.is_dir() else model
     config = _config(model, source)

@@ -26,7 +26,7 @@ class _MetricsColumn(ProgressColumn):
 class ProgressReport:
     """Rank 0's view of the run on standard error; a context manager.
 
-    `advance` belongs into every step, `logged` behind every line of metrics.jsonl.
+    `advance` belongs in every step, `logged` after every line of metrics.jsonl.
     """
 
     def __init__(self, total_steps: int, done_steps: int, console: Console) -> None:
@@ -84,7 +84,7 @@ class ProgressReport:
 
 
 def _summary(metrics: Metrics) -> str:
-    """What fits beside a bar in 80 columns."""
+    """What fits next to a bar in 80 columns."""
     parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_s:,.0f} tokens/s"]
     if metrics.mfu is not None:
         parts.append(f"MFU {metrics.mfu:.1%}")

@@ -32,7 +32,7 @@ from toolkit.untrusted import read_json
 
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
-"""How long an upload may go on after the trainer has gone."""
+"""How long an upload may continue after the trainer has ended."""
 
 _POSTED_EVENTS = ("evaluation", "save", "skip")
 """Events whose numbers are curves: `evaluation/loss`, `save/seconds`."""
@@ -40,7 +40,7 @@ _POSTED_EVENTS = ("evaluation", "save", "skip")
 
 @dataclass(frozen=True)
 class FollowerSettings:
-    """What the trainer tells the follower; never a secret."""
+    """What the trainer passes to the follower; never a secret."""
 
     project: str
     entity: str | None

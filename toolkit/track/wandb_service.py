@@ -29,7 +29,7 @@ class WandbFollower:
     """A running follower. No method waits for W&B, except `finish` up to its limit.
 
     The user is informed once when W&B fails: `problem` or `finish` returns the line to show,
-    and a `warning` event is written. Training goes on either way.
+    and a `warning` event is written. Training continues either way.
     """
 
     def __init__(

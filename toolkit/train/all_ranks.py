@@ -1,4 +1,4 @@
-"""Work on several ranks of which a failure on one ends all, with one message."""
+"""Work on several ranks: a failure on one ends all, with one message."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -34,7 +34,7 @@ GB = 1e9
 class RunCheckpoints:
     """Finds, loads and saves the checkpoints of one run. Collective, but for `tell`.
 
-    `companions` are what a Hugging Face folder has beside weights: paths in a checkpoint, and
+    `companions` are what a Hugging Face folder has besides weights: paths in a checkpoint, and
     contents.
     """
 
@@ -156,7 +156,7 @@ class RunCheckpoints:
         return ended
 
     def take(self, found: Found) -> Progress:
-        """Continue behind a checkpoint of which nothing is loaded: all steps are done."""
+        """Continue after a checkpoint from which nothing is loaded: all steps are done."""
         assert self._saved is not None, "found"
         self._saved.close()
         self.saved_at = found.manifest.step
@@ -187,7 +187,7 @@ class RunCheckpoints:
         return _progress(manifest)
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
-        """Let W&B go on with the same run, also where its own file was lost."""
+        """Let W&B continue the same run, even if its own file was lost."""
         if manifest.wandb_id is not None and not self.directory.wandb_state.exists():
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
             posted.save(self.directory.wandb_state)
@@ -233,7 +233,7 @@ class RunCheckpoints:
             return saved
         step = saved.manifest.step
         if saved.problem is not None:
-            self._warn(f"step {step} was not saved, training goes on: {saved.problem}")
+            self._warn(f"step {step} was not saved, training continues: {saved.problem}")
             return saved
         if saved.complaint is not None:
             self._warn(f"step {step} was saved, tidying up failed: {saved.complaint}")

@@ -15,7 +15,7 @@ from toolkit.train.phases import Phases
 def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     """Write RUN/export from the checkpoint of `step`, unless that was done and is there.
 
-    Replaces the export of another step, and one of which a file is missing or cut short.
+    Replaces the export of another step, and one with a missing or truncated file.
     Raises as `export` does.
     """
     recorded = _recorded(run, step)

@@ -1,4 +1,4 @@
-"""What a run that continues from a checkpoint takes over, told before anything is started."""
+"""What a run that continues from a checkpoint takes over, reported before it starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class StateRow(NamedTuple):
 
     what: str
     verdict: Verdict
-    """`kept`: goes on as it was; `changed`: goes on, but otherwise; `refused`: this recipe
-    cannot continue the run."""
+    """`kept`: continues unchanged; `changed`: continues with a difference; `refused`: this
+    recipe cannot continue the run."""
     why: str
 
 
@@ -54,7 +54,7 @@ class Pairing:
     def rows(self) -> list[StateRow]:
         """Every part of the state, the weights first."""
         settings = _Settings.of(self.manifest.recipe, self.recipe)
-        settings.take(*_DISTRIBUTION, free=True)  # told as layouts
+        settings.take(*_DISTRIBUTION, free=True)  # reported as layouts
         return [
             self._weights(settings.take("model")),
             self._schedule(
@@ -86,13 +86,13 @@ class Pairing:
             return StateRow(what, "refused", "; ".join(changed))
         total = self.recipe.training.total_steps()
         if total is None:
-            told = f"goes on after step {step:,} of {self.recipe.training.epochs:g} epochs"
+            told = f"continues after step {step:,} of {self.recipe.training.epochs:g} epochs"
             return StateRow(what, "changed" if length else "kept", "; ".join([told, *length]))
         if step >= total:
             return StateRow(
                 what, "changed", f"all {total:,} steps are done: nothing is left to train"
             )
-        told = f"goes on after step {step:,} of {total:,}"
+        told = f"continues after step {step:,} of {total:,}"
         if not length:
             return StateRow(what, "kept", told)
         return StateRow(what, "changed", "; ".join([told, *length, *self._rates(total)]))
@@ -115,7 +115,7 @@ class Pairing:
         if changed:
             return StateRow("data cursor", "refused", "; ".join(changed))
         consumed = self.manifest.consumed_samples
-        told = f"goes on after {consumed:,} sequences; a launch compares the data itself"
+        told = f"continues after {consumed:,} sequences; a launch compares the data itself"
         return StateRow("data cursor", "kept", told)
 
     def _precision(self, changed: Sequence[str]) -> StateRow:
@@ -127,7 +127,7 @@ class Pairing:
         if self.recipe.training.precision != "fp16":
             return StateRow("loss scale", "kept", "none: only fp16 has one")
         if self.manifest.loss_scale is None:
-            return StateRow("loss scale", "changed", "none was saved: the scaler begins anew")
+            return StateRow("loss scale", "changed", "none was saved: the scaler starts again")
         told = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
         return StateRow("loss scale", "kept", told)
 
@@ -153,7 +153,7 @@ class Pairing:
     def _layout(self) -> StateRow:
         then = layout_text(self.manifest.engine, self.manifest.model, self.manifest.layout)
         if self._same_layout:
-            return StateRow("layout", "kept", f"{then}: bitwise the run without a break")
+            return StateRow("layout", "kept", f"{then}: bitwise the uninterrupted run")
         now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
         told = f"{then} then, {now} now: the same up to the rounding of sums"
         return StateRow("layout", "changed", told)
@@ -226,7 +226,7 @@ def _packages(versions: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 class _Settings:
-    """Settings that differ, each told once, in the row that it belongs to."""
+    """Settings that differ, each reported once, in the row that it belongs to."""
 
     def __init__(self, changed: dict[str, str]) -> None:
         self._left = changed
@@ -243,7 +243,7 @@ class _Settings:
         )
 
     def take(self, *sections: str, free: bool = False) -> list[str]:
-        """The differences in some sections; they are not told again.
+        """The differences in some sections; they are not reported again.
 
         `free`: those that a resumed run may have, else those that it may not.
         """
@@ -256,7 +256,7 @@ class _Settings:
         return [self._left.pop(key) for key in keys]
 
     def rest(self) -> dict[str, str]:
-        """Those that no row told."""
+        """Those that no row reported."""
         return self._left
 
 

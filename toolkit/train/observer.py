@@ -239,7 +239,7 @@ class Observer:
         self.run.checkpoints.finish()
 
     def compare(self, progress: Progress) -> None:
-        """Write the plan's prediction beside what was measured. Collective."""
+        """Write the plan's prediction next to what was measured. Collective."""
         prediction = self.run.prediction
         if prediction is None or not self._seconds:
             return  # resumed at the end: there was nothing left to train

@@ -1,7 +1,7 @@
 """Do ranks that must hold the same weights hold the same? If not, which one is odd?
 
 A flipped bit, a broken link or a nondeterministic kernel lets replicas drift apart without a
-word: every one goes on with its own weights. A digest per weight is compared here.
+word: each continues with its own weights. A digest per weight is compared here.
 """
 
 import socket
@@ -65,7 +65,7 @@ class ReplicaCheck:
         self._said_nothing_to_compare = False
 
     def check(self, step: int) -> str | None:
-        """Compare now; collective. Returns what the user should be told, once.
+        """Compare now; collective. Returns what should be reported, once.
 
         Raises RunFailed naming the ranks that differ and the first weight in which they do.
         """
@@ -95,7 +95,7 @@ class ReplicaCheck:
 
 
 def weight_digests(engine: Engine) -> dict[str, int]:
-    """A digest of every weight of which this rank holds all that its replicas hold."""
+    """A digest of every weight that this rank holds as completely as its replicas."""
     named = [(name, digest(weight)) for name, weight in engine.replicated_weights()]
     if not named:
         return {}
@@ -163,7 +163,7 @@ def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
     renamed = ", ".join(path.name for path in suspect)
     said = f"{renamed} got the ending .suspect: saved since then; " if suspect else ""
     if suspect and suspect == folders:
-        return f"{said}no checkpoint is left from before: start anew in another directory"
+        return f"{said}no checkpoint is left from before: start again in another directory"
     return f"{said}start the same command again"
 
 
@@ -175,7 +175,7 @@ def _failure(
     if clear:
         differ = f"{places}: other weights than most replicas"
     else:
-        differ = f"{places}: weights differ between them, and no majority says which are right"
+        differ = f"{places}: weights differ between them, and there is no majority"
     return RunFailed(
         f"step {step}: {differ}; first in {first_difference(holdings)}",
         fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "

@@ -60,7 +60,7 @@ class StopRequest:
                 raise KeyboardInterrupt
 
     def ask(self, *numbers: float) -> None:
-        """Begin a step's one reduction: may we go on, and what is the sum of each number?
+        """Begin a step's one reduction: may we continue, and what is the sum of each number?
 
         Every rank calls it before a step and `agreed` after it: the reduction runs while the
         step does, and neither costs its latency.

@@ -1,6 +1,6 @@
 """Finding a rank that hangs: heartbeats of all ranks, and a time limit for each one's work.
 
-Every rank has a thread that rewrites RUN/heartbeats/rank-N.json. It goes on while the main
+Every rank has a thread that rewrites RUN/heartbeats/rank-N.json. It continues while the main
 thread waits or hangs, so a file that stands still means a process that does (SIGSTOP, a dead
 machine). The main thread marks what it begins and ends; without a mark for the time limit,
 every rank writes its stacks to its log, one of them says what all are doing, and all exit.
@@ -50,7 +50,7 @@ _TELLING_S = 10.0
 """How long a rank that is to end may take to write down why: the disk may be what hangs."""
 _STUCK_LIMITS = 2.0
 """Time limits after which a rank that cannot even count is ended. More than one: a job that was
-paused as a whole looks the same when it goes on."""
+paused as a whole looks the same when it continues."""
 
 
 _FIRST_STEP_LIMITS = 3.0
@@ -176,7 +176,7 @@ class Watchdog:
         self._log.close()
 
     def mark(self, doing: str, step: int, trained_s: float = 0.0) -> None:
-        """The main thread has begun or ended something: its time begins anew."""
+        """The main thread has begun or ended something: its time starts again."""
         self._mine.doing, self._mine.step = doing, step
         self._mine.trained_s += trained_s
         self._mine.marks += 1
@@ -197,7 +197,7 @@ class Watchdog:
 
     @property
     def _claim(self) -> Path:
-        """Made by the one rank (of those that share a disk) that tells of the hang."""
+        """Made by the one rank (of those that share a disk) that reports the hang."""
         return self._run.heartbeats / "hang"
 
     def _write(self) -> None:
@@ -244,7 +244,7 @@ class Watchdog:
         idle_s = self._idle_s
         self._mine.where = _innermost(self._main)
         before = self._all()
-        time.sleep(looking_s)  # Heartbeats go on in their own thread.
+        time.sleep(looking_s)  # Heartbeats continue in their own thread.
         fields = diagnosis(before, self._all())
         if self._is_first():
             message = f"hang: nothing done for {self._limit_s:g} s; {fields.pop('message')}"
@@ -304,7 +304,7 @@ def diagnosis(
     """Which ranks hang, from two looks at all heartbeats: fields of a `hang` event.
 
     `ranks`: those whose heartbeat stands still, else those that have done less than the
-    others, else none: then all wait in the same step, and `where` tells them apart. Ranks
+    others, else none: then all wait in the same step, and `where` distinguishes them. Ranks
     whose file is on another machine's disk say nothing.
     """
     seen = {rank: beat for rank, beat in after.items() if beat is not None}

@@ -70,7 +70,7 @@ PEER_FAILED_PAUSE_S = 1.0
 
 
 def train_run_directory(path: Path) -> int:
-    """Train what the run directory says; return the exit code of this rank."""
+    """Train as the run directory states; return the exit code of this rank."""
     return _guarded(lambda ranks: read_assignment(path, ranks.world))
 
 

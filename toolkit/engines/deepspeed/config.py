@@ -213,7 +213,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "train_batch_size": layout.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
         "gradient_accumulation_steps": layout.gradient_accumulation,
-        # DeepSpeed clips at 1.0 unless told not to.
+        # DeepSpeed clips at 1.0 unless configured not to.
         "gradient_clipping": optimizer.clip_grad_norm or 0.0,
         "bf16.enabled": request.precision == "bf16",
         "fp16.enabled": request.precision == "fp16",

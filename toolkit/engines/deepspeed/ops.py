@@ -104,7 +104,7 @@ def preflight(ops: Sequence[str]) -> None:
 
 
 def put_ninja_on_path() -> None:
-    """Let this process and its children use the `ninja` installed beside this Python.
+    """Let this process and its children use the `ninja` installed next to this Python.
 
     A `dmt` started by its full path, without the environment activated, would find none,
     or the system's: what one version of ninja has built, another builds again.
@@ -371,7 +371,7 @@ def _failed(op: str, how: str, log: Path) -> BackendUnavailable:
     first = f": {errors[0][:300]}" if errors else ""
     return BackendUnavailable(
         f"building DeepSpeed op {op} {how}{first}",
-        fix=f"the build's log says why: {log}",
+        fix=f"the build's log has the reason: {log}",
     )
 
 

@@ -62,7 +62,7 @@ def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterat
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
     if masters is None:  # stage 1 in bf16 has an optimizer of its own
         masters = optimizer.fp32_groups_flat_partition
-    for weight in masters:  # also one of which this rank holds padding only: its step counts
+    for weight in masters:  # also one whose padding alone this rank holds: its step counts
         adam.moments(optimizer.optimizer, weight)
     for index, (parameter, place) in enumerate(placed):
         if not parameter.requires_grad:
@@ -114,7 +114,7 @@ class SwappedShard(StateShard):
     """A stage-3 shard whose states are on NVMe outside the step, read and written one by one.
 
     DeepSpeed's own checkpoints do not bring back what was swapped: a resumed run would
-    silently go on with other weights.
+    silently continue with other weights.
     """
 
     in_memory = False

@@ -1,6 +1,6 @@
 """Renders a plan as arguments of Megatron-LM's own script, `pretrain_gpt.py`.
 
-What `megatron.json` says is said again in Megatron-LM's flags, one to a line and quoted, so
+The content of `megatron.json` as Megatron-LM's flags, one to a line and quoted, so
 that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is dropped: what would
 change the training and has no flag is a Problem; what only surrounds it is a note to the user.
 
@@ -216,7 +216,7 @@ def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
 
 
 def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """What of the model `pretrain_gpt.py` cannot be told."""
+    """What of the model `pretrain_gpt.py` cannot express."""
     transformer, gpt = config["transformer"], config["gpt"]
 
     def problem(found: str, allowed: str) -> Problem:
@@ -240,7 +240,7 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
     said |= {*GPT_VALUES, *GPT_SWITCHES, *_GPT_OTHERS}
     for name in (*transformer, *gpt):
         if name not in said:
-            yield problem(f"what needs megatron-core's {name}", "no argument says this")
+            yield problem(f"what needs megatron-core's {name}", "no argument expresses this")
 
 
 _LAUNCH_INSTEAD = "train it with `dmt launch`"

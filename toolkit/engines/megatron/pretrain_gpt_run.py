@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM's `pretrain_gpt.py` beside model and optimizer.
+"""The arguments of Megatron-LM's `pretrain_gpt.py` besides model and optimizer.
 
 Batch, schedule, data and intervals, and the notes on what surrounds a run. Megatron-LM's
 arguments are those of core_v0.16.1.
@@ -25,7 +25,7 @@ Arguments = Iterator[tuple[str, ...]]
 
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What of the run `pretrain_gpt.py` cannot be told."""
+    """What of the run `pretrain_gpt.py` cannot express."""
     if recipe.training.total_steps() is None:
         yield Problem(
             "training.epochs",

@@ -74,7 +74,7 @@ class DataParallelEngine:
         skipped = refusal(count, mean_loss, max_loss, norm)
         if skipped is None:
             self._update(learning_rate, norm)
-        # That fp16's scale is too high is said by gradients, not by a refused loss.
+        # fp16's scale is lowered for gradients that overflow, not for a refused loss.
         keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
         self.scaler.update(self.scaler.get_scale() if keep_scale else None)
         self.optimizer.zero_grad()

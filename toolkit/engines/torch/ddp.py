@@ -46,11 +46,11 @@ class DdpEngine(DataParallelEngine):
         self.optimizer = self.new_optimizer(self.model, fused=True)
 
     def _settle_buckets(self) -> None:
-        """Do one backward pass for nothing.
+        """Do one backward pass without effect.
 
-        DDP orders its gradient buckets anew behind the first one, and with them the sums over
-        ranks: the first step of a resumed run would differ from the unbroken one's in the last
-        digits.
+        DDP reorders its gradient buckets after the first one, and with them the sums over
+        ranks: the first step of a resumed run would differ from the uninterrupted run's in the
+        last digits.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         torch.autograd.backward(hf.log_probs(self.replica, MicroBatch(tokens, tokens)).sum())

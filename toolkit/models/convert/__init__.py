@@ -2,7 +2,7 @@
 
 A piece of one tensor is in memory at a time. The Megatron side is megatron-core's `torch_dist`
 format, whose tensors are whole: one checkpoint serves every TP, PP and EP. What the Megatron
-side has no place for (config, tokenizer, names of tensors) is kept beside it in `hf/`, so that
+side has no place for (config, tokenizer, names of tensors) is kept next to it in `hf/`, so that
 the way back restores the folder.
 
 The result appears under its name when it is complete; before that it is a hidden folder
@@ -31,7 +31,7 @@ def check_destination(src: Path, dst: Path, nbytes: int) -> None:
         )
     parent = next(above for above in dst.absolute().parents if os.path.lexists(above))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise DataError(f"{dst} cannot be made: {parent} is no folder that you can write to")
+        raise DataError(f"{dst} cannot be created: {parent} is not a writable folder")
     if os.path.lexists(dst) and (not os.access(dst, os.R_OK) or not _is_empty(dst)):
         raise DataError(f"{dst} exists and is not empty", fix="name a new folder")
     if dst.resolve().is_relative_to(src.resolve()):
@@ -50,7 +50,7 @@ def _is_empty(folder: Path) -> bool:
 
 @contextmanager
 def appearing(dst: Path) -> Iterator[Path]:
-    """A hidden folder beside `dst` that takes its name at the end, or goes when that fails.
+    """A hidden folder next to `dst` that gets its name at the end, or is removed on failure.
 
     Raises DataError when reading or writing a file fails on the way.
     """

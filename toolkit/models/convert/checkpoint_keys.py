@@ -30,7 +30,7 @@ class TensorLocation:
 
     @property
     def extra_state(self) -> str | None:
-        """Key of the object that megatron-core's linear layers save beside their weight."""
+        """Key of the object that megatron-core's linear layers save besides their weight."""
         if not re.search(r"\.linear_\w+\.weight$", self.key):
             return None
         offset = ".".join(map(str, self.index or (0,)))

@@ -20,7 +20,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Megatron-LM's name for weights that belong to no training step."""
 KEPT = "hf"
-"""Folder beside the iterations, with what belongs to the Hugging Face side alone."""
+"""Folder next to the iterations, with what belongs to the Hugging Face side alone."""
 NAMES_FILE = "tensors.json"
 """In `KEPT`: the names of the tensors in the Hugging Face files."""
 UNMAPPED_FILE = "unmapped.safetensors"
@@ -110,7 +110,7 @@ def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
     """
     if not src.is_dir():
         raise DataError(
-            f"{src} is no folder",
+            f"{src} is not a folder",
             fix="name a folder on this machine (`hf download MODEL --local-dir FOLDER` makes "
             "one of a model on the hub)",
         )
@@ -203,7 +203,7 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         raise DataError(
             f"{path}: quantized weights are not converted", fix="use the unquantized model"
         )
-    # A checkpoint does not depend on dropout, of which Megatron has fewer kinds.
+    # A checkpoint does not depend on dropout, and Megatron has fewer kinds of it.
     config = {k: v for k, v in stated.items() if k in known and k not in DROPOUT_KEYS}
     if problems := check_config(config):
         lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
@@ -216,7 +216,7 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The config with keys beside the map of rotary settings moved into it.
+    """The config with rotary keys outside the rotary map moved into it.
 
     transformers' models do so: `original_max_position_embeddings` replaces what the map
     says, `partial_rotary_factor` stands where the map is silent. The latter is not read in

@@ -33,13 +33,13 @@ PIECE_ELEMENTS = 1 << 25
 _TRAINING_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|.*\._extra_state")
 """Keys of tensors that are no weights; all others of a checkpoint must be the model's."""
 _MEGATRON_LM_MULTIPLES = tuple(128 * tp for tp in range(1, 65))
-"""To what Megatron-LM pads the vocabulary unless told otherwise: 128 for each TP rank."""
+"""The multiple to which Megatron-LM pads the vocabulary by default: 128 for each TP rank."""
 
 
 class ToHuggingFace:
     """The conversion of one checkpoint.
 
-    `vocab_multiple` is to what its vocabulary may be padded beside Megatron-LM's defaults.
+    `vocab_multiple`: its vocabulary may be padded to this, besides Megatron-LM's defaults.
     Raises CheckpointError when config and keys differ, or a file is damaged.
     """
 
@@ -69,7 +69,7 @@ class ToHuggingFace:
                 shutil.copyfile(file, folder / file.name)
 
     def _kept(self, name: str) -> Path | None:
-        """A file that the conversion to Megatron left beside the config."""
+        """A file that the conversion to Megatron left next to the config."""
         folder = self.source.companions
         return folder / name if folder is not None and (folder / name).is_file() else None
 
@@ -117,7 +117,7 @@ class ToHuggingFace:
                 f"vocab_size {rows} of {self.source.config_file}; they hold values and are no "
                 "padding to a multiple of 128 for each TP rank",
                 fix=f"set vocab_size: {padded} in that config to keep them, or say with "
-                "--vocab-multiple to what they are padded",
+                "--vocab-multiple to the multiple of the padding",
             )
         note = f"{extra} rows of padding beyond vocab_size ({rows}) are left out"
         self.notes = tuple(dict.fromkeys((*self.notes, note)))
@@ -138,14 +138,14 @@ class ToHuggingFace:
             names = read_json(kept)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{kept} cannot be read: {error}") from error
-        # A tied head is named where the Hugging Face folder stored it beside the embedding.
+        # A tied head is named where the Hugging Face folder stored it besides the embedding.
         if (
             not isinstance(names, dict)
             or names.keys() - {TIED_HEAD} != self._tensors.keys() - {TIED_HEAD}
             or not names.keys() >= self._tensors.keys()
             or not all(isinstance(name, str) and name for name in names.values())
         ):
-            raise CheckpointError(f"{kept} does not fit the config beside it")
+            raise CheckpointError(f"{kept} does not fit the config next to it")
         return names
 
     def _entries(self) -> Iterator[TensorToWrite]:
@@ -155,7 +155,7 @@ class ToHuggingFace:
             yield self._entry(stored, self._tensors.get(name, embedding))
 
     def _unmapped(self) -> Iterator[TensorToWrite]:
-        """Tensors that the Hugging Face folder had beside the model's."""
+        """Tensors that the Hugging Face folder had besides the model's."""
         kept = self._kept(UNMAPPED_FILE)
         if kept is not None:
             stored = SafetensorsFolder(kept.parent, only=kept.name)

@@ -56,7 +56,7 @@ class MegatronModel:
     """Attention and MLP both read the layer's input (gpt_neox); megatron-core's own layer
     feeds the MLP with what attention returns."""
     moe_layers: frozenset[int] = frozenset()
-    """Layers with experts in place of a dense MLP."""
+    """Layers with experts instead of a dense MLP."""
     padding_token: int | None = None
     """Token whose input embedding gets no gradient; None when all are trained."""
 

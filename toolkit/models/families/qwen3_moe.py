@@ -1,4 +1,4 @@
-"""Qwen3-MoE: qwen3 in which chosen layers hold experts in place of a dense MLP."""
+"""Qwen3-MoE: qwen3 in which chosen layers hold experts instead of a dense MLP."""
 
 from collections.abc import Mapping
 

@@ -110,7 +110,7 @@ def seed_dropout() -> None:
 
 
 def leave_groups() -> None:
-    """Destroy what `join_groups` created: the threads of a forgotten group go on."""
+    """Destroy what `join_groups` created: the threads of a forgotten group continue."""
     groups = set(parallel_state._global_process_group_list or ())
     parallel_state.destroy_model_parallel()
     for group in groups - {None, dist.GroupMember.NON_GROUP_MEMBER}:

@@ -98,7 +98,7 @@ def layer_activations(
         stored = _every_second_product(workload, sizes, tp)
     elif recompute == "selective":
         stored = _without_scores(workload, sizes, whole)
-    # The last recomputed layer is whole in memory again, beside the gradients.
+    # The last recomputed layer is whole in memory again, alongside the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
     return Activations(stored, again + _gradients(workload, sizes))
 

@@ -103,7 +103,7 @@ TABLE: Mapping[str, Constant] = {
     "link.shared": Constant(0.50, "assumed: gloo on one host"),
     "link.host": Constant(0.80, "assumed: pinned copies over PCIe"),
     "link.nvme": Constant(0.80, "assumed: large sequential reads and writes"),
-    # Seconds lost per second of traffic that runs beside computation: NCCL's kernels take
+    # Seconds lost per second of traffic that runs alongside computation: NCCL's kernels take
     # multiprocessors and memory bandwidth, and units wait for each other.
     "overlap.megatron": Constant(0.27, "calibrated: dgxc_benchmarking", 0.3, 0.4),
     "overlap.fsdp": Constant(0.9, "calibrated: llm_foundry, torchtitan", 0.5, 0.4),
@@ -114,7 +114,7 @@ TABLE: Mapping[str, Constant] = {
     # Host and clock.
     "kernel.launch_s": Constant(6e-6, "assumed: one PyTorch operator on the host"),
     "kernel.gap_s": Constant(2e-6, "assumed: between two kernels of a stream"),
-    # On a CPU nothing runs beside the host: what starting an operator takes is added.
+    # On a CPU nothing runs alongside the host: the time to start an operator is added.
     "kernel.gap_s.cpu": Constant(12e-6, "measured: a transformers Llama layer on 8 tokens"),
     "step.host_s": Constant(5e-3, "assumed: data, clipping, schedule, logging"),
     # Standard deviation of the nodes' speed.

@@ -53,7 +53,7 @@ class EngineCost:
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """Bytes of logits and loss at their peak, per logit: PyTorch's cross entropy keeps the
-        fp32 log softmax and makes its gradient and the logits' beside it."""
+        fp32 log softmax and makes its gradient and the logits' next to it."""
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:

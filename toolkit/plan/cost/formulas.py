@@ -1,6 +1,6 @@
 """Model states from parameter counts alone, as published formulas define them.
 
-For models of which only the number of parameters is known, and to compare with the tools
+For models known only by their number of parameters, and to compare with the tools
 that print these figures. What a run of this toolkit needs is in `toolkit.plan.cost.memory`.
 """
 

@@ -281,7 +281,7 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
 
 
 def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Buckets and gathered weights; none where there is nobody to send to."""
+    """Buckets and gathered weights; none where there is no other rank."""
     if layout.dp * layout.cp == 1:
         return 0.0
     return workload.cost.buffers(layout, compute_bytes(workload), share)

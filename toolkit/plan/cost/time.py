@@ -62,7 +62,7 @@ class StepTime:
     """Waiting for other pipeline stages."""
     optimizer_s: float
     offload_s: float
-    """Transfers to and from host and NVMe beyond what runs beside computation."""
+    """Transfers to and from host and NVMe beyond what runs alongside computation."""
     overhead_s: float
     """Host work per step, and waiting for the slowest node."""
     stages: tuple[StageTime, ...]
@@ -246,7 +246,7 @@ def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
     """Messages of a rank that computation waits for.
 
     1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
-    schedule of today's Megatron can do so beside the next chunk's computation. Filling and
+    schedule of today's Megatron can do so alongside the next chunk's computation. Filling and
     draining the pipeline waits for every message.
     """
     layout = place.layout

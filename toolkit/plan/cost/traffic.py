@@ -1,6 +1,6 @@
 """What ranks send each other in a step, and how long computation waits for it.
 
-Every function returns exposed seconds: what runs beside computation counts only where it
+Every function returns exposed seconds: what runs alongside computation counts only where it
 takes longer than that, or by the share that it slows computation down.
 """
 
@@ -94,7 +94,7 @@ def layer_tensor_s(place: PlacedLayout) -> float:
 def _backward_share(place: PlacedLayout) -> float:
     """Exposed tensor-parallel traffic of the backward pass relative to the forward pass.
 
-    The collectives of column-parallel products run beside the gradients of their weights:
+    The collectives of column-parallel products run alongside the gradients of their weights:
     all of the backward pass without sequence parallel, half of it with it.
     """
     if place.workload.tensor_overlap != "backward":
@@ -179,9 +179,9 @@ def _sharded_s(
 def _replicated_s(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """Gradients are reduced once a step, beside the last micro batch's backward pass; with a
-    sharded optimizer, weights are then gathered beside the first forward pass (DeepSpeed:
-    beside nothing)."""
+    """Gradients are reduced once a step, alongside the last micro batch's backward pass; with a
+    sharded optimizer, weights are then gathered alongside the first forward pass (DeepSpeed:
+    with no overlap)."""
     layout, workload = place.layout, place.workload
     ring = place.group(layout.dp * layout.cp, layout.tp)
     size = reduce_bytes(workload) * share.trained.parameters
@@ -213,5 +213,5 @@ def tied_embedding_s(place: PlacedLayout) -> float:
 
 
 def _exposed(sent: float, beside: float, slowed: float) -> float:
-    """What is left of traffic beside computation, or what it slows computation down by."""
+    """Traffic that computation does not hide, or the time by which it slows computation."""
     return max(sent - beside, slowed * sent)

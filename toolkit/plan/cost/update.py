@@ -43,8 +43,8 @@ def offload_s(
 ) -> float:
     """Seconds per step that transfers to and from host and NVMe add.
 
-    Gradients leave beside the backward passes and weights return after the update
-    (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states beside the update
+    Gradients leave alongside the backward passes and weights return after the update
+    (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states alongside the update
     (ZeRO-Infinity, arXiv:2104.07857). Offloaded weights come back for every pass: in 16 bits,
     but FSDP sends those that it updates, in fp32, and nothing besides.
     """

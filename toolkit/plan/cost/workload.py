@@ -38,12 +38,12 @@ class Workload:
     reduce_bytes: int | None = None
     """Bytes per gradient element on the wire; None: what the engine does by itself."""
     tensor_overlap: TensorOverlap = "backward"
-    """Collectives of tensor and sequence parallel that run beside matrix products. backward:
-    beside the gradients of the weights (Megatron since 2022); all: also cut into pieces beside
-    the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
+    """Collectives of tensor and sequence parallel that run alongside matrix products. backward:
+    alongside the gradients of the weights (Megatron since 2022); all: also cut into pieces next
+    to the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
     parallel)."""
     pipeline_overlap: bool = True
-    """Messages of the interleaved schedule run beside the next chunk."""
+    """Messages of the interleaved schedule run alongside the next chunk."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None

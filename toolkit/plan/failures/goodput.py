@@ -5,7 +5,7 @@ rate (a Poisson process): the job's mean time between failures M is that of one 
 by the number of GPUs. A save stops training for δ seconds (`stall_s`) and is of use once it
 is committed, w seconds later (`commit_s`): zero where training waits for the disk. A failure
 costs the work since the last committed save, and R seconds (`restart_s`) until training goes
-on, which a further failure starts anew.
+on, which a further failure starts again.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum
@@ -25,11 +25,11 @@ class Failures:
     mtbf_s: float
     """Mean time between failures of the whole job, M."""
     stall_s: float
-    """Training stands still for a save, δ."""
+    """Training waits for a save, δ."""
     commit_s: float
     """From the end of the stall until the save counts, w."""
     restart_s: float
-    """From a failure until training goes on, R."""
+    """From a failure until training continues, R."""
 
     @property
     def shortest_interval_s(self) -> float:
@@ -44,7 +44,7 @@ class Shares:
     goodput: float
     """Training that is never done again."""
     saving: float
-    """Training stands still for saves."""
+    """Training waits for saves."""
     replay: float
     """Training that a failure undoes."""
     restart: float

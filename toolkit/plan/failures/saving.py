@@ -111,8 +111,8 @@ def goodput_as_written(job: PlannedRun, assumed: Assumptions) -> float | None:
 def failures(job: PlannedRun, gpus: int, assumed: Assumptions) -> Failures:
     """What a save and a failure cost when the same state is spread evenly over `gpus`.
 
-    DMT saves asynchronously: training stands still while every accelerator copies its part to
-    host memory, and goes on while the nodes write.
+    DMT saves asynchronously: training waits while every accelerator copies its part to
+    host memory, and continues while the nodes write.
     """
     nodes = math.ceil(gpus / job.cluster.gpus_per_node)
     transfer_s = job.checkpoint_bytes / (nodes * assumed.checkpoint_gbps * GIGA)

@@ -68,7 +68,7 @@ def timetable(stages: Sequence[StageTime], micro_batches: int, vpp: int = 1) -> 
                 one = order[len(done[rank])]
                 source = _source(rank, one, len(stages), vpp)
                 if source is not None and source not in arrived:
-                    break  # another rank has to go on first
+                    break  # another rank has to continue first
                 free_s = done[rank][-1].sent_s if done[rank] else 0.0
                 start_s = max(free_s, arrived[source] if source else 0.0)
                 slot = _slot(rank, one, start_s, stages, vpp)
