@@ -26,8 +26,8 @@ Mtbf = Annotated[
     float | None,
     typer.Option(
         metavar="HOURS",
-        help="Also show how often to save and what failures cost: mean time between failures of "
-        "one GPU with all that it needs (Llama 3: 50,700).",
+        help="Also show how often to save and what failures cost: mean time between failures "
+        "of one GPU with all that it needs (Llama 3: 50,700).",
     ),
 ]
 CheckpointSpeed = Annotated[
