@@ -101,8 +101,10 @@ HALF_PRECISION = [
 
 
 @cache
-def _reference(freeze: tuple[str, ...], family: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return reference(family=dict(family), frozen=FROZEN[freeze])
+def _reference(
+    freeze: tuple[str, ...], family: tuple[tuple[str, Any], ...], wide: bool
+) -> dict[str, Any]:
+    return reference(family=dict(family), wide=wide, frozen=FROZEN[freeze])
 
 
 def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> None:
@@ -110,7 +112,7 @@ def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> 
     for case in cases:
         print(case.name)
         ranks = [results[case.name] for results in found]
-        expected = _reference(case.freeze, tuple(case.family.items()))
+        expected = _reference(case.freeze, tuple(case.family.items()), case.wide)
         for quantity in ("loss", "grad_norm"):
             wanted = expected[quantity][:STEPS]
             assert ranks[0][quantity] == pytest.approx(wanted, rel=tolerance)
@@ -158,6 +160,19 @@ def test_16_bits(tmp_path: Path) -> None:
 def test_offload(tmp_path: Path) -> None:
     cases = [deepspeed(stage, BOTTOM, offload="cpu") for stage in (1, 2, 3)]
     check([*cases, fsdp(3, BOTTOM, offload="cpu")], 2, tmp_path, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+def test_nvme(tmp_path: Path) -> None:
+    """The embedding is large enough for DeepSpeed to move it to the disk."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    case = Case(
+        "deepspeed", 2, stage=3, offload="nvme", nvme_path=str(swap), wide=True,
+        freeze=EMBEDDING,
+    )  # fmt: skip
+    check([case], 2, tmp_path, 1e-4)
 
 
 @pytest.mark.slow

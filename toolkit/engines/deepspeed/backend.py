@@ -15,7 +15,7 @@ from toolkit.engines.deepspeed.config import (
     stage_of,
 )
 from toolkit.engines.deepspeed.extra import checked_extra
-from toolkit.errors import Problem
+from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -145,7 +145,17 @@ class DeepSpeedBackend(Backend):
             zero.extra or {},
             first_loss_scale(precision),
         )
-        return render(request)
+        rendered: dict[str, Any] = render(request)
+        quantized = "zero_quantized_nontrainable_weights"
+        if recipe.model.freeze and rendered.get("zero_optimization", {}).get(quantized):
+            problem = Problem(
+                "model.freeze",
+                f"frozen parameters with {quantized}: true",
+                "weights that keep their values: DeepSpeed would replace them by rounded ones",
+                f"remove {quantized} from {zero.config}",
+            )
+            raise RecipeError([problem])
+        return rendered
 
     def prepare(self, config: Mapping[str, Any], report: Callable[[str], None]) -> None:
         """Build its operators, which DeepSpeed would compile one rank at a time."""

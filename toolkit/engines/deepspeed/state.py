@@ -90,8 +90,7 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
         start = copy * size
         blocks = cut(place.blocks, start, start + size)
         if not parameter.requires_grad:
-            weight = {"weight": parameter.ds_tensor}  # type: ignore[attr-defined]
-            yield StateShard(blocks, weight, saved_here=place.saved_here)
+            yield FrozenShard(parameter, blocks, saved_here=place.saved_here)
             continue
         if optimizer.swap_optimizer:
             yield SwappedShard(optimizer, parameter, blocks, saved_here=place.saved_here)
@@ -138,6 +137,32 @@ class SwappedShard(StateShard):
         whole = self.get(quantity)
         whole[: values.numel()] = values
         self._optimizer.set_local_hp_param(whole, self._parameter, SWAPPED_KEYS[quantity])
+
+
+class FrozenShard(StateShard):
+    """A stage-3 shard of a weight that does not train; where it is offloaded to NVMe, read from
+    there. What is put into it is what the model was built with."""
+
+    in_memory = False
+    quantities = QUANTITIES[:1]
+
+    def __init__(self, parameter: nn.Parameter, blocks: Any, *, saved_here: bool) -> None:
+        super().__init__(blocks, {}, saved_here=saved_here)
+        self._parameter: Any = parameter
+
+    def get(self, quantity: str) -> Tensor:
+        """See `StateShard.get`; a copy."""
+        assert quantity in self.quantities
+        shard = self._parameter.ds_tensor
+        values = torch.empty(shard.ds_numel, dtype=shard.dtype)
+        if shard.status.name == "AVAILABLE":
+            values.copy_(shard.detach().view(-1))
+        else:
+            self._parameter.nvme_swapper.swap_into_buffer(self._parameter, values)
+        return values.float()
+
+    def put(self, quantity: str, values: Tensor) -> None:
+        """See `StateShard.put`; nothing."""
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any]:
