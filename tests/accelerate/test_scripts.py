@@ -82,7 +82,7 @@ def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -
     """axolotl#394, a stray Accelerate configuration switched FSDP on."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(PlanError, match=r"told to use fsdp, .* the engine deepspeed"):
+    with pytest.raises(PlanError, match=r"is configured for fsdp, .* the engine deepspeed"):
         planned_for_launcher(TINY, [])
     _, plan = planned_for_launcher(TINY, ["parallel.engine=fsdp"])
     assert plan.engine == "fsdp"

@@ -13,7 +13,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules.models import Job, problems
+from toolkit.plan.rules.models import PlanRequest, problems
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.rehearse.shrink import shrink_freeze
 
@@ -32,7 +32,7 @@ def freezing(*patterns: str, config: dict[str, Any] = TINY, **parallel: Any) -> 
 
 
 def problem_of(wanted: Recipe) -> str:
-    job = Job(
+    job = PlanRequest(
         wanted.parallel, wanted.cluster, wanted.training, wanted.model.config or {},
         wanted.model.freeze,
     )  # fmt: skip
