@@ -151,7 +151,8 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
     engine = build_engine(plan.engine, setup)
     layout = plan.layout
     tokens = torch.zeros(layout.micro_batch, asked.training.sequence_length, dtype=torch.int64)
-    engine.train_step([MicroBatch(tokens, tokens)] * layout.gradient_accumulation, 1e-3)
+    batches = [MicroBatch(tokens, tokens)] * layout.gradient_accumulation
+    engine.train_step(batches, tokens.numel() * len(batches) * layout.dp, 1e-3)
     store = CheckpointStore(Path(folder), keep=1)
     empty = Manifest(0, 0, 1, None, (), "", plan.engine, plan.model, layout, {}, {})
     seconds = {}

@@ -35,6 +35,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 SEQUENCES, LENGTH = 2, 16
+RESTARTING = torch.stack([torch.arange(LENGTH) % 5, torch.arange(LENGTH) % 11])
+"""Positions of the losses; logits have 0, 1, 2, …"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,14 @@ def reference(folder: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.config._experts_implementation = "eager"
     logits = model.eval()(input_ids=tokens[:, :-1], use_cache=False).logits
-    losses = cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    # With a mask: otherwise transformers isolates what it takes for documents.
+    restarted = model(
+        input_ids=tokens[:, :-1],
+        position_ids=RESTARTING,
+        attention_mask=torch.ones_like(RESTARTING),
+        use_cache=False,
+    ).logits
+    losses = cross_entropy(restarted.transpose(1, 2), tokens[:, 1:], reduction="none")
     return logits, losses
 
 
@@ -74,7 +83,7 @@ def outputs(chunks: list[megatron.GPTChunk], tokens: Tensor, *, losses: bool) ->
 
     def forward(_: object, chunk: megatron.GPTChunk) -> Any:
         labels = tokens[:, 1:].contiguous() if losses else None
-        output = chunk(inputs, megatron.position_ids(inputs), None, labels=labels)
+        output = chunk(inputs, RESTARTING if losses else None, None, labels=labels)
 
         def keep(value: Tensor, non_loss_data: bool = False) -> Any:  # noqa: ARG001
             found.append(value)
