@@ -49,7 +49,18 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
         "trained": trained,
         "frozen": sum(numel_of(p) for p in parameters) - trained,
         "shares": shares_of(case, ranks.world),
-        "moments": sum(state["exp_avg"].numel() for state in states_of(engine)),
+        "moments": sum(
+            local(state["exp_avg"]).numel()
+            for adam in adams_of(engine)
+            for state in adam.state.values()
+        ),
+        "grouped": sum(
+            any(parameter is other for other in group["params"])
+            for adam in adams_of(engine)
+            for group in adam.param_groups
+            for parameter in parameters
+            if not parameter.requires_grad
+        ),
         "buffers": sum(buffer.grad_data.numel() for buffer in buffers_of(engine)),
         "checkpoint": saved(case, checkpoint) if ranks.rank == 0 else None,
     }
@@ -79,13 +90,10 @@ def numel_of(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def states_of(engine: Any) -> Iterator[dict[str, Any]]:
-    """The states of torch's or DeepSpeed's own AdamW, of one tensor each."""
+def adams_of(engine: Any) -> Iterator[Any]:
+    """torch's or DeepSpeed's own AdamWs, without what is around them."""
     parts = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    for part in parts:
-        inner = getattr(part, "optimizer", part)
-        if inner is not None:
-            yield from ({**s, "exp_avg": local(s["exp_avg"])} for s in inner.state.values())
+    yield from filter(None, (getattr(part, "optimizer", part) for part in parts))
 
 
 def local(tensor: Any) -> torch.Tensor:

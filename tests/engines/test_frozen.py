@@ -119,7 +119,7 @@ def check(cases: Sequence[Case], world: int, folder: Path, tolerance: float) -> 
         for rank in ranks:
             assert rank["refused"] == "the loss is above 0.5"
             assert rank["optimizer_steps"] == STEPS
-            assert rank["gradients"] == 0
+            assert rank["gradients"] == rank["grouped"] == 0
             whole = rank["moments"] * rank["shares"]
             assert abs(whole - rank["trained"]) < PADDING
             assert rank["buffers"] in (0, pytest.approx(rank["trained"], abs=PADDING))
