@@ -182,8 +182,8 @@ BACKENDS: Registry[Backend] = Registry(
     {
         "deepspeed": "toolkit.engines.deepspeed.backend:BACKEND",
         "megatron": "toolkit.engines.megatron.backend:BACKEND",
-        "fsdp": "toolkit.engines.torch.fsdp_backend:BACKEND",
-        "ddp": "toolkit.engines.torch.ddp_backend:BACKEND",
+        "fsdp": "toolkit.engines.fsdp.backend:BACKEND",
+        "ddp": "toolkit.engines.ddp.backend:BACKEND",
     },
 )
 """Every engine by its name; other packages add theirs as entry points."""

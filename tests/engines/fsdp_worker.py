@@ -18,7 +18,7 @@ from tests.engines.parity_worker import (
     unmasked,
 )
 from toolkit.engines.distributed import Ranks
-from toolkit.engines.torch.fsdp import FsdpEngine
+from toolkit.engines.fsdp.engine import FsdpEngine
 from toolkit.models import huggingface as hf
 
 COLLECTIVES = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced"}

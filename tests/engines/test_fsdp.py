@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.engines.fsdp_worker import look
 from tests.engines.parity_worker import CONFIG, Case, each_case
 from tests.forked import run_ranks
-from toolkit.engines.torch.fsdp_config import render
+from toolkit.engines.fsdp.config import render
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES

@@ -12,9 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from tests.models.small import FAMILIES
 from tests.plan.making import TINY, recipe
 from toolkit.backend import BACKENDS
+from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
-from toolkit.engines.torch.data_parallel import DataParallelEngine
 from toolkit.models.families import FAMILIES as FAMILY_FACTS
 from toolkit.models.families import unsupported
 from toolkit.models.weights import WeightSource

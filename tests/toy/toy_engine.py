@@ -1,7 +1,7 @@
 """The half of the toy engine that trains."""
 
+from toolkit.engines.ddp.engine import DdpEngine
 from toolkit.engines.setup import EngineSetup
-from toolkit.engines.torch.ddp import DdpEngine
 
 
 class ToyEngine(DdpEngine):

@@ -218,24 +218,6 @@ def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases.
-
-    Norm weights and biases are exactly the parameters with one dimension. Under ZeRO-3
-    a parameter's own shape is empty and `ds_shape` holds the real one.
-    """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decayed if len(shape) > 1 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers in model order: what `enable_recompute` recomputes one at a time."""
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]

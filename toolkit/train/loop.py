@@ -3,10 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Protocol
-
-import torch
 
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
@@ -16,6 +13,7 @@ from toolkit.failpoints import failpoint
 from toolkit.layout import Layout
 from toolkit.objectives.base import Objective, check_batch
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
+from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
 from toolkit.train.schedule import learning_rate
 from toolkit.train.signals import StopRequest
@@ -128,8 +126,7 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
         )
         # The one reduction of the loop: it runs while the step does.
         stop.ask(*job.counts(coming))
-        # Dropout, where the recipe sets it: a resumed run draws what it would have drawn.
-        _seed(_step_seed(job.seed, progress.step, job.dp_rank))
+        seed_dropout(job.seed, progress.step, job.dp_rank)
         failpoint("step")
         max_loss = guard.max_loss(progress.recent_losses)
         result = job.engine.train_step(micro_batches, count, rate, max_loss)
@@ -152,16 +149,3 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
             )
         hooks.evaluate(progress)
         started += time.perf_counter() - between
-
-
-def _seed(seed: int) -> None:
-    """As `torch.manual_seed`, which formats a stack trace each time CUDA is not in use."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-
-
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of one rank's random stream in one step."""
-    digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

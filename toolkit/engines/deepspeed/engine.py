@@ -9,7 +9,8 @@ from torch import Tensor
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import adam, totals
+from toolkit.engines import optimizer as adam
+from toolkit.engines import totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
@@ -50,7 +51,7 @@ class DeepSpeedEngine:
         self.veto = Veto(module)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
-            model_parameters=hf.parameter_groups(module, setup.optimizer.weight_decay),
+            model_parameters=adam.parameter_groups(module, setup.optimizer.weight_decay),
             config=setup.engine_config,
             mpu=self.model.mpu,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import QUANTITIES, PlacedParameter, StateShard, cut
-from toolkit.engines import adam
+from toolkit.engines import optimizer as adam
 
 SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """DeepSpeed's names for a shard's states where it swaps them to NVMe."""

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import adam, totals
+from toolkit.engines import optimizer as adam
+from toolkit.engines import totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state

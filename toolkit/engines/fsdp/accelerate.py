@@ -41,7 +41,7 @@ class FsdpInAccelerate(InAccelerate):
 
     def prepare_process(self) -> None:
         """See `InAccelerate`."""
-        from toolkit.engines.torch.fsdp_accelerate_patch import complete_fsdp
+        from toolkit.engines.fsdp.accelerate_patch import complete_fsdp
 
         complete_fsdp()
 

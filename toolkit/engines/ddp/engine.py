@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, parameter_blocks
-from toolkit.engines import adam
+from toolkit.engines import optimizer as adam
+from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.setup import EngineSetup
-from toolkit.engines.torch.data_parallel import DataParallelEngine
 from toolkit.models import huggingface as hf
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

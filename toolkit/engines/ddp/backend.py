@@ -1,7 +1,7 @@
 """Engine `ddp` for everyone who does not train with it."""
 
 from toolkit.backend import Backend, Rehearsed, Support
-from toolkit.engines.torch.ddp_accelerate import DdpInAccelerate
+from toolkit.engines.ddp.accelerate import DdpInAccelerate
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import EngineCost
 
@@ -11,7 +11,7 @@ class DdpBackend(Backend):
 
     name = "ddp"
     title = "PyTorch's DDP"
-    engine = "toolkit.engines.torch.ddp:DdpEngine"
+    engine = "toolkit.engines.ddp.engine:DdpEngine"
     supports = {"hf": Support(preference=20)}
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()

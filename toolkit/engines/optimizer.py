@@ -1,4 +1,5 @@
-"""AdamW's state, whichever implementation an engine uses: torch's, DeepSpeed's, a fused one."""
+"""AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
+parameters decay, moments and step counts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,6 +8,24 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import CheckpointError
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases.
+
+    Norm weights and biases are exactly the parameters with one dimension. Under ZeRO-3
+    a parameter's own shape is empty and `ds_shape` holds the real one.
+    """
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        (decayed if len(shape) > 1 else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:

@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, cut, parameter_blocks
-from toolkit.engines import adam
+from toolkit.engines import optimizer as adam
 from toolkit.engines.base import EvalResult
+from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.setup import EngineSetup
-from toolkit.engines.torch.data_parallel import DataParallelEngine
 from toolkit.models import huggingface as hf
 
 

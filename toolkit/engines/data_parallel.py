@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
-from toolkit.engines import adam, totals
+from toolkit.engines import optimizer as adam
+from toolkit.engines import totals
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.setup import EngineSetup
@@ -41,7 +42,7 @@ class DataParallelEngine:
         """AdamW as the recipe has it; `implementation` is torch's `foreach` or `fused`."""
         wanted = self.setup.optimizer
         return torch.optim.AdamW(
-            hf.parameter_groups(model, wanted.weight_decay),
+            adam.parameter_groups(model, wanted.weight_decay),
             lr=wanted.learning_rate,
             betas=wanted.betas,
             eps=wanted.eps,

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.backend import Backend, Rehearsed, Support
-from toolkit.engines.torch import fsdp_config
-from toolkit.engines.torch.fsdp_accelerate import FsdpInAccelerate
+from toolkit.engines.fsdp import config as fsdp_config
+from toolkit.engines.fsdp.accelerate import FsdpInAccelerate
 from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -60,7 +60,7 @@ class FsdpBackend(Backend):
 
     name = "fsdp"
     title = "PyTorch's FSDP2"
-    engine = "toolkit.engines.torch.fsdp:FsdpEngine"
+    engine = "toolkit.engines.fsdp.engine:FsdpEngine"
     supports = {
         "hf": Support(
             preference=30,
