@@ -131,7 +131,7 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
 
     from toolkit.batch import MicroBatch
     from toolkit.checkpoint.manifest import Manifest
-    from toolkit.checkpoint.resume import find_newest, load
+    from toolkit.checkpoint.resume import find_newest
     from toolkit.checkpoint.saved_state import SavedState
     from toolkit.checkpoint.saver import Saver
     from toolkit.checkpoint.store import CheckpointStore
@@ -176,7 +176,8 @@ def save_and_load(recipe: str, folder: str, out: str, *overrides: str) -> None:
         timed(f"{mode} save", save)
         saver.close()
     found = timed("verify", lambda: find_newest(store, expected=True))
-    timed("load", lambda: load(engine.state(), SavedState(found.folder)))
+    state = SavedState(found.folder)
+    timed("load", lambda: [state.load(shard) for shard in engine.state()])
     if ranks.rank == 0:
         Path(out).write_text(json.dumps(seconds))
     dist.barrier()
