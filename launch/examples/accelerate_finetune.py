@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 import toolkit.accelerate
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.distributed import end_process
+from toolkit.engines.optimizer import parameter_groups
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.engines.optimizer import parameter_groups
 from toolkit.models.huggingface import build_config, snapshot_folder
 from toolkit.recipe.schema import Recipe
 from toolkit.train.schedule import learning_rate
