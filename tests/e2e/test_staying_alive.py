@@ -37,6 +37,7 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "zero-1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
     "zero-2": ZERO_2,
     "zero-3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
+    "fsdp": {"parallel.engine": "fsdp"},
     "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
     "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
 }
@@ -189,6 +190,18 @@ def test_a_hang_after_the_last_step_is_found(project: Project, place: str, rank:
     assert "error: hang: nothing done for 10 s" in ended.err
     (hang,) = events(project.folder / f"alive-{place}", "hang")
     assert "failpoint" in hang["where"][str(rank)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, layout: str):
+    changes = {**LAYOUTS[layout], "launch.hang_timeout_s": 5.0}
+    env = {"DMT_FAILPOINTS": "step=hang@rank1,hit4"}
+    ended = project.launch(f"hang-{layout}", changes, env=env)
+    assert ended.code == 4
+    assert "error: hang: nothing done for 5 s" in ended.err
+    assert "Timed out" not in ended.err, "PyTorch's abort of a collective"
+    (hang,) = events(project.folder / f"hang-{layout}", "hang")
+    assert hang["ranks"] == [1] or "failpoint" in hang["where"]["1"]
 
 
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
