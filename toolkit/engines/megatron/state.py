@@ -88,18 +88,22 @@ def _whole_masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    """The dynamic loss scaler's state under fp16; None otherwise."""
+    """The dynamic loss scaler's state under fp16; None otherwise.
+
+    The scale is that of the mean loss over a rank's tokens, as other engines save it: ours is
+    of a sum (`config.py`), and smaller by `min_scale`.
+    """
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
     if scaler is None:
         return None
     counts = {"growth": scaler._growth_tracker, "hysteresis": scaler._hysteresis_tracker}
-    return {"scale": float(scaler.scale), "detail": counts}
+    return {"scale": float(scaler.scale / scaler.min_scale), "detail": counts}
 
 
 def set_loss_scale(optimizer: Any, saved: dict[str, Any], device: torch.device) -> None:
     """Continue with the saved scale, and with its counts where megatron-core saved them."""
     scaler = optimizer.chained_optimizers[0].grad_scaler
-    scaler._scale = torch.tensor([saved["scale"]], device=device)
+    scaler._scale = torch.tensor([saved["scale"]], device=device) * scaler.min_scale
     if saved["detail"].keys() == {"growth", "hysteresis"}:
         scaler._growth_tracker = saved["detail"]["growth"]
         scaler._hysteresis_tracker = saved["detail"]["hysteresis"]
