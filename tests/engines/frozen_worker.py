@@ -36,8 +36,8 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
         batches = micro_batches(inputs, labels, ranks, layout)
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     refused = engine.train_step(batches, unmasked(labels), 1e-3, max_loss=0.5)
-    engine.evaluate(batches)
     parameters = list(parameters_of(engine))
+    away = any(is_away(p) for p in parameters if not p.requires_grad)
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
     checkpoint = write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     found = {
@@ -62,10 +62,18 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
             if not parameter.requires_grad
         ),
         "buffers": sum(buffer.grad_data.numel() for buffer in buffers_of(engine)),
+        "away": away,
         "checkpoint": saved(case, checkpoint) if ranks.rank == 0 else None,
     }
+    engine.evaluate(batches)
     engine.close()
     return found
+
+
+def is_away(parameter: Any) -> bool:
+    """Is a ZeRO-3 parameter on the disk?"""
+    shard = getattr(parameter, "ds_tensor", None)
+    return shard is not None and shard.status.name == "NOT_AVAILABLE"
 
 
 def shares_of(case: Case, world: int) -> int:

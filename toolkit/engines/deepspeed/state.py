@@ -154,7 +154,8 @@ class FrozenShard(StateShard):
         """See `StateShard.get`; a copy."""
         assert quantity in self.quantities
         shard = self._parameter.ds_tensor
-        values = torch.empty(shard.ds_numel, dtype=shard.dtype)
+        # What stands for a shard that is away has another type.
+        values = torch.empty(shard.ds_numel, dtype=self._parameter.dtype)
         if shard.status.name == "AVAILABLE":
             values.copy_(shard.detach().view(-1))
         else:
