@@ -6,7 +6,6 @@ key's, and blocks of their own belong in a JSON file of `parallel.zero.config`.
 
 import json
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from toolkit.engines.deepspeed.config import REQUIRED, ZERO, open_config, same
@@ -14,6 +13,7 @@ from toolkit.engines.deepspeed.keys import KNOWN_KEYS, ZERO_POSITIVE, ZERO_SIZES
 from toolkit.engines.deepspeed.presets import PRESETS
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.schema import ZeroSection
+from toolkit.suggest import did_you_mean
 
 _KEY = "parallel.zero.extra"
 _RECIPE_KEYS: Mapping[str, str] = {
@@ -77,8 +77,7 @@ def _unusable(key: str, name: str, value: object) -> Problem:
     if name in KNOWN_KEYS[ZERO]:
         fix = "state it in a JSON file, and name that in parallel.zero.config"
         return Problem(key, _shown(value), "keys with a plain value", fix)
-    near = get_close_matches(name, ZERO_SWITCHES | ZERO_SIZES, 1)
-    fix = f"did you mean `{near[0]}`?" if near else "remove it"
+    fix = did_you_mean(name, ZERO_SWITCHES | ZERO_SIZES, "remove it")
     return Problem(key, "an unknown key", f"a key that DeepSpeed knows in {ZERO}", fix)
 
 
