@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,10 +36,15 @@ class MicroBatch:
     samples: tuple[int, ...] = ()
     """Which samples of the training data the rows are; for the sample log only."""
 
+    @cached_property
+    def trained(self) -> "torch.Tensor":
+        """bool [micro_batch, sequence]: whether the label counts."""
+        return self.labels != IGNORE_INDEX
+
     @property
     def tokens(self) -> int:
         """Unmasked tokens: those whose loss counts. Waits for a batch on a GPU."""
-        return int((self.labels != IGNORE_INDEX).sum())
+        return int(self.trained.sum())
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """The batch with all its tensors on `device`."""

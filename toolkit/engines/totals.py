@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.engines.base import EvalResult
 from toolkit.engines.distributed import to_device
 from toolkit.objectives.base import Objective
@@ -28,7 +28,7 @@ def named(objective: Objective, metrics: Sequence[float]) -> dict[str, float]:
 
 def counted(objective: Objective, parts: Tensor, batch: MicroBatch) -> Tensor:
     """What `eval_result` needs of a micro batch with these `terms`: float64 [3 + metrics]."""
-    counts = objective.count(batch), (batch.labels != IGNORE_INDEX).sum()
+    counts = objective.count(batch), batch.trained.sum()
     return torch.cat([parts, torch.stack([count.double() for count in counts])])
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.objectives.base import LossTerms
 
 if TYPE_CHECKING:
@@ -21,10 +21,9 @@ class Pretrain:
 
     def count(self, batch: MicroBatch) -> "Tensor":
         """See `Objective.count`: the unmasked tokens, or the sum of their weights."""
-        trained = batch.labels != IGNORE_INDEX
         if batch.loss_weights is not None:
-            return (batch.loss_weights * trained).double().sum()
-        return trained.sum()
+            return (batch.loss_weights * batch.trained).double().sum()
+        return batch.trained.sum()
 
     def loss(self, log_probs: "Tensor", batch: MicroBatch) -> LossTerms:
         """See `Objective.loss`."""

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
@@ -186,4 +186,4 @@ def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
 def log_probs(losses: Tensor, batch: MicroBatch) -> Tensor:
     """A last chunk's output as log p(label), 0 where the label is `IGNORE_INDEX`: fp32
     [micro_batch, sequence]."""
-    return -(losses.float() * (batch.labels != IGNORE_INDEX))
+    return -(losses.float() * batch.trained)
