@@ -110,8 +110,9 @@ def test_evaluation_sees_each_sample_once_under_every_layout(
     data = dataset(n_samples)
     n_expected = min(n_samples, n_batches * size)
     expected = sorted(
-        (inputs.tolist(), labels.tolist())
-        for inputs, labels in map(data.sample, range(n_expected))
+        (row.input_ids.tolist(), row.labels.tolist())
+        for index in range(n_expected)
+        for row in data.rows(index)
     )
     for dp, micro in splits(size):
         shares = [evaluation_batches(data, size, n_batches, r, dp, micro) for r in range(dp)]

@@ -35,20 +35,20 @@ def reference_samples(
 
 def all_samples(stream: TokenStream, length: int) -> list[tuple[list[int], list[int]]]:
     dataset = PackedDataset(stream, length)
-    samples = [dataset.sample(i) for i in range(len(dataset))]
-    return [(inputs.tolist(), labels.tolist()) for inputs, labels in samples]
+    rows = [row for i in range(len(dataset)) for row in dataset.rows(i)]
+    return [(row.input_ids.tolist(), row.labels.tolist()) for row in rows]
 
 
 def test_boundaries_are_masked(tokenized: Tokenized) -> None:
     dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 0], [3, 0], [4, 5, 6, 0]])), 4)
     assert len(dataset) == 2
-    inputs, labels = dataset.sample(0)
-    assert inputs.tolist() == [1, 2, 0, 3]
-    assert labels.tolist() == [2, 0, IGNORE_INDEX, 0]
-    inputs, labels = dataset.sample(1)
-    assert inputs.tolist() == [0, 4, 5, 6]
-    assert labels.tolist() == [IGNORE_INDEX, 5, 6, 0]
-    assert inputs.dtype == labels.dtype == np.int64
+    (first,) = dataset.rows(0)
+    assert first.input_ids.tolist() == [1, 2, 0, 3]
+    assert first.labels.tolist() == [2, 0, IGNORE_INDEX, 0]
+    (second,) = dataset.rows(1)
+    assert second.input_ids.tolist() == [0, 4, 5, 6]
+    assert second.labels.tolist() == [IGNORE_INDEX, 5, 6, 0]
+    assert second.input_ids.dtype == second.labels.dtype == np.int64
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -75,13 +75,13 @@ def test_no_sample_beyond_the_end(tokenized: Tokenized) -> None:
     dataset = PackedDataset(TokenStream.whole(tokenized([[1, 2, 3]])), 3)
     assert len(dataset) == 0  # three inputs need a fourth token as label
     with pytest.raises(IndexError):
-        dataset.sample(0)
+        dataset.rows(0)
 
 
 def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
     dataset = PackedDataset(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
     with pytest.raises(DataError, match=r"token ids from 1 to 300; the model has 257"):
-        dataset.sample(0)
+        dataset.rows(0)
 
 
 def test_unigram_entropy(tokenized: Tokenized, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,5 +51,6 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         if not 0 <= place < self._length:
             raise IndexError(place)
         (index,) = sample_indices(self._seed, len(self._packed), place, 1)
-        tokens, following = map(torch.from_numpy, self._packed.sample(int(index)))
+        (row,) = self._packed.rows(int(index))
+        tokens, following = map(torch.from_numpy, (row.input_ids, row.labels))
         return {"input_ids": tokens, "labels": following, "shift_labels": following}

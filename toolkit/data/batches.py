@@ -3,12 +3,15 @@
 A global batch is a list of samples; the layout decides only who computes which of them.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.batch import MicroBatch
 from toolkit.data.order import sample_indices
-from toolkit.data.packing import Int64Array, PackedDataset
+from toolkit.data.rows import Int64Array, Row, Samples
 
 _PADDING = -1
 """Stands for a sample that is fully masked."""
@@ -19,7 +22,7 @@ _ORDERED_AT_ONCE = 1024
 class GlobalBatches:
     """The endless sequence of global batches of training; epochs follow without a seam."""
 
-    def __init__(self, dataset: PackedDataset, seed: int, global_batch_size: int) -> None:
+    def __init__(self, dataset: Samples, seed: int, global_batch_size: int) -> None:
         self._dataset = dataset
         self._seed = seed
         self._global_batch_size = global_batch_size
@@ -54,7 +57,7 @@ class GlobalBatches:
 
 
 def evaluation_batches(
-    dataset: PackedDataset,
+    dataset: Samples,
     global_batch_size: int,
     batches: int,
     dp_rank: int,
@@ -94,7 +97,7 @@ def _share(
 
 
 def _micro_batches(
-    dataset: PackedDataset, indices: Int64Array, micro_batch_size: int
+    dataset: Samples, indices: Int64Array, micro_batch_size: int
 ) -> list[MicroBatch]:
     return [
         _micro_batch(dataset, indices[start : start + micro_batch_size])
@@ -102,12 +105,37 @@ def _micro_batches(
     ]
 
 
-def _micro_batch(dataset: PackedDataset, indices: Int64Array) -> MicroBatch:
-    shape = len(indices), dataset.sequence_length
-    input_ids = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    for row, index in enumerate(indices):
+def _micro_batch(dataset: Samples, indices: Int64Array) -> MicroBatch:
+    rows: list[Row] = []
+    for index in indices:
         if index != _PADDING:
-            input_ids[row], labels[row] = dataset.sample(int(index))
-    samples = tuple(int(index) for index in indices)
-    return MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(labels), samples=samples)
+            rows += dataset.rows(int(index))
+        else:
+            rows += map(Row.padding, dataset.rows(0))
+    return _stack(rows, [int(index) for index in indices])
+
+
+def _stack(rows: Sequence[Row], samples: Sequence[int]) -> MicroBatch:
+    """The micro batch of these rows, which are those of `samples`."""
+    return MicroBatch(
+        _tensor([row.input_ids for row in rows]),
+        _tensor([row.labels for row in rows]),
+        loss_weights=_optional([row.loss_weights for row in rows]),
+        positions=_optional([row.positions for row in rows]),
+        segments=_optional([row.segments for row in rows]),
+        extra={
+            name: torch.tensor([row.extra[name] for row in rows], dtype=torch.float32)
+            for name in rows[0].extra
+        },
+        samples=tuple(samples),
+    )
+
+
+def _tensor(arrays: Sequence[npt.NDArray[np.generic]]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(arrays))
+
+
+def _optional(arrays: Sequence[npt.NDArray[np.generic] | None]) -> torch.Tensor | None:
+    there = [array for array in arrays if array is not None]
+    assert len(there) in (0, len(arrays)), "rows of one data set have one form"
+    return _tensor(there) if there else None

@@ -4,13 +4,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.batch import IGNORE_INDEX
+from toolkit.data.rows import Int64Array, Row
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
-
-Int64Array = npt.NDArray[np.int64]
 
 _CHUNK_TOKENS = 2**22
 
@@ -114,6 +112,8 @@ class PackedDataset:
     document happens to come next.
     """
 
+    rows_per_sample = 1
+
     def __init__(
         self, stream: TokenStream, sequence_length: int, vocab_size: int | None = None
     ) -> None:
@@ -126,8 +126,8 @@ class PackedDataset:
         """Number of samples."""
         return max(0, (len(self.stream) - 1) // self.sequence_length)
 
-    def sample(self, index: int) -> tuple[Int64Array, Int64Array]:
-        """Inputs and shifted labels of sample `index`, both int64 [sequence_length].
+    def rows(self, index: int) -> tuple[Row]:
+        """See `Samples.rows`: one row.
 
         Raises DataError when a token lies outside the model's vocabulary.
         """
@@ -138,7 +138,7 @@ class PackedDataset:
         self._check_vocabulary(tokens)
         labels = tokens[1:].copy()
         labels[document_ends[document_ends < length]] = IGNORE_INDEX
-        return tokens[:-1], labels
+        return (Row(tokens[:-1], labels),)
 
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the

@@ -1,0 +1,52 @@
+"""What a data set gives: samples, each of one row of a micro batch or of several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.batch import IGNORE_INDEX
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a micro batch: arrays [sequence], with the meaning they have in MicroBatch."""
+
+    input_ids: Int64Array
+    labels: Int64Array
+    loss_weights: npt.NDArray[np.float32] | None = None
+    positions: Int64Array | None = None
+    segments: npt.NDArray[np.int32] | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """One number for the row under each name."""
+
+    @classmethod
+    def padding(cls, like: "Row") -> "Row":
+        """A row of the same form of which nothing is trained."""
+        blank = {
+            name: np.zeros_like(values)
+            for name in ("input_ids", "loss_weights", "positions", "segments")
+            if (values := getattr(like, name)) is not None
+        }
+        labels = np.full_like(like.labels, IGNORE_INDEX)
+        return replace(like, **blank, labels=labels, extra=dict.fromkeys(like.extra, 0.0))
+
+
+class Samples(Protocol):
+    """Samples of equal form. The order of training permutes samples, never rows."""
+
+    sequence_length: int
+    rows_per_sample: int
+    """1; the rows of a pair, which stay in one micro batch, are 2."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def rows(self, index: int) -> Sequence[Row]:
+        """The rows of sample `index`. Raises DataError for data that cannot be used."""
+        ...
