@@ -115,10 +115,10 @@ def stall(folder: Path, asynchronous: str) -> dict[str, float]:
     extra = [sum(steps[at : at + 10]) - sum(steps[at + 20 : at + 30]) for at in whole]
     lines = (run_dir / "events.jsonl").read_text().splitlines()
     saves = [event for event in map(json.loads, lines) if event["kind"] == "save"][1:-1]
-    told = statistics.median(event["stall_s"] for event in saves)
+    reported = statistics.median(event["stall_s"] for event in saves)
     return {
         "step_s": median,
-        "stall_told": told / interval,
+        "stall_reported": reported / interval,
         "stall_measured": statistics.median(extra) / interval,
         "save_s": statistics.median(event["seconds"] for event in saves),
     }

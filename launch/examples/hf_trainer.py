@@ -1,4 +1,4 @@
-"""Fine-tune with transformers' Trainer, everything that it is told taken from a recipe.
+"""Fine-tune with transformers' Trainer, every setting taken from a recipe.
 
     accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
         launch/examples/hf_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]

@@ -5,14 +5,14 @@ import pytest
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.plan.cost.prediction import Basis, Prediction, basis
-from toolkit.run.comparison import Measured, event_fields, summary_numbers, told
+from toolkit.run.comparison import Measured, event_fields, summary_numbers, differences
 
 ON_GPU = Measured(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
 ON_CPU = Measured(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)
 
 
 def rows(predicted: Prediction, measured: Measured) -> dict[str, str]:
-    return dict(told(event_fields(predicted, measured)))
+    return dict(differences(event_fields(predicted, measured)))
 
 
 def test_gpu_is_compared_with_the_data_sheet() -> None:
@@ -33,7 +33,7 @@ def test_nominal_cpu_is_never_an_error() -> None:
     """An unmeasured processor has no prediction to be right or wrong about."""
     fields = event_fields(Prediction(0.2, 0.05, "nominal"), ON_CPU)
     assert fields["measured_over_predicted"]["step_time"] is None
-    shown = dict(told(fields))["step time"]
+    shown = dict(differences(fields))["step time"]
     assert "for a nominal CPU, not for this one" in shown
     assert "dmt doctor --calibrate" in shown
     assert "%" not in shown

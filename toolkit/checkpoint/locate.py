@@ -54,12 +54,12 @@ def store_of(path: Path) -> CheckpointStore:
     if folder != path or store.expects_one():
         return store
     if not path.is_dir():
-        told = "is not a folder" if path.exists() else "does not exist"
+        problem = "is not a folder" if path.exists() else "does not exist"
     elif STEP.fullmatch(path.name):
-        told = f"has no {MANIFEST}: it was never finished, or an older release wrote it"
+        problem = f"has no {MANIFEST}: it was never finished, or an older release wrote it"
     else:
-        told = "is neither a checkpoint nor a run directory"
-    raise CheckpointError(f"{path} {told}", fix=_EXPECTED)
+        problem = "is neither a checkpoint nor a run directory"
+    raise CheckpointError(f"{path} {problem}", fix=_EXPECTED)
 
 
 _EXPECTED = (

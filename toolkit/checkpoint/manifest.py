@@ -101,9 +101,9 @@ class Manifest:
             text = read_bytes(regular_inside(folder, MANIFEST)).decode()
             content = parse_json(text)
             if (found := content.get("format")) != FORMAT:
-                told = "states no format" if found is None else f"has format {found}"
+                problem = "states no format" if found is None else f"has format {found}"
                 raise CheckpointError(
-                    f"{path} {told}, this release reads {FORMAT}",
+                    f"{path} {problem}, this release reads {FORMAT}",
                     fix="use the release that wrote it, or start again from its export",
                 )
             exact = text == _text(content)

@@ -93,10 +93,10 @@ def _look_at(
     files = list(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
     tick = verifying(sum(record.size for _, record in files))
     found = (problem_with(folder, name, record, tick) for name, record in files)
-    mine = [told for told in found if told]
+    mine = [reason for reason in found if reason]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, mine)
-    return manifest, [told for one in everyones for told in one]
+    return manifest, [reason for one in everyones for reason in one]
 
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:

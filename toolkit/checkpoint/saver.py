@@ -136,7 +136,7 @@ class Saver:
             problem = f"rank {dist.get_rank()}: {error}"
         outcomes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (problem, result), group=self._group)
-        first = next((told for told, _ in outcomes if told is not None), None)
+        first = next((error for error, _ in outcomes if error is not None), None)
         return first, [made for _, made in outcomes]
 
 

@@ -257,12 +257,12 @@ def export(
     _wrote(dst, found, {"bytes": nbytes, "verified": verify}, as_json)
 
 
-def _wrote(dst: Path, found: Located, told: dict[str, Any], as_json: bool) -> None:
+def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) -> None:
     if as_json:
         report = {"folder": str(dst), "from": str(found.folder), "step": found.manifest.step}
-        typer.echo(json.dumps(report | told))
+        typer.echo(json.dumps(report | written))
         return
-    size = byte_size(told["bytes"])
+    size = byte_size(written["bytes"])
     tell(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}", sys.stdout)
 
 

@@ -52,8 +52,8 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     parameters = sum(prod(one.shape) for one in held)
     frozen = sum(prod(one.shape) for one in held if not one.trained)
     nbytes = byte_size((parameters - frozen) * _STATE_BYTES + frozen * _WEIGHT_BYTES)
-    told = f"{len(held):,}, {human(parameters)} parameters, {nbytes} with both moments"
-    yield "tensors", told + (f"; {human(frozen)} are frozen and have none" if frozen else "")
+    detail = f"{len(held):,}, {human(parameters)} parameters, {nbytes} with both moments"
+    yield "tensors", detail + (f"; {human(frozen)} are frozen and have none" if frozen else "")
     yield "files", f"{len(manifest.files):,}, {byte_size(manifest.nbytes)}"
     yield "W&B run", manifest.wandb_id or "none"
     yield "versions", ", ".join(_versions(manifest))

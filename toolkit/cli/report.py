@@ -17,7 +17,7 @@ from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
 from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
-from toolkit.run.comparison import summary_numbers, told
+from toolkit.run.comparison import differences, summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.units import duration
 
@@ -108,7 +108,7 @@ def _rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
     yield "checkpoints", _checkpoints(summary)
     event = summary.prediction
     if event is not None and {"predicted", "measured", "measured_over_predicted"} <= set(event):
-        yield from told(event)
+        yield from differences(event)
 
 
 def _ended(run: RunDirectory, ending: Ending) -> str:

@@ -26,8 +26,8 @@ from toolkit.conflicts.source import (
     SettingSource,
     Stated,
     Unknown,
-    beside,
     device,
+    relative_to_file,
     shown,
     translated,
     unknown,
@@ -234,7 +234,7 @@ def _deepspeed(config: AccelerateSetting, path: Path) -> Collected:
     text = str(config.value)
     if text.lstrip().startswith("{"):  # Accelerate takes the JSON itself in place of a name
         return deepspeed_json.collect(_inside(text, config, path))
-    named = beside(text, path)
+    named = relative_to_file(text, path)
     if not named.exists():
         missing = Collected()
         missing.unknown.append(Unknown(config.name, config.place, f"there is no file {named}"))

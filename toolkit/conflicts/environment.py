@@ -109,7 +109,7 @@ def read(
 
 
 def accelerate_settings(environ: Mapping[str, str]) -> list[str]:
-    """The variables by which a launcher overrules an Accelerator that was not told all."""
+    """The variables by which a launcher overrules an Accelerator that was given only a part."""
     prefixes = [prefix for _, prefixes in SWITCHES.values() for prefix in prefixes]
     return [
         name
@@ -249,7 +249,7 @@ class _Reader:
     def _in_effect(self, name: str) -> bool:
         """Whether Accelerate would read it."""
         if name == "ACCELERATE_MIXED_PRECISION" and self._value(name) == "no":
-            # Written for every run. Beside DeepSpeed's JSON it says nothing, and without a
+            # Written for every run. With DeepSpeed's JSON it has no effect, and without a
             # config file it only means that none was asked for.
             return "mixed_precision" in self.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "")
         for switch, (_, prefixes) in SWITCHES.items():

@@ -61,7 +61,7 @@ def _words(text: str, file: str) -> Iterator[tuple[str, int]]:
         lexer.whitespace_split = True
         try:
             words = list(lexer)
-        except ValueError:  # a quotation that goes on in the next line
+        except ValueError:  # a quotation that continues in the next line
             pending = pending[:-1] + "\n"
             continue
         yield from ((word, first) for word in words)

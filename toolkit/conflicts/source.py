@@ -183,7 +183,7 @@ def shown(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def beside(name: str, path: Path) -> Path:
+def relative_to_file(name: str, path: Path) -> Path:
     """A file that another one names: from the working directory, as the tools take it, else
     from that file's own folder."""
     near = path.parent / name

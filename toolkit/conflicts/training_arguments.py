@@ -17,10 +17,10 @@ from toolkit.conflicts.source import (
     SettingSource,
     Stated,
     Unknown,
-    beside,
     global_batch,
     number,
     precisions,
+    relative_to_file,
     shown,
     translated,
     unknown,
@@ -197,7 +197,7 @@ class _Reader:
                     yield self._stated(target, True, "report_to")
 
     def _engine(self) -> None:
-        """DeepSpeed's config, in the file or beside it, or FSDP."""
+        """DeepSpeed's config, in the file or next to it, or FSDP."""
         config = self._take("deepspeed")
         if config is not None:
             engine = accelerate.ENGINES["DEEPSPEED"]
@@ -215,7 +215,7 @@ class _Reader:
         Raises RecipeError when the file that is named cannot be read.
         """
         if not isinstance(config, dict):
-            return read_json(beside(str(config), self.file.path), f"{key} file"), ""
+            return read_json(relative_to_file(str(config), self.file.path), f"{key} file"), ""
         start = f"{key}."
         lines = {
             name.removeprefix(start): line

@@ -80,7 +80,7 @@ def prepare(
     """Tokens of `source`: from the cache, or tokenised now.
 
     Relative paths start at `base`. `parse_special`: see `encoder`. `track` shows how long
-    work goes on.
+    work continues.
     Safe to call from several processes at once. Each document is what the tokenizer puts
     before a text (such as a BOS token), its tokens, and the EOS token; documents without
     text are left out.

@@ -150,8 +150,8 @@ def _locks(needs: Needs) -> Iterator[Finding]:
 
 def _program(group: str, program: str, needs: Needs) -> Finding:
     # Those of Python packages lie next to this Python, whether or not that is on PATH.
-    beside = Path(sys.executable).with_name(program)
-    found = str(beside) if beside.is_file() else shutil.which(program)
+    neighbour = Path(sys.executable).with_name(program)
+    found = str(neighbour) if neighbour.is_file() else shutil.which(program)
     if found is not None:
         return Finding(group, program, "ok", found)
     return lacking(

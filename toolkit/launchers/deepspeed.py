@@ -274,8 +274,8 @@ def _program() -> str:
 
 
 def _beside_python(name: str) -> Path:
-    beside = Path(sys.executable).with_name(name)
-    program = str(beside) if beside.exists() else which(name)
+    neighbour = Path(sys.executable).with_name(name)
+    program = str(neighbour) if neighbour.exists() else which(name)
     if program is None:
         raise BackendUnavailable(
             f"launch.launcher is deepspeed, but there is no `{name}` command",

@@ -119,9 +119,9 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
         name = "rope_parameters" if key in _ROPE_KEYS else key
         ours, found = (getattr(one, name, None) for one in (planned, config))
         if ours != found:
-            told = ours if name == key else f"{name} {ours}"
+            stated_value = ours if name == key else f"{name} {ours}"
             raise PlanError(
-                f"model.config.{key}: the recipe says {told}, {hub} says {found}",
+                f"model.config.{key}: the recipe has {stated_value}, {hub} has {found}",
                 fix=f"set it to the value in {hub}'s config.json, or remove it",
             )
     ours, found = (model_spec(one.to_dict()) for one in (planned, config))

@@ -1,4 +1,4 @@
-"""The planner's search: every legal layout, what fits of them, and the fastest first.
+"""The planner's search: every legal layout, which of them fit, and the fastest first.
 
 Exhaustive, with two shortcuts that lose nothing. A layout that recomputes is slower than the
 same layout without, so each one recomputes no more than it must to fit. And memory grows with

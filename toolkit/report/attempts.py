@@ -91,8 +91,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     """
     found: list[Attempt] = []
     for event in filter(_timed, events):
-        anew = event["kind"] == "start" and found and found[-1].started is not None
-        if begins(event) or anew or not found:
+        again = event["kind"] == "start" and found and found[-1].started is not None
+        if begins(event) or again or not found:
             automatic = event["kind"] == "restart"
             if found and automatic:
                 found[-1].noticed = time_of(event)

@@ -14,7 +14,7 @@ from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
-from toolkit.run.comparison import told
+from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell
 
@@ -46,7 +46,7 @@ def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
     everything is. `offset` in events.jsonl is where this start began."""
     for event in jsonl.read(run.events, offset):
         if event.get("kind") == "prediction":
-            for quantity, text in told(event):
+            for quantity, text in differences(event):
                 tell(f"{quantity:<12} {text}")
     shown = {
         "metrics": run.metrics,

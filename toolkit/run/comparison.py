@@ -55,7 +55,7 @@ def summary_numbers(event: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Rows of (quantity, text) for people."""
     predicted, measured = event["predicted"], event["measured"]
     ratios = event["measured_over_predicted"]

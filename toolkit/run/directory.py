@@ -57,7 +57,7 @@ class RunDirectory:
     command = _Inside("command.txt")
     """The command of each start, quoted for a shell, one per line."""
     lock = _Inside("lock")
-    """Locked by rank 0 while the run goes on; says who that is."""
+    """Locked by rank 0 while the run lasts; names its holder."""
     stop = _Inside("stop")
     """When this file appears, all ranks save and stop, as after SIGTERM."""
     environment = _Inside("environment.json")

@@ -48,7 +48,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         with suppress(OSError):  # `write` reports a file that cannot be written.
-            jsonl.mend_tail(path)
+            jsonl.repair_tail(path)
         self.path = path
 
     def write(self, kind: EventKind, **fields: Any) -> None:

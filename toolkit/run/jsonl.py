@@ -58,7 +58,7 @@ def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
     """
     try:
         if _failed.get(path):
-            mend_tail(path)
+            repair_tail(path)
         append(path, record)
     except OSError as error:
         if path not in _failed and os.environ.get("RANK", "0") == "0":
@@ -89,7 +89,7 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def mend_tail(path: Path) -> None:
+def repair_tail(path: Path) -> None:
     """Cut off a last line without its newline: what a kill in the middle of a write leaves."""
     if not path.exists():
         return

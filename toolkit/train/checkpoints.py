@@ -85,8 +85,8 @@ class RunCheckpoints:
         )
         if found is None:
             return None
-        for told in found.skipped:
-            self._warn(f"damaged checkpoint skipped: {told}")
+        for reason in found.skipped:
+            self._warn(f"damaged checkpoint skipped: {reason}")
         self._saved = SavedState(found.folder)
         self._check_same_run(found, config)
         return found

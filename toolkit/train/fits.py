@@ -86,16 +86,16 @@ class Pairing:
             return StateRow(what, "refused", "; ".join(changed))
         total = self.recipe.training.total_steps()
         if total is None:
-            told = f"continues after step {step:,} of {self.recipe.training.epochs:g} epochs"
-            return StateRow(what, "changed" if length else "kept", "; ".join([told, *length]))
+            detail = f"continues after step {step:,} of {self.recipe.training.epochs:g} epochs"
+            return StateRow(what, "changed" if length else "kept", "; ".join([detail, *length]))
         if step >= total:
             return StateRow(
                 what, "changed", f"all {total:,} steps are done: nothing is left to train"
             )
-        told = f"continues after step {step:,} of {total:,}"
+        detail = f"continues after step {step:,} of {total:,}"
         if not length:
-            return StateRow(what, "kept", told)
-        return StateRow(what, "changed", "; ".join([told, *length, *self._rates(total)]))
+            return StateRow(what, "kept", detail)
+        return StateRow(what, "changed", "; ".join([detail, *length, *self._rates(total)]))
 
     def _rates(self, total: int) -> Iterator[str]:
         """Where another length of the run means another learning rate now."""
@@ -115,8 +115,8 @@ class Pairing:
         if changed:
             return StateRow("data cursor", "refused", "; ".join(changed))
         consumed = self.manifest.consumed_samples
-        told = f"continues after {consumed:,} sequences; a launch compares the data itself"
-        return StateRow("data cursor", "kept", told)
+        detail = f"continues after {consumed:,} sequences; a launch compares the data itself"
+        return StateRow("data cursor", "kept", detail)
 
     def _precision(self, changed: Sequence[str]) -> StateRow:
         if changed:
@@ -128,8 +128,8 @@ class Pairing:
             return StateRow("loss scale", "kept", "none: only fp16 has one")
         if self.manifest.loss_scale is None:
             return StateRow("loss scale", "changed", "none was saved: the scaler starts again")
-        told = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
-        return StateRow("loss scale", "kept", told)
+        detail = ", ".join(f"{key} {value}" for key, value in self.manifest.loss_scale.items())
+        return StateRow("loss scale", "kept", detail)
 
     def _random_streams(self) -> StateRow:
         config = self.recipe.model.config or {}
@@ -138,11 +138,11 @@ class Pairing:
             return StateRow(
                 "random streams", "kept", "no dropout: a step draws no random numbers"
             )
-        told = f"{', '.join(drawn)}: drawn from seed, step and rank"
+        detail = f"{', '.join(drawn)}: drawn from seed, step and rank"
         if self._same_layout:
-            return StateRow("random streams", "kept", told)
+            return StateRow("random streams", "kept", detail)
         return StateRow(
-            "random streams", "changed", f"{told}, and another layout has other ranks"
+            "random streams", "changed", f"{detail}, and another layout has other ranks"
         )
 
     @property
@@ -155,8 +155,8 @@ class Pairing:
         if self._same_layout:
             return StateRow("layout", "kept", f"{then}: bitwise the uninterrupted run")
         now = layout_text(self.plan.engine, self.plan.model, self.plan.layout)
-        told = f"{then} then, {now} now: the same up to the rounding of sums"
-        return StateRow("layout", "changed", told)
+        detail = f"{then} then, {now} now: the same up to the rounding of sums"
+        return StateRow("layout", "changed", detail)
 
     def _versions(self) -> StateRow:
         then, now = (_packages(one) for one in (self.manifest.versions, environment_report()))

@@ -46,7 +46,7 @@ class ReplicaCheck:
     """Compares the replicas of one run. `agreed_step` is the step it starts from.
 
     `distrust` is called on every rank with the last step that agreed, before a difference is
-    told, and returns what became of later checkpoints.
+    reported, and returns what became of later checkpoints.
     """
 
     def __init__(

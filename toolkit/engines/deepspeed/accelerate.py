@@ -58,7 +58,7 @@ class DeepSpeedInAccelerate(InAccelerate):
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
         """The JSON as text, which Accelerate takes in place of a file's name.
 
-        Without `mixed_precision`: Accelerate refuses it beside the JSON, which states it.
+        Without `mixed_precision`: Accelerate refuses it next to the JSON, which states it.
         """
         settings = {
             "zero3_init_flag": layout.zero_stage == 3,
@@ -111,7 +111,7 @@ class DeepSpeedInAccelerate(InAccelerate):
 def script_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSpeed's JSON for a script that brings its own optimizer, as Accelerate wants it.
 
-    Accelerate refuses a torch optimizer beside an `optimizer` block.
+    Accelerate refuses a torch optimizer next to an `optimizer` block.
     """
     return {key: value for key, value in config.items() if key != "optimizer"}
 

@@ -289,7 +289,7 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
     """Wait while another process builds `op`."""
     lock = build_folder(op) / "lock"
     deadline = time.monotonic() + limit_s
-    told = False
+    announced = False
     while lock.exists():
         if not _is_held(lock):
             if lock.exists():  # else it was released between the two looks
@@ -301,9 +301,9 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
                 f"(lock {lock})",
                 fix="end that process, or wait and start again",
             )
-        if not told:
+        if not announced:
             report(f"waiting for another process that builds DeepSpeed op {op}…")
-            told = True
+            announced = True
         time.sleep(_POLL_S)
 
 

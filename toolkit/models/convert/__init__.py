@@ -6,7 +6,7 @@ side has no place for (config, tokenizer, names of tensors) is kept next to it i
 the way back restores the folder.
 
 The result appears under its name when it is complete; before that it is a hidden folder
-beside it.
+next to it.
 """
 
 import os

@@ -112,8 +112,8 @@ def _context_s(place: PlacedLayout, attention_s: float) -> float:
     keys_values = 2 * place.width * place.tokens * spec.kv_heads * spec.head_dim / layout.tp
     steps = layout.cp - 1
     sent = steps * (keys_values / ring.bytes_per_s + ring.far_latency_s)
-    beside = attention_s * steps / layout.cp
-    return _exposed(sent, beside, place.efficiency["overlap.megatron"])
+    compute = attention_s * steps / layout.cp
+    return _exposed(sent, compute, place.efficiency["overlap.megatron"])
 
 
 def _expert_s(place: PlacedLayout) -> float:
@@ -212,6 +212,6 @@ def tied_embedding_s(place: PlacedLayout) -> float:
     )
 
 
-def _exposed(sent: float, beside: float, slowed: float) -> float:
+def _exposed(sent: float, compute: float, slowed: float) -> float:
     """Traffic that computation does not hide, or the time by which it slows computation."""
-    return max(sent - beside, slowed * sent)
+    return max(sent - compute, slowed * sent)
