@@ -11,12 +11,12 @@ pytestmark = pytest.mark.slow
 WORKER = ROOT / "launch" / "train.py"
 
 
-def assert_one_message(ended: Ended, message: str, fix: str) -> None:
-    assert ended.code == 2, ended.err
+def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> None:
+    assert ended.code == code, ended.err
     assert ended.err.count(message) == 1, ended.err
     assert fix in ended.err
     assert "Traceback" not in ended.err
-    assert "--- the end of" not in ended.err, "no log beside a message that says it all"
+    assert "--- the end of" not in ended.err, "no log next to a message that says it all"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,11 @@ def test_seen_by_both_workers(project: Project):
     assert_one_message(ended, "the training data has", "use more data")
     (end,) = events(project.folder / "too-little", "end")
     assert (end["exit_code"], end["rank"]) == (2, 0)
+
+
+def test_a_run_for_gpus_without_one(project: Project):
+    ended = project.launch("no-gpu", {"cluster.gpu": "h100-80gb"})
+    assert_one_message(ended, "torch finds no GPU", "--set cluster.gpu=cpu", code=3)
 
 
 @pytest.mark.parametrize(

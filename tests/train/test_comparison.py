@@ -5,7 +5,7 @@ import pytest
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.plan.cost.prediction import Basis, Prediction, basis
-from toolkit.run.comparison import Measured, event_fields, summary_numbers, differences
+from toolkit.run.comparison import Measured, differences, event_fields, summary_numbers
 
 ON_GPU = Measured(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
 ON_CPU = Measured(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)

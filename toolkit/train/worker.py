@@ -32,6 +32,7 @@ from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import (
     EXIT_DONE,
     EXIT_FAILED,
+    BackendUnavailable,
     DmtError,
     RunFailed,
     Stopped,
@@ -94,6 +95,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             together = AllRanks(ranks, phases.begin)
             phases.begin("planning")
             assignment = together.rank_zero(lambda: make_assignment(ranks))
+            _check_device(assignment, ranks)
             directory = RunDirectory(assignment.run_dir)
             together.rank_zero(lambda: claim(directory))
             setup_rank_logging(directory, ranks.rank)
@@ -123,6 +125,16 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         if worker is not None:
             worker.fail(error, code, message)
         return code
+
+
+def _check_device(assignment: Assignment, ranks: Ranks) -> None:
+    """Raise BackendUnavailable where a run that was planned for GPUs finds none."""
+    gpu = assignment.recipe.cluster.gpu
+    if gpu != "cpu" and ranks.device.type == "cpu":
+        raise BackendUnavailable(
+            f"cluster.gpu is {gpu}, but torch finds no GPU on this machine",
+            fix="`dmt doctor` shows why; to train on the CPU: --set cluster.gpu=cpu",
+        )
 
 
 def _failure(error: Exception) -> tuple[int, str]:
