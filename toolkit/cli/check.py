@@ -168,7 +168,7 @@ def _length(recipe: Recipe) -> str:
     training, steps = recipe.training, recipe.training.total_steps()
     if steps is None:
         return f"{training.epochs:g} epochs"
-    tokens = steps * training.global_batch_size * training.sequence_length
+    tokens = steps * training.global_batch_tokens
     return f"{human(tokens)} tokens in {steps} steps"
 
 

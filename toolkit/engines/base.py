@@ -101,6 +101,14 @@ class Engine(Protocol):
         """Loss over this and all other ranks' batches, without gradients."""
         ...
 
+    def sequence_log_probs(self, micro_batches: "Sequence[MicroBatch]") -> "torch.Tensor":
+        """log p of the trained tokens of each row together, without gradients.
+
+        fp32 [rows of all this rank's micro batches], on the CPU. Every rank passes the same
+        number of micro batches.
+        """
+        ...
+
     def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Names and compute weights that this rank holds as completely as its replicas.
 

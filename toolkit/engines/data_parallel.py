@@ -108,10 +108,19 @@ class DataParallelEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
-        with hf.evaluating(self.replica):
+        with self.evaluating():
             return totals.evaluate(
                 self.setup.objective, micro_batches, self.log_probs, self.device
             )
+
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine.sequence_log_probs`."""
+        with self.evaluating():
+            return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """In which forward passes run that no backward pass follows."""
+        return hf.evaluating(self.replica)
 
     def counters(self) -> Counters:
         """See `Engine.counters`."""

@@ -65,6 +65,12 @@ class FakeEngine:
             self.logits.device,
         )
 
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine.sequence_log_probs`."""
+        return totals.sequence_log_probs(
+            micro_batches, lambda batch: _log_probs(self.logits, batch), self.logits.device
+        )
+
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
         yield "logits", self.logits

@@ -10,7 +10,7 @@ from toolkit.engines.megatron import config as megatron_config
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
-from toolkit.objectives import OBJECTIVES, Objective
+from toolkit.objectives import Objective
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import OptimizerSection, Recipe
 
@@ -78,7 +78,7 @@ class EngineSetup:
             ranks=ranks,
             engine_config=engine_config,
             megatron=megatron,
-            objective=OBJECTIVES[recipe.training.objective](),
+            objective=recipe.objective(),
             frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
         )
 

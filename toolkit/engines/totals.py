@@ -10,6 +10,7 @@ from torch import Tensor
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import EvalResult
 from toolkit.engines.distributed import to_device
+from toolkit.objectives import preference
 from toolkit.objectives.base import Objective
 
 
@@ -37,6 +38,16 @@ def eval_result(objective: Objective, totals: Sequence[float]) -> EvalResult:
     *parts, count, tokens = totals
     loss, *metrics = (part / count if count else math.nan for part in parts)
     return EvalResult(loss, int(tokens), named(objective, metrics))
+
+
+def sequence_log_probs(
+    micro_batches: Sequence[MicroBatch],
+    log_probs: Callable[[MicroBatch], Tensor],
+    device: torch.device,
+) -> Tensor:
+    """See `Engine.sequence_log_probs`."""
+    batches = (to_device(batch, device) for batch in micro_batches)
+    return torch.cat([preference.sequence_log_probs(log_probs(b)) for b in batches]).cpu()
 
 
 def evaluate(

@@ -14,6 +14,7 @@ from toolkit.errors import PlanError, Problem
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
+from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
@@ -255,6 +256,35 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 
+def _objective_settings(recipe: Recipe) -> Iterator[Problem]:
+    """A section of another objective than the chosen one would change nothing."""
+    chosen = recipe.training.objective
+    for name, section in recipe.objective_sections.items():
+        if section is not None and name != chosen:
+            fix = f"remove it (`{name}: null` where it comes from `extends`), or set "
+            fix += f"training.objective to {name}"
+            found = f"settings with `objective: {chosen}`"
+            yield Problem(name, found, f"null without `objective: {name}`", fix)
+    dpo = recipe.dpo
+    if chosen == "dpo" and dpo is not None and dpo.label_smoothing and dpo.loss != "sigmoid":
+        fix = "remove it, or set dpo.loss to sigmoid"
+        found = f"{dpo.label_smoothing} with `loss: {dpo.loss}`"
+        yield Problem("dpo.label_smoothing", found, "0.0 with another loss than sigmoid", fix)
+
+
+def _objective_data(recipe: Recipe) -> Iterator[Problem]:
+    """Packed text has no pairs, and conversations have tokens that are not to be trained."""
+    objective = recipe.training.objective
+    kinds = data_kinds(objective)
+    for side, source in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        if not kinds or source is None or source.kind in kinds:
+            continue
+        others = [name for name in OBJECTIVES.names if source.kind in data_kinds(name)]
+        fix = f"set training.objective to {' or '.join(others)}, or use other data"
+        found = f"{source.kind} with `objective: {objective}`"
+        yield Problem(f"data.{side}.kind", found, ", ".join(kinds), fix)
+
+
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
     restarts = recipe.launch.max_restarts
     if restarts and recipe.checkpoint.resume == "never":
@@ -303,5 +333,7 @@ RULES: tuple[Rule, ...] = (
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
     ),
+    Rule(("training.objective", "dpo", "orpo"), _objective_settings),
+    Rule(("training.objective", "data.train", "data.validation"), _objective_data),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

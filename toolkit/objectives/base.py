@@ -28,7 +28,12 @@ class LossTerms:
 
 
 class Objective(Protocol):
-    """What is minimised. Made without arguments; stateless."""
+    """What is minimised. Made with the settings of the recipe's section of its name, if there
+    is one, as keyword arguments; stateless.
+
+    A class may also have `data_kinds`, the values of `data.train.kind` that it trains on (any
+    without it), and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
+    """
 
     reads: tuple[str, ...]
     """What it needs of a batch besides token ids and labels: optional fields of `MicroBatch`,

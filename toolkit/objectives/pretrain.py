@@ -18,6 +18,7 @@ class Pretrain:
 
     reads: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+    data_kinds: tuple[str, ...] = ("text", "hf", "megatron")
 
     def count(self, batch: MicroBatch) -> "Tensor":
         """See `Objective.count`: the unmasked tokens, or the sum of their weights."""

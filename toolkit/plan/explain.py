@@ -293,7 +293,8 @@ def _note(search: Search, field: str) -> str:
     if field == "ep" and layout.ep > 1:
         return f"; {job.spec.experts // layout.ep} experts per rank"
     if field == "micro_batch":
-        tokens = layout.micro_batch * job.training.sequence_length
+        rows = layout.micro_batch * job.training.rows_per_sample
+        tokens = rows * job.training.sequence_length
         times = layout.gradient_accumulation
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"

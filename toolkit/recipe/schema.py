@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
-from toolkit.objectives import OBJECTIVES
+from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
@@ -221,7 +221,9 @@ class TrainingSection(Section):
 
     objective: ObjectiveName = "pretrain"
     """What is minimised. `pretrain`: the mean cross entropy over the unmasked tokens of the
-    global batch. Other packages add objectives by entry points (docs/architecture.md)."""
+    global batch; `sft`: the same, of conversations; `dpo` and `orpo`: a loss on pairs of a
+    preferred and a rejected answer. Other packages add objectives by entry points
+    (docs/architecture.md)."""
     steps: Positive | None = None
     """Optimizer steps."""
     tokens: TokenCount | None = None
@@ -231,13 +233,24 @@ class TrainingSection(Section):
     sequence_length: Annotated[int, Field(ge=2, le=2**24)]
     """Tokens per sequence."""
     global_batch_size: Positive
-    """Sequences per optimizer step over all ranks; never changed by a layout."""
+    """Samples per optimizer step over all ranks; never changed by a layout. A sample is a
+    sequence, with `dpo` and `orpo` a pair of sequences."""
     micro_batch_size: Positive | Auto = "auto"
-    """Sequences per rank and forward pass; gradient accumulation is derived from it."""
+    """Samples per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Compute precision; master weights and optimizer states are always fp32."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of a sample: 2 where it is a pair."""
+        return rows_per_sample(self.objective)
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Positions of a global batch, masked ones too."""
+        return self.global_batch_size * self.rows_per_sample * self.sequence_length
 
     def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
         """Optimizer steps of the run.
@@ -248,10 +261,30 @@ class TrainingSection(Section):
         if self.steps is not None:
             return self.steps
         if self.tokens is not None:
-            return math.ceil(self.tokens / (self.global_batch_size * self.sequence_length))
+            return math.ceil(self.tokens / self.global_batch_tokens)
         if self.epochs is None or samples_per_epoch is None:
             return None
         return math.ceil(self.epochs * samples_per_epoch / self.global_batch_size)
+
+
+class DpoSection(Section):
+    """Settings of `training.objective: dpo`; docs/post-training.md has the formulas."""
+
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of a pair."""
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference; with `ipo`, called τ in its paper."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """`sigmoid` only: the assumed share of pairs whose answers are interchanged."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of an added cross entropy per token of the chosen answer."""
+
+
+class OrpoSection(Section):
+    """Settings of `training.objective: orpo`; docs/post-training.md has the formulas."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the odds ratio against the cross entropy; λ in its paper."""
 
 
 class OptimizerSection(Section):
@@ -532,6 +565,10 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     training: TrainingSection
+    dpo: DpoSection | None = None
+    """With `training.objective: dpo` only."""
+    orpo: OrpoSection | None = None
+    """With `training.objective: orpo` only."""
     optimizer: OptimizerSection
     schedule: ScheduleSection = ScheduleSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -541,3 +578,14 @@ class Recipe(Section):
     guard: GuardSection = GuardSection()
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()
+
+    @property
+    def objective_sections(self) -> dict[str, Section | None]:
+        """The sections of objectives with settings, by the objective's name."""
+        return {"dpo": self.dpo, "orpo": self.orpo}
+
+    def objective(self) -> Objective:
+        """What is minimised, with the settings of its section."""
+        name = self.training.objective
+        section = self.objective_sections.get(name)
+        return OBJECTIVES[name](**(section.model_dump() if section else {}))

@@ -103,7 +103,7 @@ def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> I
 
 def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
     training = recipe.training
-    tokens = training.global_batch_size * training.sequence_length
+    tokens = training.global_batch_tokens
     comments = {"global_batch_size": f"sequences; {_count(tokens)} tokens a step"}
     if (steps := training.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (

@@ -174,9 +174,8 @@ class Observer:
 
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
-        sequence_length = self.run.recipe.training.sequence_length
         step_time_s = self._window.seconds / self._window.steps
-        tokens_per_s = plan.layout.global_batch * sequence_length / step_time_s
+        tokens_per_s = self.run.recipe.training.global_batch_tokens / step_time_s
         return Metrics(
             step=progress.step,
             loss=result.loss,

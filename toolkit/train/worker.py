@@ -40,7 +40,6 @@ from toolkit.errors import (
 from toolkit.failpoints import failpoint
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
-from toolkit.objectives import OBJECTIVES
 from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.run.claim import claim
@@ -337,7 +336,7 @@ class _Worker:
             recipe.optimizer,
             recipe.schedule,
             recipe.guard,
-            OBJECTIVES[training.objective](),
+            recipe.objective(),
         )
 
     def _build_data(self, config: PretrainedConfig) -> TrainingData:

@@ -130,6 +130,11 @@ class DeepSpeedEngine:
                 self.model.data_group,
             )
 
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine.sequence_log_probs`."""
+        with hf.evaluating(self.engine):
+            return totals.sequence_log_probs(micro_batches, self._log_probs, self.device)
+
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
         if self.stage < 3:

@@ -6,7 +6,7 @@ whole model: it is made without storage, sharded, and then filled shard by shard
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,10 +22,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
-from toolkit.engines.base import EvalResult
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.setup import EngineSetup
@@ -123,12 +121,13 @@ class FsdpEngine(DataParallelEngine):
         dist.all_reduce(square)
         return square.sqrt()
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        """See `Engine.evaluate`."""
-        result = super().evaluate(micro_batches)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `DataParallelEngine.evaluating`."""
+        with super().evaluating():
+            yield
         for unit in self.units:  # no backward pass comes and drops what is still gathered
             unit.reshard()
-        return result
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`: nothing."""

@@ -7,6 +7,7 @@ once they are reduced.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,11 @@ from toolkit.models.megatron.model import (
     log_probs,
     seed_dropout,
 )
+from toolkit.objectives import preference
+
+_Terms = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Of a micro batch and the last chunk's output: its summed loss, a count that is not used, and
+what is logged."""
 
 
 class MegatronEngine:
@@ -159,30 +165,36 @@ class MegatronEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """See `Engine.evaluate`."""
+        with self._evaluating():
+            result, _ = self._run(micro_batches, forward_only=True)
+        return result
+
+    def sequence_log_probs(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine.sequence_log_probs`; the last pipeline stage has them."""
+        with self._evaluating():
+            found = self._schedule(micro_batches, self._sequences, forward_only=True)
+        rows = sum(len(batch.input_ids) for batch in micro_batches)
+        sums = torch.cat(found) if found else torch.zeros(rows, device=self.device)
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(sums, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return sums.cpu()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; training mode afterwards."""
         for replica in self.replicas:
             replica.eval()
         with torch.no_grad():
-            result, _ = self._run(micro_batches, forward_only=True)
+            yield
         for replica in self.replicas:
             replica.train()
-        return result
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> tuple[EvalResult, float]:
         """Run the pipeline schedule; on all ranks, loss and metrics of the global batch, and a
         sum of all gradients (0 without a backward)."""
-        batches = [to_device(batch, self.device) for batch in micro_batches]
-        micro_batch, length = batches[0].input_ids.shape
-        sums = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=[iter(batches) for _ in self.replicas],
-            model=self.replicas,
-            num_microbatches=len(batches),
-            seq_length=length,
-            micro_batch_size=micro_batch,
-            forward_only=forward_only,
-        )
+        sums = self._schedule(micro_batches, self._terms, forward_only=forward_only)
         # Only the last stage has losses, and every tensor-parallel rank has the same ones.
         objective = self.setup.objective
         total = torch.zeros(4 + len(objective.metrics), dtype=torch.float64, device=self.device)
@@ -194,13 +206,36 @@ class MegatronEngine:
         *found, gradient_sum = total.tolist()
         return totals.eval_result(objective, found), gradient_sum
 
+    def _schedule(
+        self, micro_batches: Sequence[MicroBatch], terms: _Terms, *, forward_only: bool
+    ) -> list[Tensor]:
+        """Run the pipeline schedule; on the last stage, what `terms` logs of each batch."""
+        batches = [to_device(batch, self.device) for batch in micro_batches]
+        micro_batch, length = batches[0].input_ids.shape
+        logged: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward, terms),
+            data_iterator=[iter(batches) for _ in self.replicas],
+            model=self.replicas,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=micro_batch,
+            forward_only=forward_only,
+        )
+        return logged
+
     def _forward(
-        self, batches: Iterator[MicroBatch], chunk: nn.Module
+        self, terms: _Terms, batches: Iterator[MicroBatch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """One micro batch through one chunk: its output, and what makes a loss of the last."""
         batch = next(batches)
         output = chunk(batch.input_ids, batch.positions, None, labels=batch.labels)
-        return output, partial(self._terms, batch)
+        return output, partial(terms, batch)
+
+    def _sequences(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_terms`, for `sequence_log_probs`: no loss."""
+        unused = torch.zeros((), dtype=torch.int, device=self.device)
+        sums = preference.sequence_log_probs(log_probs(losses, batch))
+        return losses.sum(), unused, sums
 
     def _terms(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The summed loss of a micro batch, a count that is not used, and what is logged."""

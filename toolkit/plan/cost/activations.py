@@ -85,7 +85,7 @@ def compute_bytes(workload: Workload) -> int:
 def layer_activations(
     workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute
 ) -> Activations:
-    """What one micro batch of `micro` sequences leaves on a rank per layer.
+    """What one micro batch of `micro` samples leaves on a rank per layer.
 
     `tp`, `cp`: tensor and context parallel degrees; `sequence`: sequence parallel.
     """
@@ -112,7 +112,7 @@ def _least(
 
 def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> _Sizes:
     spec = workload.spec
-    tokens = micro * workload.sequence_length / cp
+    tokens = micro * workload.sample_tokens / cp
     split = tokens / tp
     inner = split * spec.intermediate
     if spec.moe_layers == spec.layers:

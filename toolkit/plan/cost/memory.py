@@ -250,7 +250,7 @@ def _step(
 ) -> _Step:  # fmt: skip
     spec, width = workload.spec, compute_bytes(workload)
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
-    tokens = micro * workload.sequence_length / cp
+    tokens = micro * workload.sample_tokens / cp
     whole = width * tokens * spec.hidden
     stream = whole / (tp if sequence else 1)
     messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence

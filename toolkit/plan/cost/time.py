@@ -179,7 +179,7 @@ def step_time(
         offload_s=offload_s(place, share, update, *passes[busiest]),
         overhead_s=_overhead_s(place, sum(compute.values()) + bubble),
         stages=tuple(StageTime(*pair, message) for pair in passes),
-        tokens=layout.global_batch * workload.sequence_length,
+        tokens=layout.global_batch * workload.sample_tokens,
         gpus=layout.world,
         peak_flops=cluster.gpu.peak_flops(workload.precision),
         workload=workload,

@@ -32,7 +32,7 @@ class PlacedLayout:
     @property
     def tokens(self) -> float:
         """Of one micro batch on one rank of the context group."""
-        return self.layout.micro_batch * self.workload.sequence_length / self.layout.cp
+        return self.layout.micro_batch * self.workload.sample_tokens / self.layout.cp
 
     def group(self, size: int, stride: int) -> Group:
         """`size` ranks that are `stride` apart."""

@@ -22,6 +22,8 @@ class Workload:
     sequence_length: int
     precision: CostPrecision
     engine: EngineName
+    rows_per_sample: int = 1
+    """Sequences of a sample, which is what batch sizes count: 2 where it is a pair."""
     model: ModelName = "hf"
     """Whose modules compute: transformers' (or another implementation on PyTorch's own
     operators), or megatron-core's."""
@@ -56,6 +58,11 @@ class Workload:
     (flash-attn's), instead of on fp32 copies."""
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample."""
+        return self.rows_per_sample * self.sequence_length
+
+    @property
     def cost(self) -> "EngineCost":
         """What its engine's way of working costs."""
         return BACKENDS[self.engine].cost
@@ -75,6 +82,7 @@ def planned_workload(
         sequence_length=training.sequence_length,
         precision=training.precision,
         engine=pair.engine,
+        rows_per_sample=training.rows_per_sample,
         model=pair.model,
         fused_elementwise=False,
         pipeline_overlap=False,
