@@ -1,0 +1,343 @@
+"""What every rank of test_post_training.py does, and what it is compared with: TRL's trainers.
+
+The data are pairs of token lists, or token lists with a mask, made without any tokenizer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn.functional import cross_entropy
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerFast
+
+from tests.engines import parity_worker as parity
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.engines.base import Engine
+from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.layout import Layout
+from toolkit.models import huggingface as hf
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.schema import Recipe
+
+STEPS = 6
+SAMPLES = 6
+"""Of a global batch: shares of one, two and three."""
+REWARDS = (
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    "logps/chosen", "logps/rejected",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two answers."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def pairs(steps: int) -> list[list[Pair]]:
+    """Global batches of pairs of very unequal lengths."""
+    generator = torch.Generator().manual_seed(11)
+
+    def tokens(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most + 1, (), generator=generator))
+        return torch.randint(2, parity.VOCABULARY, (length,), generator=generator).tolist()
+
+    def pair() -> Pair:
+        return Pair(tokens(2, 7), tokens(1, 9), tokens(1, 9))
+
+    return [[pair() for _ in range(SAMPLES)] for _ in range(steps)]
+
+
+def conversations(steps: int) -> list[list[tuple[list[int], list[int]]]]:
+    """Global batches of token lists and masks; the second half of each batch has hardly any
+    trained token: none in every second batch."""
+    generator = torch.Generator().manual_seed(12)
+    batches = []
+    for step in range(steps):
+        batch = []
+        for sample in range(SAMPLES):
+            length = int(torch.randint(4, parity.LENGTH + 1, (), generator=generator))
+            tokens = torch.randint(2, parity.VOCABULARY, (length,), generator=generator)
+            share = (0.9, 0.5, 0.1, 0.0, 0.0, 0.3 * (step % 2))[sample]
+            mask = (torch.rand(length, generator=generator) < share).int()
+            mask[1] = 1 if sample == 0 else mask[1]
+            batch.append((tokens.tolist(), mask.tolist()))
+        batches.append(batch)
+    return batches
+
+
+def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels [LENGTH] of a token list, padded by 0; labels where the mask is 1."""
+    inputs = torch.zeros(parity.LENGTH, dtype=torch.int64)
+    labels = torch.full((parity.LENGTH,), IGNORE_INDEX)
+    inputs[: len(tokens) - 1] = torch.tensor(tokens[:-1])
+    for place, (token, trained) in enumerate(zip(tokens[1:], mask[1:], strict=True)):
+        labels[place] = token if trained else IGNORE_INDEX
+    return inputs, labels
+
+
+def rows_of(sample: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of a pair, or of a conversation."""
+    if not isinstance(sample, Pair):
+        return [row(*sample)]
+    before = [0] * len(sample.prompt)
+    answers = (sample.chosen, sample.rejected)
+    return [row(sample.prompt + answer, before + [1] * len(answer)) for answer in answers]
+
+
+def micro_batch(samples: Sequence[Any], reference: Sequence[float] = ()) -> MicroBatch:
+    inputs, labels = zip(*(one for sample in samples for one in rows_of(sample)), strict=True)
+    extra = {"reference_log_probs": torch.tensor(reference)} if reference else {}
+    return MicroBatch(torch.stack(inputs), torch.stack(labels), extra=extra)
+
+
+def initial_model(seed: int = parity.SEED, **family: Any) -> torch.nn.Module:
+    """transformers' model with the weights that every engine starts with."""
+    wanted = parity.recipe(parity.Case("ddp", 1, family=family), world=1)
+    config = hf.build_config(wanted.model)
+    model = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(model, hf.weight_source(wanted.model, config, seed))
+    return model
+
+
+@torch.no_grad()
+def plain_log_probs(model: torch.nn.Module, tokens: list[int], answer: int) -> float:
+    """log p of the last `answer` tokens, of one sequence alone, without padding."""
+    inputs = torch.tensor(tokens)[None]
+    log_probs = model(inputs, use_cache=False).logits.log_softmax(-1)[0, :-1]
+    chosen = log_probs.gather(1, inputs[0, 1:, None])[:, 0]
+    return chosen[-answer:].double().sum().item()
+
+
+def references(model: torch.nn.Module, batch: Sequence[Pair]) -> list[float]:
+    """The reference's log p of each row of a batch of pairs."""
+    return [
+        plain_log_probs(model, pair.prompt + answer, len(answer))
+        for pair in batch
+        for answer in (pair.chosen, pair.rejected)
+    ]
+
+
+def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
+    plain = parity.recipe(case, world).model_dump(mode="json")
+    plain["training"] |= {
+        "global_batch_size": SAMPLES, "objective": objective.name, "steps": STEPS,
+    }  # fmt: skip
+    if objective.settings:
+        plain[objective.name] = objective.settings
+    return Recipe.model_validate(plain)
+
+
+def new_engine(
+    case: parity.Case, objective: Objective, ranks: Ranks
+) -> tuple[Engine, Layout, Recipe]:
+    wanted = recipe(case, objective, ranks.world)
+    plan = plan_recipe(wanted)
+    config = hf.build_config(wanted.model)
+    weights = hf.weight_source(wanted.model, config, parity.SEED)
+    rendered = plan.backend.render(wanted, plan.layout)
+    setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
+    return build_engine(plan.engine, setup), plan.layout, wanted
+
+
+def shares(
+    batch: Sequence[Any], reference: Sequence[float], layout: Layout, rank: int, uneven: bool
+) -> Iterator[MicroBatch]:
+    """This rank's micro batches: equal ones, or of one and two samples, in another order on
+    every other rank."""
+    size = SAMPLES // layout.dp
+    first = layout.data_rank(rank) * size
+    sizes = [layout.micro_batch] * (size // layout.micro_batch)
+    if uneven:
+        sizes = ([1, 2] if layout.data_rank(rank) % 2 else [2, 1]) * (size // 3)
+    for count in sizes:
+        rows = slice(2 * first, 2 * (first + count))
+        yield micro_batch(batch[first : first + count], reference[rows])
+        first += count
+
+
+def train(
+    case: parity.Case, objective: Objective, ranks: Ranks, found: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """Train one case; what is logged of each step. `found` is the reference's log p."""
+    engine, layout, wanted = new_engine(case, objective, ranks)
+    data = conversations(STEPS) if objective.name == "sft" else pairs(STEPS)
+    uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
+    results = []
+    for step, batch in enumerate(data):
+        reference = found[step] if objective.name == "dpo" else ()
+        batches = list(shares(batch, reference, layout, ranks.rank, uneven))
+        count = float(wanted.objective().count(micro_batch(batch)))
+        results.append(engine.train_step(batches, count, 1e-3))
+    engine.close()
+    return {
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+        **{name: [r.metrics[name] for r in results] for name in results[0].metrics},
+    }
+
+
+def train_all(
+    cases: Sequence[tuple[parity.Case, Objective]], found: Sequence[Sequence[float]]
+) -> list[dict[str, Any]]:
+    ranks = join()
+    results = [train(case, objective, ranks, found) for case, objective in cases]
+    leave()
+    return results
+
+
+def log_probs_of(cases: Sequence[parity.Case]) -> list[list[float]]:
+    """The log-probabilities of the first batch of pairs, by each engine; of this rank's."""
+    ranks = join()
+    results = []
+    for case in cases:
+        engine, layout, _ = new_engine(case, Objective("orpo"), ranks)
+        batches = list(shares(pairs(1)[0], (), layout, ranks.rank, uneven=False))
+        results.append(engine.sequence_log_probs(batches).tolist())
+        engine.close()
+    leave()
+    return results
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that TRL takes its padding token from; nothing is tokenised."""
+    vocabulary = {"[PAD]": 0, "[EOS]": 1} | {str(n): n for n in range(2, parity.VOCABULARY)}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="[PAD]"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", eos_token="[EOS]"
+    )  # fmt: skip
+
+
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": SAMPLES,
+    "max_steps": STEPS,
+    "max_grad_norm": 1.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "activation_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "remove_unused_columns": False,
+}
+
+
+class InOrder:
+    """A trainer that takes tokens as they are, and samples in their order."""
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any, **__: Any) -> Dataset:
+        return dataset
+
+    def _get_train_sampler(self, dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(dataset or self.train_dataset)
+
+
+class Dpo(InOrder, trl.DPOTrainer):
+    """TRL's."""
+
+
+class Sft(InOrder, trl.SFTTrainer):
+    """TRL's."""
+
+
+def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    made = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return made, None
+
+
+def logged(trainer: Any) -> dict[str, list[float]]:
+    """What the trainer logged, by name."""
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == STEPS
+    return {name: [step[name] for step in steps] for name in steps[0]}
+
+
+def by_dpo_trainer(
+    folder: Path, model: torch.nn.Module, reference: torch.nn.Module, loss: str, beta: float
+) -> dict[str, list[float]]:
+    """TRL's DPOTrainer over whole global batches, in this process."""
+    samples = [
+        {"prompt_ids": p.prompt, "chosen_ids": p.chosen, "rejected_ids": p.rejected}
+        for batch in pairs(STEPS)
+        for p in batch
+    ]
+    arguments = trl.DPOConfig(output_dir=str(folder), loss_type=[loss], beta=beta, **ARGUMENTS)
+    return logged(
+        Dpo(
+            model=model,
+            ref_model=reference,
+            args=arguments,
+            train_dataset=Dataset.from_list(samples),
+            processing_class=tokenizer(),
+            optimizers=optimizer_of(model),
+        )
+    )
+
+
+def by_sft_trainer(folder: Path, model: torch.nn.Module) -> dict[str, list[float]]:
+    """TRL's SFTTrainer with labels as it makes them of masks, in this process."""
+    samples = [
+        {
+            "input_ids": tokens,
+            "labels": [t if m else IGNORE_INDEX for t, m in zip(tokens, mask, strict=True)],
+        }
+        for batch in conversations(STEPS)
+        for tokens, mask in batch
+    ]
+    arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS)
+    return logged(
+        Sft(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_list(samples),
+            processing_class=tokenizer(),
+            optimizers=optimizer_of(model),
+        )
+    )
+
+
+def plain_sft(model: torch.nn.Module) -> tuple[list[float], list[float]]:
+    """Loss and gradient norm of each step, by transformers and torch alone, without padding."""
+    optimizer, _ = optimizer_of(model)
+    losses, norms = [], []
+    for batch in conversations(STEPS):
+        trained = sum(sum(mask[1:]) for _, mask in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for tokens, mask in batch:
+            inputs = torch.tensor(tokens)
+            logits = model(inputs[None], use_cache=False).logits[0, :-1]
+            loss = cross_entropy(logits, inputs[1:], reduction="none")
+            loss = (loss * torch.tensor(mask[1:])).sum() / trained
+            loss.backward()
+            total += loss.item()
+        norms.append(parity.clipped(model))
+        optimizer.step()
+        losses.append(total)
+    return losses, norms

@@ -1,0 +1,130 @@
+"""sft and dpo on every engine against TRL's own trainers: one process, fp32, the same samples.
+
+What a step logs must be equal: loss, gradient norm, rewards. Outside of pipelines, ranks cut
+their shares into micro batches of one and two pairs, each in another order.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
+from tests.engines.parity_worker import Case
+from tests.engines.post_training_worker import (
+    REWARDS,
+    STEPS,
+    Objective,
+    by_dpo_trainer,
+    by_sft_trainer,
+    initial_model,
+    log_probs_of,
+    pairs,
+    plain_sft,
+    references,
+    train_all,
+)
+from tests.forked import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+"""TRL calls transformers by a name that it renames."""
+
+OTHER_SEED = 99
+"""Of the reference model: with the policy's own weights, all rewards would begin at 0."""
+BETA = 0.3
+
+SFT = Objective("sft")
+LOSSES = {
+    loss: Objective("dpo", {"loss": loss, "beta": BETA}) for loss in ("sigmoid", "ipo", "hinge")
+}
+SIGMOID = LOSSES["sigmoid"]
+
+TRANSFORMERS = [
+    Case("ddp", 1, family=LAYERS),
+    Case("ddp", 3, family=LAYERS),
+    Case("fsdp", 1, stage=3, family=LAYERS),
+    *(Case("deepspeed", 1, stage=stage, family=LAYERS) for stage in (1, 2, 3)),
+]
+IN_MEGATRON = [
+    megatron(1, tensor=2),
+    megatron(3, pipeline=2),
+    megatron(1, pipeline=2, virtual_pipeline=2),
+    megatron(3, tensor=2, sequence=False),
+    megatron(1, stage=1),
+]
+"""Tensor 2 is with sequence parallel."""
+FOUR = [
+    megatron(1, tensor=2, pipeline=2),
+    *(replace(zero(stage), micro_batch=micro) for stage, micro in ((1, 1), (2, 3))),
+]
+ALL = [*((case, 2) for case in (*TRANSFORMERS, *IN_MEGATRON)), *((case, 4) for case in FOUR)]
+
+
+@cache
+def reference_log_probs() -> list[list[float]]:
+    """Of each row of each global batch, by plain transformers."""
+    model = initial_model(OTHER_SEED, **LAYERS)
+    return [references(model, batch) for batch in pairs(STEPS)]
+
+
+@cache
+def by_trl(objective: str) -> dict[str, list[float]]:
+    """What TRL logs: `sft`, or dpo with a loss of this name."""
+    with TemporaryDirectory() as folder:
+        model = initial_model(**LAYERS)
+        if objective == "sft":
+            return by_sft_trainer(Path(folder), model)
+        reference = initial_model(OTHER_SEED, **LAYERS)
+        return by_dpo_trainer(Path(folder), model, reference, loss=objective, beta=BETA)
+
+
+@cache
+def trained(world: int) -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Every case of so many processes, with sft and dpo; the first with every loss of dpo."""
+    cases = [case for case, size in ALL if size == world]
+    jobs = [(case, objective) for case in cases for objective in (SFT, SIGMOID)]
+    if world == 2:
+        jobs += [(cases[0], LOSSES[loss]) for loss in ("ipo", "hinge")]
+    found, *others = run_ranks(train_all, world, jobs, reference_log_probs())
+    assert all(other == found for other in others), "every rank logs the same"
+    names = [(case.name, o.settings.get("loss", o.name)) for case, o in jobs]
+    return dict(zip(names, found, strict=True))
+
+
+def check(found: dict[str, list[float]], objective: str) -> None:
+    expected = by_trl(objective)
+    metrics = () if objective == "sft" else REWARDS
+    for name in ("loss", "grad_norm", *metrics):
+        assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize(("case", "world"), ALL, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize("objective", ["sft", "sigmoid"])
+def test_steps_equal_trl(case: Case, world: int, objective: str) -> None:
+    check(trained(world)[case.name, objective], objective)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "hinge"])
+def test_losses_of_dpo_equal_trl(loss: str) -> None:
+    check(trained(2)[TRANSFORMERS[0].name, loss], loss)
+
+
+def test_sft_equals_a_plain_loop() -> None:
+    losses, norms = plain_sft(initial_model(**LAYERS))
+    found = trained(2)[TRANSFORMERS[0].name, "sft"]
+    assert found["loss"] == pytest.approx(losses, rel=TOLERANCE)
+    assert found["grad_norm"] == pytest.approx(norms, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_log_probs_of_rows_are_those_of_single_sequences(world: int) -> None:
+    cases = [case for case, size in ALL if size == world]
+    expected = references(initial_model(**LAYERS), pairs(1)[0])
+    by_rank = run_ranks(log_probs_of, world, cases)
+    for number, case in enumerate(cases):
+        # Of two data-parallel ranks, the second has the second half; others have all.
+        shares = [rank[number] for rank in by_rank]
+        assert shares[-1] == pytest.approx(expected[-len(shares[-1]) :], rel=TOLERANCE), case
+        assert shares[0] == pytest.approx(expected[: len(shares[0])], rel=TOLERANCE), case
