@@ -3,7 +3,7 @@
 A global batch is a list of samples; the layout decides only who computes which of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -70,20 +70,31 @@ def evaluation_batches(
     filled up with fully masked samples, so that every rank has equally many micro batches.
     """
     n_samples = min(len(dataset), batches * global_batch_size)
-    n_padding = -n_samples % global_batch_size
-    padding = np.full(n_padding, _PADDING, dtype=np.int64)
-    indices = np.concatenate([np.arange(n_samples, dtype=np.int64), padding])
-    return [
-        micro_batch
-        for start in range(0, len(indices), global_batch_size)
-        for micro_batch in _micro_batches(
-            dataset,
-            _share(
-                indices[start : start + global_batch_size], dp_rank, dp_size, micro_batch_size
-            ),
-            micro_batch_size,
-        )
-    ]
+    found = batches_of(
+        dataset, np.arange(n_samples, dtype=np.int64), global_batch_size, dp_rank, dp_size,
+        micro_batch_size,
+    )  # fmt: skip
+    return [micro_batch for micro_batches in found for micro_batch in micro_batches]
+
+
+def batches_of(
+    dataset: Samples,
+    indices: Int64Array,
+    global_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    micro_batch_size: int,
+) -> Iterator[list[MicroBatch]]:
+    """This rank's micro batches of each global batch of the samples `indices`, in order.
+
+    The last global batch is filled up with fully masked samples.
+    """
+    padding = np.full(-len(indices) % global_batch_size, _PADDING, dtype=np.int64)
+    indices = np.concatenate([indices, padding])
+    for start in range(0, len(indices), global_batch_size):
+        batch = indices[start : start + global_batch_size]
+        share = _share(batch, dp_rank, dp_size, micro_batch_size)
+        yield _micro_batches(dataset, share, micro_batch_size)
 
 
 def _share(

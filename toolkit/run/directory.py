@@ -66,6 +66,8 @@ class RunDirectory:
     """One JSON object per logged step."""
     events = _Inside("events.jsonl")
     """One JSON object per event."""
+    reference = _Inside("reference.json")
+    """Which weights the reference model of `dpo` has: those that the run began with."""
     logs = _Inside("logs")
     """Folder of the log files."""
     samples = _Inside("samples")

@@ -117,11 +117,14 @@ class RunCheckpoints:
                 f"weights: model.init: checkpoint and model.checkpoint: {found.folder}",
             )
 
-    def weights(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:
+    def weights(
+        self, config: PretrainedConfig, phases: Phases, *, first: bool = False
+    ) -> SavedWeights | None:
         """The weights of the checkpoint that was found, else of the one of another run that
-        the recipe starts from, to build the model with; None where there is neither."""
+        the recipe starts from, to build the model with; None where there is neither. `first`:
+        those with which the run began."""
         start = self.assignment.recipe.model.checkpoint
-        saved = self._saved
+        saved = None if first else self._saved
         if saved is None and start is not None:
             saved = SavedState(
                 require_whole(

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
+from toolkit.data.rows import Samples
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine
@@ -40,6 +41,7 @@ from toolkit.errors import (
 from toolkit.failpoints import failpoint
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
+from toolkit.objectives.dpo import REFERENCE
 from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.run.claim import claim
@@ -55,6 +57,7 @@ from toolkit.train.exporting import export_last
 from toolkit.train.loop import Progress, TrainingRun, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
+from toolkit.train.reference import RunReference
 from toolkit.train.signals import StopRequest
 from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 
@@ -190,10 +193,18 @@ class _Worker:
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))
         engine: Engine | None = None
+        train_samples: Samples = data.train
+        validation: Samples | None = data.validation
         if found and self.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
             self.progress = checkpoints.take(found)
         else:
+            reference = self._reference(config, data, steps, resumed=found is not None)
+            if reference is not None:
+                self._compute_lost(reference, config, checkpoints, resumed=found is not None)
+                train_samples, validation = reference.train, reference.validation
             engine = self._build_engine(config, checkpoints)
+            if reference is not None:
+                reference.compute(engine, self.assignment.plan.layout, self.phases)
             if found is not None:
                 load = partial(checkpoints.load, engine, found, self.phases)
                 self.progress = self.together.run(load)
@@ -206,8 +217,8 @@ class _Worker:
         limit_collectives(limit, but=self.together.group)
         self.phases.heard = watchdog.hear
         if engine is not None:
-            observer = Observer(self._observed(engine, data, checkpoints), reporter)
-            self._train(self._job(engine, data, steps), observer, watchdog, stop)
+            observer = Observer(self._observed(engine, validation, checkpoints), reporter)
+            self._train(self._job(engine, train_samples, steps), observer, watchdog, stop)
         self.phases.show()
         self.phases.begin("closing")
         checkpoints.close()
@@ -323,12 +334,12 @@ class _Worker:
             launch.grace_s,
         )
 
-    def _job(self, engine: Engine, data: TrainingData, steps: int) -> TrainingRun:
+    def _job(self, engine: Engine, samples: Samples, steps: int) -> TrainingRun:
         recipe, plan = self.assignment.recipe, self.assignment.plan
         training = recipe.training
         return TrainingRun(
             engine,
-            GlobalBatches(data.train, training.seed, training.global_batch_size),
+            GlobalBatches(samples, training.seed, training.global_batch_size),
             plan.layout,
             plan.layout.data_rank(self.ranks.rank),
             training.seed,
@@ -353,23 +364,55 @@ class _Worker:
             )
         )
 
-    def _build_engine(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> Engine:
-        """The engine with its first weights: the saved ones where the run continues."""
+    def _reference(
+        self, config: PretrainedConfig, data: TrainingData, steps: int, *, resumed: bool
+    ) -> RunReference | None:
+        """The reference's log-probabilities, where the objective reads them."""
+        recipe = self.assignment.recipe
+        if REFERENCE not in recipe.objective().reads:
+            return None
+        note = self.directory.reference
+        return RunReference(
+            recipe, config, data, note, self.together, steps=steps, resumed=resumed
+        )
+
+    def _compute_lost(
+        self,
+        reference: RunReference,
+        config: PretrainedConfig,
+        checkpoints: RunCheckpoints,
+        *,
+        resumed: bool,
+    ) -> None:
+        """In a run that continues, the engine to come has other weights than the reference."""
+        if resumed and reference.missing:
+            self.together.rank_zero(reference.check_weights)
+            engine = self._build_engine(config, checkpoints, first=True)
+            reference.compute(engine, self.assignment.plan.layout, self.phases)
+            engine.close()
+
+    def _build_engine(
+        self, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool = False
+    ) -> Engine:
+        """The engine with its first weights: the saved ones where the run continues, unless
+        those are asked for with which the run began."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.phases.begin("building operators")
         self.together.leaders_first(lambda: plan.backend.prepare(engine_config, tell))
         self.phases.begin(BUILDING)
-        weights = self.together.run(lambda: self._weights(config, checkpoints))
+        weights = self.together.run(lambda: self._weights(config, checkpoints, first=first))
         self.phases.begin(BUILDING)
         setup = self.together.run(
             lambda: EngineSetup.of(recipe, plan, engine_config, self.ranks, config, weights)
         )
         return build_engine(plan.engine, setup)
 
-    def _weights(self, config: PretrainedConfig, checkpoints: RunCheckpoints) -> WeightSource:
+    def _weights(
+        self, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool
+    ) -> WeightSource:
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout
-        source: WeightSource | None = checkpoints.weights(config, self.phases)
+        source: WeightSource | None = checkpoints.weights(config, self.phases, first=first)
         drawn = source is None and recipe.model.init == "random"
         source = source or hf.weight_source(recipe.model, config, recipe.training.seed)
         doing = "drawing the weights" if drawn else "loading the weights"
@@ -413,21 +456,20 @@ class _Worker:
             data.tokenizer.save_pretrained(folder)
 
     def _observed(
-        self, engine: Engine, data: TrainingData, checkpoints: RunCheckpoints
+        self, engine: Engine, validation: Samples | None, checkpoints: RunCheckpoints
     ) -> Observed:
         return Observed(
             self.assignment.recipe,
             self.assignment.plan,
             engine,
             self.ranks,
-            self._validation(data),
+            self._validation(validation),
             checkpoints,
             self.assignment.prediction,
             self.phases.begin,
         )
 
-    def _validation(self, data: TrainingData) -> Callable[[], Any] | None:
-        validation = data.validation
+    def _validation(self, validation: Samples | None) -> Callable[[], Any] | None:
         if validation is None:
             return None
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout

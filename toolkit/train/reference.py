@@ -1,0 +1,267 @@
+"""The reference model's log-probabilities, which DPO reads: computed before the first step.
+
+The reference is the model that training begins with. The run's own engine and layout compute
+its log-probability of every row that the run will use, so no second model is ever in memory.
+They are kept in the data cache under the content of model and data, for every layout and every
+run that uses both: another layout would compute them with other last bits (about 1e-6).
+
+A run that continues finds them there, although its weights are no longer the reference's. Where
+they are gone, an engine with the first weights is built once more to compute them.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.manifest import MANIFEST
+from toolkit.data.batches import batches_of
+from toolkit.data.build import TrainingData
+from toolkit.data.files import (
+    cache_folder,
+    cache_not_writable,
+    content_fingerprint,
+    fingerprint_of,
+    write_atomically,
+)
+from toolkit.data.order import sample_indices
+from toolkit.data.rows import Int64Array, Row, Samples
+from toolkit.engines.base import Engine
+from toolkit.errors import CheckpointError
+from toolkit.layout import Layout
+from toolkit.models import huggingface as hf
+from toolkit.objectives.dpo import REFERENCE
+from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.train.all_ranks import AllRanks
+from toolkit.train.phases import Phases
+from toolkit.untrusted import read_json
+
+Values = npt.NDArray[np.float32]
+"""[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""
+
+SAVE_EVERY_S = 60.0
+"""What a kill costs at most."""
+_FORMAT = 1
+_NO_WEIGHTS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys of a model's config that say nothing of what it computes."""
+
+
+class WithReference:
+    """Samples whose rows have the reference's log-probability in `extra`; see `Samples`."""
+
+    def __init__(self, samples: Samples, values: Values) -> None:
+        self.sequence_length = samples.sequence_length
+        self.rows_per_sample = samples.rows_per_sample
+        self._samples = samples
+        self._values = values
+
+    def __len__(self) -> int:
+        """See `Samples`."""
+        return len(self._samples)
+
+    def rows(self, index: int) -> Sequence[Row]:
+        """See `Samples.rows`."""
+        values = self._values[index].tolist()
+        assert values == values, "computed before the first step"
+        return [
+            replace(row, extra={**row.extra, REFERENCE: value})
+            for row, value in zip(self._samples.rows(index), values, strict=True)
+        ]
+
+
+class ReferenceTable:
+    """The reference's log-probabilities of one data set. All methods are collective."""
+
+    def __init__(
+        self, samples: Samples, needed: Int64Array, path: Path, together: AllRanks
+    ) -> None:
+        """`needed`: the samples that the run uses, ascending; `path`: the file of rank 0."""
+        self._samples = samples
+        self._path = path
+        self._together = together
+        shape = len(samples), samples.rows_per_sample
+        self._values: Values = together.rank_zero(lambda: _read(path, shape))
+        self._needed = needed
+
+    @property
+    def missing(self) -> Int64Array:
+        """The samples that are needed and not computed yet."""
+        return self._needed[np.isnan(self._values[self._needed]).any(axis=1)]
+
+    @property
+    def samples(self) -> WithReference:
+        """The data set with what was computed."""
+        return WithReference(self._samples, self._values)
+
+    def compute(
+        self,
+        engine: Engine,
+        layout: Layout,
+        tick: Callable[[int], None],
+        save_every_s: float = SAVE_EVERY_S,
+    ) -> None:
+        """Compute what is missing by an engine with the reference's weights, and save it."""
+        missing = self.missing
+        rank = self._together.ranks.rank
+        saved = time.monotonic()
+        batches = batches_of(
+            self._samples, missing, layout.global_batch, layout.data_rank(rank), layout.dp,
+            layout.micro_batch,
+        )  # fmt: skip
+        for number, micro_batches in enumerate(batches):
+            found = _of_all_ranks(
+                engine.sequence_log_probs(micro_batches), layout, self._together
+            )
+            first = number * layout.global_batch
+            indices = missing[first : first + layout.global_batch]
+            rows = found.view(-1, self._samples.rows_per_sample)
+            self._values[indices] = rows[: len(indices)].numpy()
+            tick(len(indices))
+            if rank == 0 and time.monotonic() - saved >= save_every_s:
+                _write(self._path, self._values)
+                saved = time.monotonic()
+        if len(missing):
+            self._together.rank_zero(lambda: _write(self._path, self._values))
+
+
+def _of_all_ranks(mine: torch.Tensor, layout: Layout, together: AllRanks) -> torch.Tensor:
+    """The rows of a global batch from every data-parallel rank's share of them."""
+    rank = together.ranks.rank
+    share = layout.data_rank(rank)
+    everyones = torch.zeros(layout.dp, len(mine))
+    if not any(layout.data_rank(other) == share for other in range(rank)):
+        everyones[share] = mine  # of the ranks that have this share, the first
+    dist.all_reduce(everyones, group=together.group)
+    return everyones.flatten()
+
+
+def _read(path: Path, shape: tuple[int, int]) -> Values:
+    try:
+        found: Values = np.load(path, allow_pickle=False)
+    except (OSError, ValueError):
+        found = np.zeros(0, dtype=np.float32)
+    if found.shape == shape and found.dtype == np.float32:
+        return found
+    return np.full(shape, np.nan, dtype=np.float32)
+
+
+def _write(path: Path, values: Values) -> None:
+    """All of it or nothing, as readers see it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with unfinished.open("wb") as file:
+            np.save(file, values)
+        unfinished.replace(path)
+    except OSError as error:
+        raise cache_not_writable(path.parent, error) from error
+
+
+def weights_fingerprint(model: ModelSection, seed: int, cache: Path) -> str:
+    """Identifies the weights that training begins with."""
+    source: list[str | int] = [model.init]
+    if model.init == "random":
+        source.append(seed)
+    elif model.init == "pretrained":
+        assert model.hub is not None, "checked at load"
+        folder = hf.snapshot_folder(model.hub, model.revision)
+        source.append(content_fingerprint(sorted(folder.glob("*.safetensors")), cache))
+    else:
+        assert model.checkpoint is not None, "checked at load"
+        source.append((locate(Path(model.checkpoint)).folder / MANIFEST).read_text())
+    return fingerprint_of(source)
+
+
+class RunReference:
+    """The tables of a run: of its training data, and of its validation data."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: PretrainedConfig,
+        data: TrainingData,
+        note: Path,
+        together: AllRanks,
+        *,
+        steps: int,
+        resumed: bool,
+    ) -> None:
+        """Look in the cache. Collective.
+
+        `note` is a file of the run directory that remembers which weights the reference has:
+        of a run that continues, the model that its recipe names may have changed or be gone.
+        """
+        self._recipe = recipe
+        self._note = note
+        self._cache = cache_folder(recipe.data.cache, Path.cwd())
+        noted = together.rank_zero(lambda: _noted(note) if resumed else None)
+        weights = noted or together.rank_zero(self._note_weights)
+        computes = {k: str(v) for k, v in config.to_dict().items() if k not in _NO_WEIGHTS}
+        key = [_FORMAT, weights, computes, data.fingerprint, recipe.training.precision]
+
+        def table(side: str, samples: Samples, needed: Int64Array) -> ReferenceTable:
+            path = self._cache / "reference" / f"{fingerprint_of([*key, side])}.npy"
+            return ReferenceTable(samples, needed, path, together)
+
+        size, seed = recipe.training.global_batch_size, recipe.training.seed
+        count = min(steps * size, len(data.train))
+        used = np.unique(sample_indices(seed, len(data.train), 0, count))
+        self._tables = [table("train", data.train, used)]
+        if data.validation is not None:
+            count = min(recipe.evaluation.batches * size, len(data.validation))
+            held_out = np.arange(count, dtype=np.int64)
+            self._tables.append(table("validation", data.validation, held_out))
+
+    def _note_weights(self) -> str:
+        model, seed = self._recipe.model, self._recipe.training.seed
+        weights = weights_fingerprint(model, seed, self._cache)
+        write_atomically(self._note, json.dumps({"weights": weights}))
+        return weights
+
+    @property
+    def train(self) -> Samples:
+        """The training data with the reference."""
+        return self._tables[0].samples
+
+    @property
+    def validation(self) -> Samples | None:
+        """The validation data with the reference."""
+        return self._tables[1].samples if len(self._tables) > 1 else None
+
+    @property
+    def missing(self) -> int:
+        """How many samples are not computed yet."""
+        return sum(len(table.missing) for table in self._tables)
+
+    def check_weights(self) -> None:
+        """Raise CheckpointError where the model that a run began with is no longer there."""
+        model, seed = self._recipe.model, self._recipe.training.seed
+        if _noted(self._note) != weights_fingerprint(model, seed, self._cache):
+            raise CheckpointError(
+                f"the reference log-probabilities are no longer in {self._cache}, and the "
+                "model that the run began with, by which they are computed, has changed",
+                fix="restore one of them, or start in another directory (--run-dir OTHER)",
+            )
+
+    def compute(self, engine: Engine, layout: Layout, phases: Phases) -> None:
+        """Compute what is missing by an engine with the weights that training begins with."""
+        if missing := self.missing:
+            tick = phases.begin("computing the reference's log-probabilities", missing)
+            for table in self._tables:
+                table.compute(engine, layout, tick)
+
+
+def _noted(note: Path) -> str | None:
+    try:
+        return str(read_json(note)["weights"])
+    except (OSError, ValueError, KeyError):
+        return None
