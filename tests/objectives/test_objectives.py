@@ -1,0 +1,216 @@
+"""dpo and orpo by hand and by TRL's own function; what no split of a batch may change."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.errors import DataError
+from toolkit.objectives import OBJECTIVES, data_kinds, rows_per_sample
+from toolkit.objectives.base import Objective, check_batch
+from toolkit.objectives.dpo import REFERENCE, Dpo
+from toolkit.objectives.orpo import Orpo
+from toolkit.objectives.pretrain import Pretrain
+from toolkit.objectives.sft import Sft
+
+PAIRS, LENGTH = 5, 6
+
+
+def batch() -> tuple[Tensor, MicroBatch]:
+    """Log-probabilities with history, and pairs with answers of 1 to 6 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(9, (2 * PAIRS, LENGTH), generator=generator)
+    labels = tokens.clone()
+    for row in range(2 * PAIRS):
+        labels[row, : (5 * row) % LENGTH] = IGNORE_INDEX
+    made = MicroBatch(tokens, labels, extra={REFERENCE: -6 * torch.rand(2 * PAIRS)})
+    log_probs = -2 * torch.rand(labels.shape, generator=generator) * made.trained
+    return log_probs.requires_grad_(), made
+
+
+def part(made: MicroBatch, first: int, last: int) -> MicroBatch:
+    """Some pairs of a batch."""
+    rows = slice(2 * first, 2 * last)
+    extra = {name: values[rows] for name, values in made.extra.items()}
+    return MicroBatch(made.input_ids[rows], made.labels[rows], extra=extra)
+
+
+def by_hand(
+    log_probs: Tensor,
+    made: MicroBatch,
+    loss: str,
+    beta: float,
+    label_smoothing: float = 0.0,
+    sft_weight: float = 0.0,
+) -> float:
+    """The sum over pairs, a pair and a number at a time."""
+
+    def log_sigmoid(x: float) -> float:
+        return -math.log(1 + math.exp(-x))
+
+    total = 0.0
+    for pair in range(len(made.labels) // 2):
+        ratios, means, lengths = [], [], []
+        for row in (2 * pair, 2 * pair + 1):
+            trained = made.labels[row] != IGNORE_INDEX
+            values = log_probs[row][trained].tolist()
+            ratios.append(sum(values) - made.extra[REFERENCE][row].item())
+            means.append(sum(values) / len(values))
+            lengths.append(len(values))
+        margin = beta * (ratios[0] - ratios[1])
+        if loss == "sigmoid":
+            total -= (1 - label_smoothing) * log_sigmoid(margin)
+            total -= label_smoothing * log_sigmoid(-margin)
+        elif loss == "hinge":
+            total += max(0.0, 1 - margin)
+        else:
+            per_token = ratios[0] / lengths[0] - ratios[1] / lengths[1]
+            total += (per_token - 1 / (2 * beta)) ** 2
+        total -= sft_weight * means[0]
+    return total
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "sigmoid", "beta": 0.1},
+        {"loss": "sigmoid", "beta": 2.0, "label_smoothing": 0.2},
+        {"loss": "ipo", "beta": 0.4},
+        {"loss": "hinge", "beta": 0.7},
+        {"loss": "sigmoid", "beta": 0.5, "sft_weight": 0.3},
+    ],
+    ids=str,
+)
+def test_dpo_by_hand(settings: dict[str, Any]) -> None:
+    log_probs, made = batch()
+    found = Dpo(**settings).loss(log_probs, made).loss.item()
+    assert found == pytest.approx(by_hand(log_probs, made, **settings), rel=1e-5)
+
+
+OBJECTIVES_OF_PAIRS = [Dpo(), Dpo("ipo", sft_weight=1.0), Dpo("hinge"), Orpo(beta=0.6)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES_OF_PAIRS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("split", [[5], [1, 1, 1, 1, 1], [1, 3, 1], [4, 1]], ids=str)
+def test_a_split_changes_nothing(objective: Objective, split: list[int]) -> None:
+    log_probs, made = batch()
+    whole = objective.loss(log_probs, made)
+    (gradient,) = torch.autograd.grad(whole.loss, log_probs)
+    first, losses, counts, metrics = 0, [], [], []
+    for size in split:
+        here = part(made, first, first + size)
+        terms = objective.loss(log_probs[2 * first : 2 * (first + size)], here)
+        losses.append(terms.loss)
+        counts.append(objective.count(here))
+        metrics.append(terms.metrics)
+        first += size
+    assert sum(counts) == objective.count(made) == PAIRS
+    assert sum(losses).item() == pytest.approx(whole.loss.item(), rel=1e-12)
+    assert torch.autograd.grad(sum(losses), log_probs)[0] == pytest.approx(gradient, rel=1e-6)
+    assert set(whole.metrics) == set(objective.metrics)
+    for name, value in whole.metrics.items():
+        assert sum(m[name] for m in metrics).item() == pytest.approx(value.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES_OF_PAIRS, ids=lambda one: type(one).__name__)
+def test_padding_counts_nothing(objective: Objective) -> None:
+    """Validation fills its last global batch up with pairs of which nothing is trained."""
+    log_probs, made = batch()
+    labels = made.labels.clone()
+    labels[4:] = IGNORE_INDEX
+    padded = replace(made, labels=labels)
+    zeroed = log_probs * padded.trained
+    found, wanted = (
+        objective.loss(zeroed, padded),
+        objective.loss(log_probs[:4], part(made, 0, 2)),
+    )
+    assert objective.count(padded) == 2
+    assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-12)
+    for name, value in wanted.metrics.items():
+        assert found.metrics[name].item() == pytest.approx(value.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    assert torch.isfinite(gradient).all() and not gradient[4:].any()
+
+
+def test_the_reference_itself_has_rewards_of_exactly_0() -> None:
+    log_probs, made = batch()
+    sums = log_probs.detach().double().sum(dim=1).float()
+    found = Dpo().loss(log_probs, replace(made, extra={REFERENCE: sums}))
+    assert found.loss.item() == pytest.approx(PAIRS * math.log(2), rel=1e-15)
+    for name in ("chosen", "rejected", "margins", "accuracies"):
+        assert found.metrics[f"rewards/{name}"].item() == 0
+
+
+def test_orpo_is_that_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its odds ratio. TRL's cross entropy covers the prompt too; the paper's does not."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    log_probs, made = batch()
+    means = log_probs.detach().sum(dim=1) / made.trained.sum(dim=1)
+    trl = SimpleNamespace(beta=0.6, accelerator=SimpleNamespace(device="cpu"))
+    ratios, chosen, rejected, ratio, odds = ORPOTrainer.odds_ratio_loss(
+        trl, means[0::2], means[1::2]
+    )
+    found = Orpo(beta=0.6).loss(log_probs, made)
+    metrics = {name: value.item() / PAIRS for name, value in found.metrics.items()}
+    wanted = (-means[0::2] - ratios).sum().item()
+    assert found.loss.item() == pytest.approx(wanted, rel=1e-6)
+    assert metrics == pytest.approx(
+        {
+            "rewards/chosen": chosen.mean().item(),
+            "rewards/rejected": rejected.mean().item(),
+            "rewards/accuracies": (chosen > rejected).float().mean().item(),
+            "rewards/margins": (chosen - rejected).mean().item(),
+            "logps/chosen": means[0::2].mean().item(),
+            "logps/rejected": means[1::2].mean().item(),
+            "nll_loss": -means[0::2].mean().item(),
+            "log_odds_ratio": ratio.item(),
+            "log_odds_chosen": odds.item(),
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("log_p", [0.0, -1e-9, -1e-7, -1e-4, -1.0, -80.0])
+def test_orpo_is_finite_for_sure_and_for_impossible_answers(log_p: float) -> None:
+    """huggingface/trl#3237: by log(1 - exp(log p)), a sure answer's odds are not finite."""
+    tokens = torch.ones(2, 1, dtype=torch.int64)
+    made = MicroBatch(tokens, tokens)
+    log_probs = torch.tensor([[log_p], [-0.5]], requires_grad=True)
+    found = Orpo().loss(log_probs, made)
+    (gradient,) = torch.autograd.grad(found.loss, log_probs)
+    assert math.isfinite(found.loss.item()) and torch.isfinite(gradient).all()
+    if log_p < -1e-6:
+        p, q = math.exp(log_p), math.exp(-0.5)
+        wanted = math.log(p / -math.expm1(log_p)) - math.log(q / (1 - q))
+        assert found.metrics["log_odds_chosen"].item() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_sft_is_the_loss_of_pretrain() -> None:
+    log_probs, made = batch()
+    sft, pretrain = Sft().loss(log_probs, made), Pretrain().loss(log_probs, made)
+    assert sft.loss == pretrain.loss
+    assert Sft().count(made) == Pretrain().count(made) == made.tokens
+
+
+def test_which_data_they_train_on() -> None:
+    assert [(name, data_kinds(name), rows_per_sample(name)) for name in OBJECTIVES.names] == [
+        ("pretrain", ("text", "hf", "megatron"), 1),
+        ("sft", ("chat",), 1),
+        ("dpo", ("preference",), 2),
+        ("orpo", ("preference",), 2),
+    ]
+
+
+def test_dpo_without_a_reference_is_refused() -> None:
+    _, made = batch()
+    check_batch(Dpo(), made)
+    check_batch(Orpo(), replace(made, extra={}))
+    with pytest.raises(DataError, match="reads reference_log_probs"):
+        check_batch(Dpo(), replace(made, extra={}))
