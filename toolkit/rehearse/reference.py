@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from toolkit.batch import IGNORE_INDEX
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import global_batch
+from toolkit.rehearse.losses import mean_loss, row_log_probs
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
@@ -34,10 +33,12 @@ def train(recipe: Recipe, folder: Path) -> None:
     optimizer = _adamw(model, recipe.optimizer)
     steps = recipe.training.steps
     assert steps is not None, "a rehearsal's length is stated in steps"
-    for step in range(steps):
-        inputs, labels = global_batch(recipe.training, config.vocab_size, step)
+    batches = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
+    with torch.no_grad():
+        first = [row_log_probs(model(i, use_cache=False).logits, y) for i, y in batches]
+    for (inputs, labels), reference in zip(batches, first, strict=True):
         logits = model(inputs, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        loss = mean_loss(recipe, logits, labels, reference)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = _gradient_norm(model)

@@ -20,6 +20,7 @@ from toolkit.recipe.schema import (
 )
 from toolkit.rehearse.comparison import Comparison, compare, tolerance
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
+from toolkit.rehearse.losses import rehearsed_objective
 from toolkit.rehearse.ranks import Failure, RankProcesses, launch_spec
 from toolkit.rehearse.record import Record, read_record
 from toolkit.rehearse.shrink import (
@@ -121,8 +122,8 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
 
     `batch` is the number of sequences per step. The learning rate is the recipe's largest in
     every step, up to LARGEST_RATE: a rehearsal that only warms up would hardly move the
-    weights. The objective is `pretrain`, that of the reference: engines know none, and what
-    another one reads is not in a rehearsal's batches.
+    weights. The objective is one that the reference defines too: engines know none, and what
+    another package's reads is not in a rehearsal's batches.
     """
     divisors = degrees(plan)
     long = recipe.training.sequence_length
@@ -139,7 +140,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
         "global_batch_size": batch,
         "micro_batch_size": MICRO_BATCH,
         "precision": "fp32",
-        "objective": "pretrain",
+        "objective": rehearsed_objective(recipe),
     }
     freeze = shrink_freeze(recipe.model.freeze, config)
     model = {

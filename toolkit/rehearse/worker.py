@@ -9,13 +9,16 @@ the rehearsal instead of the recipe's data.
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.batch import MicroBatch
+from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.models import huggingface as hf
+from toolkit.objectives.dpo import REFERENCE
 from toolkit.rehearse.batches import global_batch, micro_batches
 from toolkit.rehearse.record import write_step
 from toolkit.run.assignment import Assignment, read_assignment
@@ -33,14 +36,25 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     engine = build_engine(assignment.plan.engine, setup)
     steps = recipe.training.steps
     assert steps is not None, "a rehearsal's length is stated in steps"
-    for step in range(steps):
-        inputs, labels = global_batch(recipe.training, config.vocab_size, step)
-        mine = micro_batches(inputs, labels, layout, layout.data_rank(ranks.rank))
-        tokens = MicroBatch(inputs, labels).tokens
-        result = engine.train_step(mine, tokens, recipe.optimizer.learning_rate)
+    objective = recipe.objective()
+    wholes = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
+    place = layout, layout.data_rank(ranks.rank), recipe.training.rows_per_sample
+    shares = [micro_batches(inputs, labels, *place) for inputs, labels in wholes]
+    if REFERENCE in objective.reads:
+        shares = [_with_reference(engine, share) for share in shares]
+    for whole, mine in zip(wholes, shares, strict=True):
+        count = float(objective.count(MicroBatch(*whole)))
+        result = engine.train_step(mine, count, recipe.optimizer.learning_rate)
         if ranks.rank == 0:
             write_step(assignment.run_dir, result.loss, result.grad_norm)
     engine.close()
+
+
+def _with_reference(engine: Engine, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro batches with what an objective reads of the reference: the first weights."""
+    values = engine.sequence_log_probs(micro_batches).chunk(len(micro_batches))
+    pairs = zip(micro_batches, values, strict=True)
+    return [replace(batch, extra={REFERENCE: value}) for batch, value in pairs]
 
 
 def main() -> None:

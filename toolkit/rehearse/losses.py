@@ -1,0 +1,84 @@
+"""The objectives once more, from logits: what layouts are compared with.
+
+On purpose a second definition, a pair at a time and without anything of toolkit/objectives,
+which also states the sources.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid, relu
+
+from toolkit.batch import IGNORE_INDEX
+from toolkit.objectives import data_kinds
+from toolkit.recipe.schema import DpoSection, OrpoSection, Recipe
+
+DEFINED = ("pretrain", "sft", "dpo", "orpo")
+
+
+def rehearsed_objective(recipe: Recipe) -> str:
+    """The recipe's objective, or where it is another package's one for the same data."""
+    chosen, kind = recipe.training.objective, recipe.data.train.kind
+    if chosen in DEFINED:
+        return chosen
+    return next(name for name in DEFINED if kind in data_kinds(name))
+
+
+def mean_loss(recipe: Recipe, logits: Tensor, labels: Tensor, reference: Tensor) -> Tensor:
+    """Loss of a global batch with `logits` [rows, sequence, vocabulary].
+
+    `reference` [rows]: `row_log_probs` under the first weights.
+    """
+    objective = recipe.training.objective
+    if objective == "dpo":
+        settings = recipe.dpo or DpoSection()
+        pairs = _pairs(labels, row_log_probs(logits, labels) - reference)
+        losses = [_dpo(settings, *pair) for pair in pairs]
+        if settings.sft_weight:
+            logged = _pairs(labels, row_log_probs(logits, labels))
+            losses += [-settings.sft_weight * yes / length for yes, _, length, _ in logged]
+        return torch.stack(losses).sum() / len([*_pairs(labels, reference)])
+    if objective == "orpo":
+        beta = (recipe.orpo or OrpoSection()).beta
+        pairs = _pairs(labels, row_log_probs(logits, labels))
+        return torch.stack([_orpo(beta, *pair) for pair in pairs]).mean()
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+def row_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed log-probability of each row's labels, [rows]."""
+    kept = labels != IGNORE_INDEX
+    chosen = logits.log_softmax(-1).gather(-1, (labels * kept)[..., None])[..., 0]
+    return (chosen * kept).sum(dim=1)
+
+
+def _pairs(labels: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int]]:
+    """Values of chosen and rejected row, and their numbers of labels, where there are any."""
+    lengths = (labels != IGNORE_INDEX).sum(dim=1).tolist()
+    for row in range(0, len(labels), 2):
+        if lengths[row] or lengths[row + 1]:
+            yield (
+                values[row],
+                values[row + 1],
+                max(lengths[row], 1),
+                max(lengths[row + 1], 1),
+            )
+
+
+def _dpo(settings: DpoSection, yes: Tensor, no: Tensor, length: int, other: int) -> Tensor:
+    """From the log ratios of policy and reference."""
+    if settings.loss == "ipo":
+        return (yes / length - no / other - 0.5 / settings.beta) ** 2
+    margin = settings.beta * (yes - no)
+    if settings.loss == "hinge":
+        return relu(1.0 - margin)
+    doubt = settings.label_smoothing
+    return -logsigmoid(margin) * (1.0 - doubt) - logsigmoid(-margin) * doubt
+
+
+def _orpo(beta: float, yes: Tensor, no: Tensor, length: int, other: int) -> Tensor:
+    """From the log-probabilities."""
+    p, q = (yes.double() / length).exp(), (no.double() / other).exp()
+    odds_ratio = p * (1 - q) / (q * (1 - p))
+    return -yes / length - beta * logsigmoid(odds_ratio.log())
