@@ -39,7 +39,7 @@ llama-3.1-8b-pretrain  8.03B parameters
   data parallel    256
   ZeRO stage       3
   offload          none
-  global batch     1 micro batch × 4 accumulation × 256 dp = 1,024 sequences
+  global batch     1 micro batch × 4 accumulation × 256 dp = 1,024 samples
   recompute        none"""
     )
     first, *parts = memory.splitlines()

@@ -92,6 +92,10 @@ def test_numbers_are_the_plans() -> None:
     assert "not of its 4 parts" in why("token-mean loss", **split)
 
 
+def test_a_loss_of_pairs_is_their_mean() -> None:
+    assert "pairs of the whole batch" in why("pair-mean loss", training__objective="dpo")
+
+
 SIXTEEN_BITS = {"training__precision": "bf16", "cluster__gpus_per_node": 4}
 FILE = {"parallel__zero": {"config": "own.json"}}
 

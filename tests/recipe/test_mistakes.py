@@ -119,7 +119,15 @@ MISTAKES = {
         "init: random", "checkpoint: runs/x", "model.checkpoint", "set model.init to checkpoint"
     ),
     "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
-    "an objective": M("seed: 1", "objective: sft", "training.objective", "default, pretrain"),
+    "an objective for other data": M(
+        "seed: 1", "objective: sft", "data.train.kind", "to pretrain", at="kind: text"
+    ),
+    "settings of another objective": M(
+        "optimizer:", "dpo: {beta: 0.2}\noptimizer:", "dpo", "set training.objective to dpo"
+    ),
+    "an unknown loss": M(
+        "optimizer:", "dpo: {loss: kto}\noptimizer:", "dpo.loss", "sigmoid"
+    ),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "misspelt required key": M(

@@ -149,7 +149,8 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     parts = [str(recipe.model.hub)] if recipe.model.config is None else []
     parts += [f"{human(parameters)} parameters"] if parameters else []
     parts.append(_length(recipe))
-    parts.append(f"batch {training.global_batch_size} × {training.sequence_length}")
+    rows = " × 2" if training.rows_per_sample == 2 else ""
+    parts.append(f"batch {training.global_batch_size}{rows} × {training.sequence_length}")
     parts.append(training.precision)
     ranks = recipe.cluster.world_size
     parts.append(f"{ranks} × {recipe.cluster.gpu}")

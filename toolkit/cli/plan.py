@@ -259,7 +259,7 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
     yield (
         "global batch",
         f"{layout.micro_batch} micro batch × {layout.gradient_accumulation} accumulation × "
-        f"{layout.dp:,} dp = {layout.global_batch:,} sequences",
+        f"{layout.dp:,} dp = {layout.global_batch:,} samples",
     )
     yield "recompute", layout.recompute
 

@@ -79,7 +79,9 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     yield "data order", "global batch k follows from the seed and k, under any world size"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""
-    yield "token-mean loss", f"the mean over the unmasked tokens of the whole batch{split}"
+    pairs = recipe.training.rows_per_sample > 1
+    what, items = ("pair-mean", "pairs") if pairs else ("token-mean", "unmasked tokens")
+    yield f"{what} loss", f"the mean over the {items} of the whole batch{split}"
     if optimizer.clip_grad_norm is not None:
         yield "clipping", f"at {optimizer.clip_grad_norm:g} of the norm over all parameters"
     if optimizer.weight_decay:

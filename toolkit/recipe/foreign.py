@@ -105,7 +105,11 @@ _NAMES = {
         "adapter peft use_peft lora lora_r lora_rank lora_alpha lora_dropout target_modules "
         "load_in_4bit load_in_8bit quantization",
     Foreign(None, "this release trains on text, not on chats; remove it"):
-        "chat_template messages conversations sft dpo rl",
+        "chat_template messages conversations sft",
+    # pairs (TRL, LLaMA-Factory)
+    Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
+    Foreign("dpo.beta"): "pref_beta dpo_beta",
+    Foreign("dpo.sft_weight"): "rpo_alpha pref_ftx",
     # what is written
     Foreign("evaluation.every_steps"): "eval_steps eval_interval",
     Foreign("evaluation.batches"): "eval_iters",
