@@ -5,7 +5,7 @@ rejected answer z, and d = r(y) - r(z), the loss of a pair is
 
 - `sigmoid`: -log σ(β d), equation 7; with label smoothing ε,
   -(1 - ε) log σ(β d) - ε log σ(-β d) (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf),
-- `hinge`: max(0, 1 - β d) (SLiC as in Liu et al., arXiv:2309.06657, equation 11),
+- `hinge`: max(0, 1 - β d) (SLiC, as in Liu et al., arXiv:2309.06657),
 - `ipo`: (r(y) / |y| - r(z) / |z| - 1 / (2β))² (Azar et al., arXiv:2310.12036, equation 17; the
   division by the answers' lengths is TRL's, which its authors confirmed).
 
