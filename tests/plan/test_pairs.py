@@ -5,29 +5,31 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.making import recipe
-from tests.plan.test_time import H100, LLAMA_8B
 from toolkit.backend import Pair
+from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
+from toolkit.models.families import model_spec
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 
+H100 = parse_cluster("8x8xh100-80gb")
 ENGINES = [Pair("deepspeed", "hf"), Pair("megatron", "megatron"), Pair("fsdp", "hf")]
 LAYOUTS = [
     Layout(dp=64, zero_stage=3, micro_batch=2, gradient_accumulation=4),
     Layout(dp=16, tp=4, sequence_parallel=True, zero_stage=1, micro_batch=1),
-    Layout(dp=8, tp=2, pp=4, micro_batch=1, gradient_accumulation=8, recompute="full"),
+    Layout(dp=8, tp=2, pp=2, micro_batch=1, gradient_accumulation=8, recompute="full"),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("pair", ENGINES, ids=str)
 def test_a_pair_costs_what_two_sequences_do(pair: Pair, layout: Layout) -> None:
-    training = recipe(training__objective="dpo").training
-    pairs = planned_workload(LLAMA_8B, training, pair)
-    single = planned_workload(
-        LLAMA_8B, training.model_copy(update={"objective": "pretrain"}), pair
-    )
+    wanted = recipe(training__objective="dpo")
+    assert wanted.model.config is not None
+    spec, training = model_spec(wanted.model.config), wanted.training
+    pairs = planned_workload(spec, training, pair)
+    single = planned_workload(spec, training.model_copy(update={"objective": "pretrain"}), pair)
     assert (pairs.rows_per_sample, single.rows_per_sample) == (2, 1)
     twice = replace(layout, micro_batch=2 * layout.micro_batch)
     assert peak_memory(pairs, layout) == peak_memory(single, twice)
