@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig
 
 from tests.engines.parity_worker import (
     GLOBAL_BATCH,
@@ -18,14 +19,19 @@ from tests.engines.parity_worker import (
     global_batches,
     micro_batches,
     new_engine,
+    recipe,
     reference_model,
     unmasked,
 )
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
+from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.errors import PlanError
+from toolkit.models import huggingface as hf
 from toolkit.objectives.base import LossTerms
 from toolkit.objectives.pretrain import Pretrain
+from toolkit.plan.planner import plan_recipe
 
 STEPS = 3
 ENDS = ([5, 6, LENGTH], [3, 12, LENGTH])
@@ -144,3 +150,47 @@ def spans(ends: list[list[int]]) -> Iterator[tuple[int, int, int]]:
     """Row, first token and end of each document."""
     for row, places in enumerate(ends):
         yield from ((row, start, end) for start, end in zip([0, *places], places, strict=False))
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+"""Models in which something runs along the row besides attention: a state, a convolution."""
+
+
+class OwnWeights:
+    """The weights that a transformers model was initialised with."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._values = {name: p.detach().flatten() for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self._values[name][start:stop]
+
+
+def refusal(model_type: str, ranks: Ranks) -> str:
+    """What building an engine of this type for isolated documents is refused with."""
+    wanted = recipe(Case("ddp", 2, isolated=True), ranks.world)
+    small = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
+        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **small, **RECURRENT[model_type])
+    config._experts_implementation = "eager"
+    torch.manual_seed(SEED)
+    weights: Any = OwnWeights(hf.new_model(config, torch.float32))
+    plan = plan_recipe(wanted)
+    setup = EngineSetup.of(wanted, plan, {}, ranks, config, weights)
+    try:
+        build_engine("ddp", setup).close()
+    except PlanError as error:
+        return str(error)
+    return "accepted"
