@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from toolkit.batch import IGNORE_INDEX
@@ -19,7 +19,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.recipe.schema import OptimizerSection, Recipe
-from toolkit.rehearse.batches import global_batch
+from toolkit.rehearse.batches import document_starts, global_batch
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
@@ -36,7 +36,10 @@ def train(recipe: Recipe, folder: Path) -> None:
     assert steps is not None, "a rehearsal's length is stated in steps"
     for step in range(steps):
         inputs, labels = global_batch(recipe.training, config.vocab_size, step)
-        logits = model(inputs, use_cache=False).logits
+        if recipe.data.isolate_documents:
+            logits = _separate_logits(model, inputs, document_starts(recipe.training, step))
+        else:
+            logits = model(inputs, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -46,6 +49,17 @@ def train(recipe: Recipe, folder: Path) -> None:
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
         optimizer.step()
         write_step(folder, loss.item(), norm)
+
+
+def _separate_logits(model: nn.Module, inputs: Tensor, starts: list[list[int]]) -> Tensor:
+    """Logits [rows, sequence, vocabulary], each document in a forward pass of its own."""
+    rows = [
+        torch.cat([model(part[None], use_cache=False).logits[0] for part in documents])
+        for documents in (
+            row.tensor_split(first[1:]) for row, first in zip(inputs, starts, strict=True)
+        )
+    ]
+    return torch.stack(rows)
 
 
 def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:

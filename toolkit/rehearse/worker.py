@@ -16,7 +16,7 @@ from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.models import huggingface as hf
-from toolkit.rehearse.batches import global_batch, micro_batches
+from toolkit.rehearse.batches import document_starts, global_batch, isolated, micro_batches
 from toolkit.rehearse.record import write_step
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.terminal import tell
@@ -35,9 +35,11 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     assert steps is not None, "a rehearsal's length is stated in steps"
     for step in range(steps):
         inputs, labels = global_batch(recipe.training, config.vocab_size, step)
-        mine = micro_batches(inputs, labels, layout, layout.data_rank(ranks.rank))
-        tokens = MicroBatch(inputs, labels).tokens
-        result = engine.train_step(mine, tokens, recipe.optimizer.learning_rate)
+        batch = MicroBatch(inputs, labels)
+        if recipe.data.isolate_documents:
+            batch = isolated(batch, document_starts(recipe.training, step))
+        mine = micro_batches(batch, layout, layout.data_rank(ranks.rank))
+        result = engine.train_step(mine, batch.tokens, recipe.optimizer.learning_rate)
         if ranks.rank == 0:
             write_step(assignment.run_dir, result.loss, result.grad_norm)
     engine.close()
