@@ -104,7 +104,9 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Leaks with and without segments, then loss and gradient norm of a few packed steps."""
     engine, layout = new_engine(case, ranks, SEED)
     set_objective(engine, EachToken())
-    tokens = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
     batch = MicroBatch(
         tokens[:, :-1], tokens[:, 1:], positions=POSITIONS, segments=SEGMENTS
     )  # fmt: skip

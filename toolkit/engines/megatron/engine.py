@@ -199,9 +199,7 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """One micro batch through one chunk: its output, and what makes a loss of the last."""
         batch = next(batches)
-        output = chunk(
-            batch.input_ids, batch.positions, batch.segments, labels=batch.labels
-        )
+        output = chunk(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
         return output, partial(self._terms, batch)
 
     def _terms(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
