@@ -91,7 +91,7 @@ def leaks(engine: Engine, batch: MicroBatch, stages: int) -> tuple[int, int]:
         tokens = batch.input_ids.clone()
         tokens[:, place] = (tokens[:, place] + 1) % VOCABULARY
         changed = log_probs(engine, replace(batch, input_ids=tokens), stages) != before
-        same = SEGMENTS == SEGMENTS[:, place, None]
+        same = SEGMENTS[:, place, None] == SEGMENTS
         other += int((changed & ~same).sum())
         own += int((changed & same).sum())
     return other, own
@@ -129,7 +129,7 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
 
 
 def separate_documents(family: dict[str, Any]) -> dict[str, list[float]]:
-    """Loss and gradient norm of plain transformers, each document in a forward pass of its own."""
+    """Plain transformers, each document in a forward pass of its own."""
     model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
     losses, norms = [], []
     for step, (inputs, labels) in enumerate(global_batches(STEPS)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, zero
+from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, zero
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
 from tests.engines.parity_worker import VOCABULARY, Case, each_case
 from tests.forked import run_ranks

@@ -1,9 +1,9 @@
 """Whether the documents of a row are isolated, found out on the engine that will train.
 
-In transformers isolation follows from details that fail silently, it is missing in models whose
-state runs along the row (gated delta net, Mamba, short convolutions), and a kernel for documents
-of varying length may isolate a single row only. So nothing is concluded from the model's type:
-one document is replaced by another, and the loss of the next one must stay, to the bit.
+In transformers isolation follows from details that fail silently, models whose state runs along
+the row (gated delta net, Mamba, short convolutions) lack it, and a kernel for documents of
+varying length may isolate a single row only. So nothing is concluded from the model's type: one
+document is replaced by another, and the loss of the next one must stay the same, to the bit.
 """
 
 from dataclasses import replace
@@ -36,9 +36,9 @@ def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> fl
     An exchange leaves every expert with the tokens that it had: where documents are isolated,
     no matrix product gets another shape, in which it might round differently.
     """
-    half = batch.input_ids.shape[1] // 2
-    first, second = batch.input_ids.split(half, dim=1)
-    exchanged = replace(batch, input_ids=torch.cat([first.flip(0), second], dim=1))
+    tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2
+    other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
+    exchanged = replace(batch, input_ids=other)
     # As many micro batches as a pipeline has stages: the interleaved schedule takes no fewer.
     before, after = (
         engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)

@@ -52,8 +52,8 @@ class Workload:
     dropout: bool = False
     """Dropout over attention scores and both branches of a layer, whose masks are stored."""
     document_mask: bool = False
-    """A mask isolates the documents of a sequence. torch then takes its memory-efficient kernel,
-    which reads the mask and computes the hidden scores as well."""
+    """A mask isolates the documents of a sequence. torch then takes its memory-efficient
+    kernel, which computes the hidden scores as well."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -76,8 +76,8 @@ def planned_workload(
 
     Attention is torch's fused kernel; the other operators are single ones, without
     Transformer Engine or torch.compile; megatron-core reduces after the backward pass, and
-    its pipeline waits for every message. `isolates`: documents, by a mask; its kernel is about as
-    fast as FlashAttention's first generation, though nothing was measured.
+    its pipeline waits for every message. `isolates`: documents, by a mask; the
+    kernel is taken for as fast as FlashAttention's first generation, but was not measured.
     """
     return Workload(
         spec=spec,
