@@ -257,10 +257,10 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     one = layout.micro_batch * workload.sequence_length**2
     kinds = 2 if workload.spec.sliding_layers else 1
     width = compute_bytes(workload)
-    if workload.model == "megatron":
-        return float(kinds * width * one)
-    copies = 1 if layout.recompute == "full" else layers
-    return (kinds + width * copies) * one
+    if workload.model == "hf":
+        copies = 1 if layout.recompute == "full" else layers
+        return (kinds + width * copies) * one
+    return float(kinds * width * one)
 
 
 @lru_cache(maxsize=4096)
