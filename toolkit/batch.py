@@ -26,11 +26,12 @@ class MicroBatch:
     1 for every label. A label that is `IGNORE_INDEX` counts nothing, whatever its weight."""
     positions: "torch.Tensor | None" = None
     """int64 [micro_batch, sequence], each below the sequence length: the positions that the
-    model sees, restarting at 0 with each document. None: 0, 1, 2, … in every row. Attention
-    does not depend on them; `segments` isolate documents."""
+    model sees. None: 0, 1, 2, … in every row. Which tokens a token attends to does not depend
+    on them, but on `segments`."""
     segments: "torch.Tensor | None" = None
-    """int32 [micro_batch, sequence]: the document of each token, which attends to no other.
-    None: a row is one document. No engine implements this yet; all of them refuse it."""
+    """int32 [micro_batch, sequence]: the document of each token, which attends to no other;
+    ascending from 0. `positions` are then given, too, and restart where a document begins and
+    nowhere else. None: a row is one document."""
     extra: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
     """What else the objective reads, by name (`Objective.reads`)."""
     samples: tuple[int, ...] = ()

@@ -17,9 +17,10 @@ from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
 from toolkit.accelerate.config import COMMON, render, render_common
+from toolkit.accelerate.samples import TrainingSamples
 from toolkit.backend import adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
-from toolkit.errors import PlanError
+from toolkit.errors import DataError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.schema import Recipe
@@ -149,3 +150,12 @@ def test_the_verb_writes_the_file(tmp_path: Path) -> None:
     ended = run(dmt("render", TINY, "--to", "accelerate", "--out", out, *changes), tmp_path)
     assert (ended.code, ended.out) == (0, ""), ended.err
     assert out.read_text(encoding="utf-8") == render(*planned("parallel.engine=fsdp"))
+
+
+def test_samples_of_isolated_documents_are_refused() -> None:
+    """A loop that passes no positions, or a mask, would cross documents silently."""
+    recipe, _ = planned("data.isolate_documents=true")
+    with pytest.raises(
+        DataError, match="isolate_documents: true, which a forward pass outside"
+    ):
+        TrainingSamples(recipe)

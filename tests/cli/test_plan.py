@@ -186,7 +186,7 @@ def test_launch_says_what_is_exact_before_it_starts(
     assert main(["launch", TINY, "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
     told = capsys.readouterr().err.splitlines()
     exact, approximated, refused = told[-3:]
-    assert exact.startswith("exact: initial weights, data order, token-mean loss")
+    assert exact.startswith("exact: initial weights, data order, packed documents")
     assert approximated == "approximated: order of sums"
     assert refused.startswith("refused: ")
 

@@ -48,6 +48,13 @@ def test_without_validation(base: Path) -> None:
     assert data.unigram_entropy_nats() == pytest.approx(-(shares * np.log(shares)).sum())
 
 
+def test_isolated_documents_are_other_data(base: Path) -> None:
+    """A run does not continue with its documents isolated, or no longer."""
+    plain, isolated = build(base), build(base, {"isolate_documents": True})
+    assert plain.fingerprint != isolated.fingerprint
+    assert isolated.train.rows(0)[0].segments is not None
+
+
 def test_no_document_is_on_both_sides(base: Path) -> None:
     data = build(base, {"validation_fraction": 0.25})
     assert data.validation is not None

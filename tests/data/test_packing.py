@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.rows import Row
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
@@ -49,6 +50,45 @@ def test_boundaries_are_masked(tokenized: Tokenized) -> None:
     assert second.input_ids.tolist() == [0, 4, 5, 6]
     assert second.labels.tolist() == [IGNORE_INDEX, 5, 6, 0]
     assert second.input_ids.dtype == second.labels.dtype == np.int64
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(documents=DOCUMENTS, length=st.integers(1, 12))
+def test_any_documents_are_isolated(
+    tokenized: Tokenized, documents: list[list[int]], length: int
+) -> None:
+    """Two neighbours have one segment where they are of one document, however rows are cut."""
+    owners = [number for number, document in enumerate(documents) for _ in document]
+    dataset = PackedDataset(
+        TokenStream.whole(tokenized(documents)), length, isolate_documents=True
+    )
+    for index in range(len(dataset)):
+        (row,) = dataset.rows(index)
+        assert row.segments is not None and row.positions is not None
+        here = owners[index * length : (index + 1) * length]
+        assert row.segments.tolist() == [sorted(set(here)).index(owner) for owner in here]
+        starts = [here.index(owner) for owner in here]
+        assert row.positions.tolist() == [place - start for place, start in enumerate(starts)]
+
+
+def test_isolated_documents_count_from_zero(tokenized: Tokenized) -> None:
+    stream = TokenStream.whole(tokenized([[1, 2, 0], [0], [4, 5, 6, 7, 0]]))
+    dataset = PackedDataset(stream, 4, isolate_documents=True)
+    (first,), (second,) = dataset.rows(0), dataset.rows(1)
+    assert first.segments is not None and first.positions is not None
+    assert first.input_ids.tolist() == [1, 2, 0, 0]
+    assert first.segments.tolist() == [0, 0, 0, 1]
+    assert first.positions.tolist() == [0, 1, 2, 0]
+    assert first.segments.dtype == np.int32 and first.positions.dtype == np.int64
+    assert second.input_ids.tolist() == [4, 5, 6, 7]
+    assert second.segments is not None and second.positions is not None
+    assert second.segments.tolist() == [0] * 4
+    assert second.positions.tolist() == [0, 1, 2, 3]
+    (plain,) = PackedDataset(stream, 4).rows(0)
+    assert plain.segments is None and plain.positions is None
+    assert plain.labels.tolist() == first.labels.tolist()
+    padding = Row.padding(first)
+    assert padding.segments is first.segments and padding.positions is first.positions
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

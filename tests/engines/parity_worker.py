@@ -72,6 +72,8 @@ class Case:
     """Folder: export there, and measure the validation loss of the export as well."""
     weighted: bool = False
     """Batches with loss weights and positions, and an objective with a metric."""
+    isolated: bool = False
+    """The data isolates documents."""
     freeze: tuple[str, ...] = ()
     """Patterns of the parameters that do not train."""
 
@@ -95,7 +97,10 @@ def recipe(case: Case, world: int) -> Recipe:
                 "config": CONFIG | (WIDE if case.wide else {}) | case.family,
                 "freeze": case.freeze,
             },
-            "data": {"train": {"kind": "text", "files": ["unused"]}},
+            "data": {
+                "train": {"kind": "text", "files": ["unused"]},
+                "isolate_documents": case.isolated,
+            },
             "training": {
                 "steps": case.steps,
                 "sequence_length": LENGTH,

@@ -1,7 +1,7 @@
 """What every rank does before an engine is built."""
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -41,8 +41,15 @@ def test_every_tensor_of_a_batch_is_moved() -> None:
     assert moved.samples == (7,)
 
 
-def test_segments_are_refused_and_not_ignored() -> None:
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
-    batch = MicroBatch(tokens, tokens, segments=tokens.int())
-    with pytest.raises(DataError, match="no engine isolates the documents"):
-        to_device(batch, torch.device("cpu"))
+@pytest.mark.parametrize("positions", [None, [0, 1, 2, 3], [0, 1, 0, 0], [0, 0, 1, 2]])
+def test_positions_that_disagree_with_segments_are_refused(positions: list[int] | None) -> None:
+    """transformers would isolate other documents than megatron-core's models."""
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    segments = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    batch = MicroBatch(
+        tokens, tokens, segments=segments, positions=torch.tensor([[0, 1, 0, 1]])
+    )
+    to_device(batch, torch.device("cpu"))
+    wrong = replace(batch, positions=None if positions is None else torch.tensor([positions]))
+    with pytest.raises(DataError, match="positions do not restart where a document begins"):
+        to_device(wrong, torch.device("cpu"))

@@ -238,6 +238,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
         TINY, auto, "model.config.rope_theta=1.5", "training.steps=null", "training.epochs=1"
     )
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
+    (isolated,) = problems(TINY, auto, "data.isolate_documents=true")
+    assert isolated.startswith("data.isolate_documents: found true")
 
 
 def test_a_field_without_an_argument_is_refused() -> None:

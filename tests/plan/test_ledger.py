@@ -15,7 +15,10 @@ from toolkit.plan.rules import legality
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import ledger_of
 
-ALWAYS = {"initial weights", "data order", "token-mean loss", "optimizer states", "attention"}
+ALWAYS = {
+    "initial weights", "data order", "packed documents", "token-mean loss", "optimizer states",
+    "attention",
+}  # fmt: skip
 
 
 def entries(**changes: Any) -> list[LedgerEntry]:
@@ -222,7 +225,7 @@ def test_the_routers_loss_is_refused() -> None:
 
 def test_summary_has_a_line_per_kind() -> None:
     exact, approximated, refused = summary(entries(**TP2))
-    assert exact.startswith("exact: initial weights, data order, token-mean loss")
+    assert exact.startswith("exact: initial weights, data order, packed documents")
     assert approximated == "approximated: order of sums, kernels"
     assert refused.startswith("refused: ")
 
@@ -233,3 +236,10 @@ def test_fp16_states_its_loss_scale_and_every_plan_its_attention() -> None:
     assert "loss scale" not in names("approximated", training__precision="bf16")
     for engine in ("ddp", "megatron"):
         assert why("attention", parallel__engine=engine).startswith("sdpa")
+
+
+def test_the_ledger_says_whether_documents_are_isolated() -> None:
+    assert "attention crosses" in why("packed documents")
+    isolated = {"data__isolate_documents": True}
+    assert "its own only" in why("isolated documents", **isolated)
+    assert "packed documents" not in names("exact", **isolated)

@@ -444,3 +444,27 @@ def test_model_states_never_grow_with_stage_or_ranks(
     for more in (needed(dp + 1, tp), needed(dp, 2 * tp)):
         assert all(after <= before for before, after in zip(needed(dp, tp), more, strict=True))
     assert needed(dp, tp)[0] <= 18 * train.spec.parameters.total / GIB
+
+
+def test_masks_of_isolated_documents() -> None:
+    """fp32, sequences of 64: transformers keeps a boolean mask and one of 4 bytes a layer,
+    megatron-core's layers share one; a windowed model has another one besides."""
+
+    def added(spec: ModelSpec, layout: Layout, **fields: Any) -> float:
+        plain, masked = (
+            peak_memory(workload(spec, document_mask=one, **fields), layout)
+            for one in (False, True)
+        )
+        return (masked.activations - plain.activations) / (64 * 64)
+
+    hf = {"precision": "fp32", "sequence_length": 64, "engine": "ddp"}
+    core = hf | {"engine": "megatron", "model": "megatron"}
+    windowed = replace(UNTIED, sliding_window=8, sliding_layers=1)
+    layers = UNTIED.layers
+    assert added(UNTIED, Layout(micro_batch=2), **hf) == pytest.approx(2 * (1 + 4 * layers))
+    assert added(UNTIED, Layout(recompute="full"), **hf) == pytest.approx(1 + 4)
+    assert added(windowed, Layout(), **hf) == pytest.approx(2 + 4 * layers)
+    assert added(UNTIED, Layout(tp=2), **core) == pytest.approx(4)
+    assert added(windowed, Layout(), **core) == pytest.approx(2 * 4)
+    waiting = Layout(pp=2, gradient_accumulation=4)
+    assert added(UNTIED, waiting, **core) == pytest.approx(2 * 4), "two micro batches wait"

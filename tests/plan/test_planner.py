@@ -184,3 +184,15 @@ def test_batches_multiply_to_the_global_batch(
     assert layout.global_batch == batch
     assert layout.world == ranks
     assert layout.micro_batch == (micro or layout.micro_batch)
+
+
+def test_isolated_documents_cost_memory_and_time() -> None:
+    """Attention with a mask computes what it hides, and keeps the mask."""
+    plain, isolated = (
+        plan_recipe(LLAMA_8B.model_copy(update={"data": data}))
+        for data in (
+            LLAMA_8B.data, LLAMA_8B.data.model_copy(update={"isolate_documents": True}),
+        )
+    )  # fmt: skip
+    assert plain.step_time_s is not None and isolated.step_time_s is not None
+    assert isolated.step_time_s > plain.step_time_s

@@ -65,6 +65,15 @@ def test_own_interleaved_pipeline_of_three_stages(rehearse: Rehearse) -> None:
 
 
 @pytest.mark.slow
+def test_isolated_documents(rehearse: Rehearse) -> None:
+    """Against a reference that runs each document by itself."""
+    found = rehearse("ddp", "megatron-tp2-sp", overrides=["data.isolate_documents=true"])
+    assert list(found) == ["ddp", "megatron-tp2-sp"]
+    for outcome in found.values():
+        assert verdict(outcome) in ("exact", "within"), why(outcome)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_nothing_compared_is_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--layouts", "megatron-ep2,*zero3", "--processes", "1", "--steps", "1"]

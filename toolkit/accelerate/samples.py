@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from toolkit.data.build import build_data
 from toolkit.data.order import sample_indices
+from toolkit.errors import DataError
 from toolkit.models.huggingface import build_config
 from toolkit.recipe.schema import Recipe
 
@@ -25,8 +26,15 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     def __init__(self, recipe: Recipe) -> None:
         """Tokenise the data of `recipe`, or find it in the cache; one process does.
 
-        Raises DataError as `build_data` does.
+        Raises DataError as `build_data` does, and where the recipe isolates documents: that
+        depends on the mask, the cache and the kernel of a forward pass that is not ours.
         """
+        if recipe.data.isolate_documents:
+            raise DataError(
+                "data.isolate_documents: true, which a forward pass outside `dmt launch` may "
+                "silently undo",
+                fix="set data.isolate_documents to false, or train with `dmt launch`",
+            )
         training = recipe.training
         data = build_data(
             recipe.data,

@@ -26,8 +26,8 @@ class TrainingData:
     """No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
     fingerprint: str
-    """Changes with the tokens, the split and the sequence length; a checkpoint's cursor is
-    meaningful only together with it."""
+    """Changes with the tokens, the split, the sequence length and whether documents are
+    isolated; a checkpoint's cursor is meaningful only together with it."""
 
     def unigram_entropy_nats(self) -> float:
         """Entropy of the training tokens; a model that learns anything gets below it."""
@@ -55,13 +55,20 @@ def build_data(
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
     streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
-    train = PackedDataset(streams.train, sequence_length, vocab_size)
+
+    def packed(stream: TokenStream) -> PackedDataset:
+        return PackedDataset(
+            stream, sequence_length, vocab_size, isolate_documents=data.isolate_documents
+        )
+
+    train = packed(streams.train)
     _check_size("training", train, global_batch_size)
     validation = None
     if streams.validation is not None:
-        validation = PackedDataset(streams.validation, sequence_length, vocab_size)
+        validation = packed(streams.validation)
         _check_size("validation", validation, 1)
-    fingerprint = fingerprint_of([streams.fingerprint, sequence_length])
+    isolated = ["isolated documents"] * data.isolate_documents
+    fingerprint = fingerprint_of([streams.fingerprint, sequence_length, *isolated])
     return TrainingData(train, validation, tokenizer, fingerprint)
 
 

@@ -109,18 +109,25 @@ class PackedDataset:
     Sample i covers tokens [i·L, i·L + L] of the stream: inputs are the first L of them,
     labels the last L. An incomplete sample at the end is dropped. Where the input is the
     last token of a document, the label is `IGNORE_INDEX`: nothing is learnt about what
-    document happens to come next.
+    document happens to come next. Where documents are isolated, a row has segments and
+    positions; a document that began in the sample before counts from 0 again.
     """
 
     rows_per_sample = 1
 
     def __init__(
-        self, stream: TokenStream, sequence_length: int, vocab_size: int | None = None
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        *,
+        isolate_documents: bool = False,
     ) -> None:
         """`vocab_size`, where given, is the model's; tokens outside it are an error."""
         self.stream = stream
         self.sequence_length = sequence_length
         self._vocab_size = vocab_size
+        self._isolates = isolate_documents
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -137,8 +144,17 @@ class PackedDataset:
         tokens, document_ends = self.stream.read(index * length, (index + 1) * length + 1)
         self._check_vocabulary(tokens)
         labels = tokens[1:].copy()
-        labels[document_ends[document_ends < length]] = IGNORE_INDEX
-        return (Row(tokens[:-1], labels),)
+        document_ends = document_ends[document_ends < length]
+        labels[document_ends] = IGNORE_INDEX
+        if not self._isolates:
+            return (Row(tokens[:-1], labels),)
+        starts = np.append(0, document_ends + 1)
+        places = np.arange(length)
+        segments = np.searchsorted(starts, places, side="right") - 1
+        positions = places - starts[segments]
+        return (
+            Row(tokens[:-1], labels, positions=positions, segments=segments.astype(np.int32)),
+        )
 
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the

@@ -26,10 +26,10 @@ class Row:
 
     @classmethod
     def padding(cls, like: "Row") -> "Row":
-        """A row of the same form of which nothing is trained."""
+        """A row of the same documents of which nothing is trained."""
         blank = {
             name: np.zeros_like(values)
-            for name in ("input_ids", "loss_weights", "positions", "segments")
+            for name in ("input_ids", "loss_weights")
             if (values := getattr(like, name)) is not None
         }
         labels = np.full_like(like.labels, IGNORE_INDEX)

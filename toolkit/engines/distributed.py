@@ -150,10 +150,21 @@ def joint_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch on `device`. Raises DataError when it has segments."""
-    if batch.segments is not None:
+    """The batch on `device`. Raises DataError when positions do not restart with segments."""
+    if batch.segments is not None and not _restarts(batch.segments, batch.positions):
         raise DataError(
-            "the batch has segments, but no engine isolates the documents of a sequence yet",
-            fix="leave segments out: tokens then attend to earlier documents of their sequence",
+            "the batch has segments, but its positions do not restart where a document begins, "
+            "or restart elsewhere",
+            fix="give positions that count each document from 0",
         )
     return batch.to(device)
+
+
+def _restarts(segments: Tensor, positions: Tensor | None) -> bool:
+    """Whether positions are consecutive except where a document begins.
+
+    transformers finds documents by their positions, megatron-core's models by segments.
+    """
+    if positions is None:
+        return False
+    return torch.equal(positions.diff() != 1, segments.diff() != 0)

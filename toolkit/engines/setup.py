@@ -42,6 +42,8 @@ class EngineSetup:
     objective: Objective
     frozen: frozenset[str] = frozenset()
     """Checkpoint tensors that do not train."""
+    isolates: bool = False
+    """The data isolates the documents of a row by segments."""
 
     @classmethod
     def of(
@@ -80,15 +82,23 @@ class EngineSetup:
             megatron=megatron,
             objective=recipe.objective(),
             frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
+            isolates=recipe.data.isolate_documents,
         )
 
 
 def build_engine(name: str, setup: EngineSetup) -> Engine:
-    """Build the engine `name` on this rank; collective."""
+    """Build the engine `name` on this rank; collective.
+
+    Raises PlanError where the data isolates documents and the engine's model does not.
+    """
     if setup.model == "megatron":
         from toolkit.models.megatron import cpu
 
         cpu.before_import()
     module, _, attribute = BACKENDS[name].engine.partition(":")
     engine: Engine = getattr(import_module(module), attribute)(setup)
+    if setup.isolates:
+        from toolkit.engines.isolation import check_isolation
+
+        check_isolation(engine, setup)
     return engine

@@ -197,12 +197,17 @@ def fill(model: nn.Module, weights: WeightSource) -> None:
 
 
 def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """See `label_log_probs`: fp32 [micro_batch, sequence]."""
+    """See `label_log_probs`: fp32 [micro_batch, sequence].
+
+    Where neither a mask nor a cache is given, transformers isolates the documents that it finds
+    by positions that restart, with the window of each layer counted inside its document. No
+    mask of ours could serve every model: layers with and without a window need two.
+    """
     options = {}
     if batch.positions is not None:
         options["position_ids"] = batch.positions
-        # Without a mask, transformers isolates documents where positions restart.
-        options["attention_mask"] = torch.ones_like(batch.input_ids)
+        if batch.segments is None:
+            options["attention_mask"] = torch.ones_like(batch.input_ids)
     logits = model(input_ids=batch.input_ids, use_cache=False, **options).logits
     return label_log_probs(logits, batch.labels)
 

@@ -61,7 +61,12 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     spec = spec_of(model_config(recipe.model), recipe.model.freeze)
     where = recipe.cluster
     setup = Setup(
-        planned_workload(spec, recipe.training, Pair(plan.engine, plan.model)),
+        planned_workload(
+            spec,
+            recipe.training,
+            Pair(plan.engine, plan.model),
+            isolates=recipe.data.isolate_documents,
+        ),
         plan.layout,
         cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),
     )

@@ -77,6 +77,10 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
         )
     yield "data order", "global batch k follows from the seed and k, under any world size"
+    if recipe.data.isolate_documents:
+        yield "isolated documents", "a token attends to its own only, and positions restart"
+    else:
+        yield "packed documents", "attention crosses those of a sequence, in every layout"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""
     pairs = recipe.training.rows_per_sample > 1

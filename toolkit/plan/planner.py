@@ -126,7 +126,14 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
     config = model_config(recipe.model)
-    job = PlanRequest(recipe.parallel, where, recipe.training, config, recipe.model.freeze)
+    job = PlanRequest(
+        recipe.parallel,
+        where,
+        recipe.training,
+        config,
+        recipe.model.freeze,
+        recipe.data.isolate_documents,
+    )
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)
@@ -169,7 +176,7 @@ def plan_of(found: Search) -> Plan:
     """The plan for the best layout of a search."""
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
-    workload = planned_workload(job.spec, training, best.pair)
+    workload = planned_workload(job.spec, training, best.pair, isolates=job.isolates)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
     changes = () if found.fits else tuple(map(str, remedies(found)))

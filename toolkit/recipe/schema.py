@@ -212,6 +212,9 @@ class DataSection(Section):
     special_tokens: Literal["text", "parse"] = "text"
     """How a special token that a document spells out, e.g. `<|endoftext|>`, is encoded:
     `text`, as ordinary characters, or `parse`, as the token."""
+    isolate_documents: bool = False
+    """true: a token attends only to its own document, and positions restart with each document
+    of a sample. false: attention crosses the documents of a sample."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 

@@ -1,5 +1,7 @@
 """The batches of a rehearsal: the same for every layout, with masks as uneven as possible."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,43 @@ def global_batch(
     return tokens[:, :-1], labels
 
 
+def document_starts(training: TrainingSection, step: int) -> list[list[int]]:
+    """Where the documents of each row of global batch `step` start, where data is isolated.
+
+    One to four documents, of any length.
+    """
+    generator = torch.Generator().manual_seed(training.seed * _STEPS_PER_SEED + step)
+    starts = []
+    for row in range(training.global_batch_size):
+        places = torch.randperm(training.sequence_length - 1, generator=generator) + 1
+        starts.append([0, *sorted(places[: row % 4].tolist())])
+    return starts
+
+
+def isolated(batch: MicroBatch, starts: list[list[int]]) -> MicroBatch:
+    """The batch with segments and positions of the documents that start there."""
+    places = torch.arange(batch.input_ids.shape[1])
+    segments, positions = [], []
+    for row in map(torch.tensor, starts):
+        segments.append(torch.searchsorted(row, places, right=True) - 1)
+        positions.append(places - row[segments[-1]])
+    return replace(
+        batch, segments=torch.stack(segments).int(), positions=torch.stack(positions)
+    )
+
+
 def micro_batches(
-    inputs: Tensor, labels: Tensor, layout: Layout, data_rank: int, rows_per_sample: int = 1
+    batch: MicroBatch, layout: Layout, data_rank: int, rows_per_sample: int = 1
 ) -> list[MicroBatch]:
     """The share of one data-parallel rank of a global batch, in micro batches."""
-    share = len(inputs) // layout.dp
+    share = len(batch.input_ids) // layout.dp
     first, size = data_rank * share, layout.micro_batch * rows_per_sample
     return [
-        MicroBatch(inputs[row : row + size], labels[row : row + size])
+        MicroBatch(
+            batch.input_ids[row : row + size],
+            batch.labels[row : row + size],
+            positions=None if batch.positions is None else batch.positions[row : row + size],
+            segments=None if batch.segments is None else batch.segments[row : row + size],
+        )
         for row in range(first, first + share, size)
     ]

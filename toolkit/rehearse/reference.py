@@ -7,17 +7,18 @@ toolkit, because every layout starts from them.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.recipe.schema import OptimizerSection, Recipe
-from toolkit.rehearse.batches import global_batch
+from toolkit.rehearse.batches import document_starts, global_batch
 from toolkit.rehearse.losses import mean_loss, row_log_probs
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
@@ -34,11 +35,15 @@ def train(recipe: Recipe, folder: Path) -> None:
     steps = recipe.training.steps
     assert steps is not None, "a rehearsal's length is stated in steps"
     batches = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
+    forward = partial(_logits, recipe)
     with torch.no_grad():
-        first = [row_log_probs(model(i, use_cache=False).logits, y) for i, y in batches]
-    for (inputs, labels), reference in zip(batches, first, strict=True):
-        logits = model(inputs, use_cache=False).logits
-        loss = mean_loss(recipe, logits, labels, reference)
+        first = [
+            row_log_probs(forward(step, model, inputs), labels)
+            for step, (inputs, labels) in enumerate(batches)
+        ]
+    for step, (inputs, labels) in enumerate(batches):
+        logits = forward(step, model, inputs)
+        loss = mean_loss(recipe, logits, labels, first[step])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = _gradient_norm(model)
@@ -47,6 +52,24 @@ def train(recipe: Recipe, folder: Path) -> None:
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
         optimizer.step()
         write_step(folder, loss.item(), norm)
+
+
+def _logits(recipe: Recipe, step: int, model: nn.Module, inputs: Tensor) -> Tensor:
+    """Logits [rows, sequence, vocabulary] of global batch `step`.
+
+    Where the recipe isolates documents, each is in a forward pass of its own.
+    """
+    if not recipe.data.isolate_documents:
+        whole: Tensor = model(inputs, use_cache=False).logits
+        return whole
+    rows = [
+        torch.cat([model(part[None], use_cache=False).logits[0] for part in documents])
+        for documents in (
+            row.tensor_split(first[1:])
+            for row, first in zip(inputs, document_starts(recipe.training, step), strict=True)
+        )
+    ]
+    return torch.stack(rows)
 
 
 def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:

@@ -19,7 +19,7 @@ from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
-from toolkit.rehearse.batches import global_batch, micro_batches
+from toolkit.rehearse.batches import document_starts, global_batch, isolated, micro_batches
 from toolkit.rehearse.record import write_step
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.terminal import tell
@@ -37,13 +37,21 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     steps = recipe.training.steps
     assert steps is not None, "a rehearsal's length is stated in steps"
     objective = recipe.objective()
-    wholes = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
+    wholes = [
+        MicroBatch(*global_batch(recipe.training, config.vocab_size, step))
+        for step in range(steps)
+    ]
+    if recipe.data.isolate_documents:
+        wholes = [
+            isolated(whole, document_starts(recipe.training, step))
+            for step, whole in enumerate(wholes)
+        ]
     place = layout, layout.data_rank(ranks.rank), recipe.training.rows_per_sample
-    shares = [micro_batches(inputs, labels, *place) for inputs, labels in wholes]
+    shares = [micro_batches(whole, *place) for whole in wholes]
     if REFERENCE in objective.reads:
         shares = [_with_reference(engine, share) for share in shares]
     for whole, mine in zip(wholes, shares, strict=True):
-        count = float(objective.count(MicroBatch(*whole)))
+        count = float(objective.count(whole))
         result = engine.train_step(mine, count, recipe.optimizer.learning_rate)
         if ranks.rank == 0:
             write_step(assignment.run_dir, result.loss, result.grad_norm)

@@ -182,7 +182,7 @@ class MegatronShard:
         """See `TrainedModel.log_probs`."""
         from toolkit.models.megatron.model import log_probs
 
-        losses = engine(batch.input_ids, batch.positions, None, labels=batch.labels)
+        losses = engine(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:

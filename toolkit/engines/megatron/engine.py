@@ -228,7 +228,7 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """One micro batch through one chunk: its output, and what makes a loss of the last."""
         batch = next(batches)
-        output = chunk(batch.input_ids, batch.positions, None, labels=batch.labels)
+        output = chunk(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
         return output, partial(terms, batch)
 
     def _sequences(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

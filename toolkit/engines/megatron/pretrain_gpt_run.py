@@ -47,6 +47,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM, nothing: it trains all parameters",
             "remove model.freeze, or start the run with `dmt launch`",
         )
+    if recipe.data.isolate_documents:
+        yield Problem(
+            "data.isolate_documents",
+            "true",
+            "in Megatron-LM, false: its script resets masks at a token, not at a document",
+            "set data.isolate_documents to false, or train with `dmt launch`",
+        )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
         yield Problem(

@@ -88,12 +88,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
-        [sequence, batch, heads · size]."""
-        assert attention_mask is None, "the mask is causal by construction"
+        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None where a
+        row is one document."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
-        banded = self.window is not None and self.window + 1 < length
-        if banded:
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[0 if self.window is None else 1]
+        elif self.window is not None and self.window + 1 < length:
+            mask = _band(length, self.window, q.device)
+        if mask is not None:
             # CUDA's fused kernels take either a mask or grouped heads.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with self._own_random_stream():
@@ -101,8 +105,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
                 q,
                 k,
                 v,
-                attn_mask=self._band(length, q.device) if banded else None,
-                is_causal=not banded,
+                attn_mask=mask,
+                is_causal=mask is None,
                 dropout_p=self.dropout if self.training else 0.0,
                 scale=self.scale,
                 enable_gqa=k.shape[1] != q.shape[1],
@@ -115,13 +119,29 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         random = self.dropout > 0 and self.training and not self.config.sequence_parallel
         return get_cuda_rng_tracker().fork() if random else nullcontext()
 
-    def _band(self, length: int, device: torch.device) -> Tensor:
-        """True where query i sees key j: i - window ≤ j ≤ i."""
-        assert self.window is not None
-        distance = torch.arange(length, device=device)[:, None] - torch.arange(
-            length, device=device
-        )
-        return (distance >= 0) & (distance <= self.window)
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """True where query i sees key j: i - window ≤ j ≤ i."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance <= window)
+
+
+def document_masks(segments: Tensor, config: TransformerConfig) -> Tensor:
+    """The masks of a micro batch whose documents are isolated, in the compute precision:
+    [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
+
+    The first is that of layers that see all the past of a document, the second that of layers
+    with a window. All layers share them: a boolean mask, and one made in each layer, would be
+    kept for the backward pass once per layer.
+    """
+    length = segments.shape[1]
+    windows = [length] if config.window_size is None else [length, config.window_size[0]]
+    sees = torch.stack([_band(length, window, segments.device) for window in windows])
+    same = segments[:, :, None] == segments[:, None, :]
+    hidden = ~(sees[:, None] & same)[:, :, None]
+    scores = torch.zeros(hidden.shape, dtype=config.params_dtype, device=segments.device)
+    return scores.masked_fill_(hidden, float("-inf"))
 
 
 class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]

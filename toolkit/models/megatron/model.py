@@ -18,7 +18,7 @@ from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron.config import expert_tensor
-from toolkit.models.megatron.layers import chunk_spec
+from toolkit.models.megatron.layers import chunk_spec, document_masks
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         self,
         input_ids: Tensor,
         position_ids: Tensor | None,
-        attention_mask: Tensor | None,
+        segments: Tensor | None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """`position_ids` None: 0, 1, 2, … in every row.
+        """`position_ids` None: 0, 1, 2, … in every row. `segments` as in `MicroBatch`.
 
         The cross entropy [batch, sequence] on the last stage, hidden states on others.
         """
@@ -66,7 +66,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if position_ids is None:
             length = input_ids.shape[1]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        output: Tensor = super().forward(input_ids, position_ids, attention_mask, labels=labels)
+        masks = None if segments is None else document_masks(segments, self.config)
+        output: Tensor = super().forward(input_ids, position_ids, masks, labels=labels)
         return output
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

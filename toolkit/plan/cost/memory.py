@@ -115,12 +115,14 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     """All parts of one stage."""
     parameters, gradients, optimizer = _states(workload, layout, share)
     logits = step.head if share.stage == layout.pp - 1 else 0.0
+    layers = share.layers / layout.vpp
+    chunk = step.stored * layers + _document_masks(workload, layout, layers)
     return Memory(
         stage=share.stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=step.stored * share.layers / layout.vpp * _chunks_waiting(layout, share),
+        activations=chunk * _chunks_waiting(layout, share),
         logits=logits if logits > step.workspace else 0.0,
         workspace=0.0 if logits > step.workspace else step.workspace,
         buffers=step.messages + _engine_buffers(workload, layout, share),
@@ -241,6 +243,24 @@ def _chunks_waiting(layout: Layout, share: StageShare) -> int:
     if layout.vpp > 1:
         after = 2 * (after - 1) + (layout.vpp - 1) * layout.pp + 1
     return min(after, layout.gradient_accumulation * layout.vpp)
+
+
+def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
+    """Bytes of the masks that isolate documents, of one micro batch in one chunk of layers.
+
+    megatron-core's layers share one in the compute precision, and one more where some have a
+    window. transformers' share a boolean one, of which attention keeps a copy in the compute
+    precision for each layer that is not recomputed.
+    """
+    if not workload.document_mask:
+        return 0.0
+    one = layout.micro_batch * workload.sequence_length**2
+    kinds = 2 if workload.spec.sliding_layers else 1
+    width = compute_bytes(workload)
+    if workload.model == "hf":
+        copies = 1 if layout.recompute == "full" else layers
+        return (kinds + width * copies) * one
+    return float(kinds * width * one)
 
 
 @lru_cache(maxsize=4096)

@@ -223,16 +223,16 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
 
 
 def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
-    """FlashAttention: no scores in memory; the masked half is skipped.
+    """FlashAttention: no scores in memory; the masked half is skipped, unless by a mask of
+    documents.
 
     The backward pass computes five products where the forward pass computes two
     (arXiv:2205.14135, appendix B).
     """
     spec, sequence = workload.spec, workload.sequence_length
     efficiency = device.efficiency
-    flops = (
-        4.0 * part.tokens * spec.heads * spec.head_dim / part.tp * _mean_keys(spec, sequence)
-    )
+    keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
+    flops = 4.0 * part.tokens * spec.heads * spec.head_dim / part.tp * keys
     on_rank = sequence / part.cp
     small = efficiency["attention.head_64"]
     head = min(1.0, small + (1 - small) * (spec.head_dim - 64) / 64)

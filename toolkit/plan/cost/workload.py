@@ -53,6 +53,9 @@ class Workload:
     and this toolkit's choice with bf16. NeMo's recipes sum in 16 bits."""
     dropout: bool = False
     """Dropout over attention scores and both branches of a layer, whose masks are stored."""
+    document_mask: bool = False
+    """A mask isolates the documents of a sequence. torch then takes its memory-efficient
+    kernel, which computes the hidden scores as well."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -69,13 +72,19 @@ class Workload:
 
 
 def planned_workload(
-    spec: ModelSpec, training: TrainingSection, pair: Pair, *, dropout: bool = False
+    spec: ModelSpec,
+    training: TrainingSection,
+    pair: Pair,
+    *,
+    dropout: bool = False,
+    isolates: bool = False,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
     Attention is torch's fused kernel; the other operators are single ones, without
     Transformer Engine or torch.compile; megatron-core reduces after the backward pass, and
-    its pipeline waits for every message.
+    its pipeline waits for every message. `isolates`: documents, by a mask; the
+    kernel is taken for as fast as FlashAttention's first generation, but was not measured.
     """
     return Workload(
         spec=spec,
@@ -87,5 +96,7 @@ def planned_workload(
         fused_elementwise=False,
         pipeline_overlap=False,
         reduce_overlap=BACKENDS[pair.engine].cost.reduces_beside_backward,
+        flash_version=1 if isolates else 2,
         dropout=dropout,
+        document_mask=isolates,
     )

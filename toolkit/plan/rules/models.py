@@ -30,6 +30,8 @@ class PlanRequest:
     config: Mapping[str, object]
     freeze: tuple[str, ...] = ()
     """The recipe's `model.freeze`."""
+    isolates: bool = False
+    """The documents of a sequence are isolated."""
 
     @cached_property
     def spec(self) -> ModelSpec:

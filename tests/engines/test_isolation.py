@@ -1,0 +1,101 @@
+"""Documents of one row are apart: to the bit, and as if each were alone."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, zero
+from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
+from tests.engines.parity_worker import VOCABULARY, Case, each_case
+from tests.forked import run_ranks
+from tests.models.small import FAMILIES
+from toolkit.engines.distributed import join, leave
+from toolkit.models.families import unsupported
+
+WINDOWED = {"model_type": "mistral", "sliding_window": 3, "tie_word_embeddings": False}
+"""Shorter than most documents."""
+SOME_WINDOWED = {
+    "model_type": "qwen2", "sliding_window": 3, "use_sliding_window": True,
+    "max_window_layers": 1, "num_hidden_layers": 2,
+}  # fmt: skip
+PLAIN = {"num_key_value_heads": 4, "intermediate_size": 256}
+"""What gpt2 and gpt_neox have instead of grouped heads and a gated MLP."""
+GPT2 = PLAIN | {"model_type": "gpt2", "n_positions": 16}
+
+SOME = [
+    Case("ddp", 2),
+    Case("deepspeed", 2, stage=3),
+    megatron(tensor=2),
+    zero(1),
+]
+OTHERS = [
+    Case("fsdp", 2, stage=3, recompute="full"),
+    *(Case("deepspeed", 2, stage=stage) for stage in (0, 1, 2)),
+    Case("deepspeed", 2, stage=3, recompute="full"),
+    megatron(tensor=2, sequence=False, recompute="full"),
+    megatron(pipeline=2),
+    megatron(pipeline=2, virtual_pipeline=2, family={"num_hidden_layers": 4}),
+    megatron(tensor=2, family=WINDOWED),
+    megatron(tensor=2, recompute="selective", family=SOME_WINDOWED),
+    megatron(pipeline=2, family=GPT2),
+    megatron(expert=2, family=MIXTRAL),
+    Case("ddp", 2, family=WINDOWED),
+    Case("ddp", 2, family=SOME_WINDOWED, recompute="full"),
+]
+
+
+def _of_family(model_type: str) -> list[Case]:
+    """The family on transformers, and on megatron-core where that can compute it."""
+    config = PLAIN | {"model_type": model_type, **FAMILIES[model_type]}
+    config["vocab_size"] = VOCABULARY
+    if model_type in ("gemma2", "mistral"):
+        config["sliding_window"] = 3
+    plain = Case("ddp", 2, family=config)
+    return [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
+
+
+@cache
+def _reference(family: tuple[tuple[str, Any], ...]) -> dict[str, list[float]]:
+    return separate_documents(dict(family))
+
+
+def assert_isolated(cases: list[Case], world: int) -> None:
+    cases = [replace(case, isolated=True) for case in cases]
+    results = run_ranks(each_case, world, look, cases)[0]
+    for case in cases:
+        print(case.name)
+        found = results[case.name]
+        assert found["isolated"] == 0, "to the bit"
+        assert found["own"] > 0
+        assert found["crossing"] > 0, "the probe sees what it looks for"
+        expected = _reference(tuple(case.family.items()))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases", [pytest.param(SOME, marks=pytest.mark.quick), OTHERS], ids=["some", "others"]
+)
+def test_documents_of_a_row_are_apart(cases: list[Case]) -> None:
+    assert_isolated(cases, world=2)
+
+
+@pytest.mark.slow
+def test_every_family() -> None:
+    assert_isolated([case for family in FAMILIES for case in _of_family(family)], world=1)
+
+
+def _refusals() -> dict[str, str]:
+    ranks = join()
+    found = {model_type: refusal(model_type, ranks) for model_type in RECURRENT}
+    leave()
+    return found
+
+
+def test_models_whose_state_runs_along_the_row_are_refused() -> None:
+    for model_type, why in run_ranks(_refusals, 1)[0].items():
+        assert f"the model type {model_type} does not isolate the documents" in why
+        assert "data.isolate_documents to false" in why

@@ -1,0 +1,64 @@
+"""Whether the documents of a row are isolated, found out on the engine that will train.
+
+In transformers isolation follows from details that fail silently, models whose state runs along
+the row (gated delta net, Mamba, short convolutions) lack it, and a kernel for documents of
+varying length may isolate a single row only. So nothing is concluded from the model's type: one
+document is replaced by another, and the loss of the next one must stay the same, to the bit.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.engines.base import Engine
+from toolkit.engines.setup import EngineSetup
+from toolkit.errors import PlanError
+
+_DOCUMENT = 8
+"""Tokens of a probed document, for each tensor-parallel rank."""
+
+
+def check_isolation(engine: Engine, setup: EngineSetup) -> None:
+    """Raise PlanError where a document's loss depends on another one's tokens; collective."""
+    batch = _probe(setup)
+    if change := isolation_error(engine, setup, batch):
+        raise PlanError(
+            f"the model type {setup.model_config.model_type} does not isolate the documents of "
+            f"a sequence: the tokens of one change the loss of the next by {change:.2g}",
+            fix="set data.isolate_documents to false, or choose a model with attention only",
+        )
+
+
+def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> float:
+    """How much the loss of the second documents changes when two rows exchange their first.
+
+    An exchange leaves every expert with the tokens that it had: where documents are isolated,
+    no matrix product gets another shape, in which it might round differently.
+    """
+    tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2
+    other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
+    exchanged = replace(batch, input_ids=other)
+    # As many micro batches as a pipeline has stages: the interleaved schedule takes no fewer.
+    before, after = (
+        engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)
+    )
+    return abs(after - before)
+
+
+def _probe(setup: EngineSetup) -> MicroBatch:
+    """Two rows of two documents each, of which the second is trained."""
+    half = _DOCUMENT * setup.layout.tp
+    generator = torch.Generator().manual_seed(setup.seed)
+    vocabulary = setup.model_config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (2, 2 * half + 1), generator=generator)
+    place = torch.arange(2 * half).expand(2, -1)
+    fields = MicroBatch.__dataclass_fields__
+    return MicroBatch(
+        tokens[:, :-1],
+        torch.where(place < half, IGNORE_INDEX, tokens[:, 1:]),
+        loss_weights=torch.ones(2, 2 * half),
+        positions=place % half,
+        segments=(place // half).int(),
+        extra={name: torch.zeros(2) for name in setup.objective.reads if name not in fields},
+    )
