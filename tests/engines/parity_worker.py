@@ -74,6 +74,8 @@ class Case:
     """Batches with loss weights and positions, and an objective with a metric."""
     freeze: tuple[str, ...] = ()
     """Patterns of the parameters that do not train."""
+    adapter: dict[str, Any] | None = None
+    """The recipe's `adapter`."""
 
     @property
     def name(self) -> str:
@@ -81,6 +83,7 @@ class Case:
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
+        parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -95,6 +98,7 @@ def recipe(case: Case, world: int) -> Recipe:
                 "config": CONFIG | (WIDE if case.wide else {}) | case.family,
                 "freeze": case.freeze,
             },
+            "adapter": case.adapter,
             "data": {"train": {"kind": "text", "files": ["unused"]}},
             "training": {
                 "steps": case.steps,

@@ -68,7 +68,7 @@ class Saver:
         state: Iterable[StateShard],
         companions: Mapping[str, bytes],
     ) -> None:
-        """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
+        """Save `state`, with adapters what trains of it, and on rank 0 the `companions`: paths in the folder, and contents.
 
         Returns when the state may change again. `finished` returns how it ended.
         """
@@ -77,6 +77,8 @@ class Saver:
         failpoint("checkpoint.begin")
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
+        if manifest.adapter is not None:
+            state = (shard for shard in state if shard.trains)
         entries = list(_entries(state, copied=self.asynchronous))
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from toolkit.adapters.lora import Lora
 from toolkit.backend import BACKENDS, ModelName
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
@@ -42,6 +43,8 @@ class EngineSetup:
     objective: Objective
     frozen: frozenset[str] = frozenset()
     """Checkpoint tensors that do not train."""
+    lora: Lora | None = None
+    """The model's adapters, whose base is `frozen`."""
 
     @classmethod
     def of(
@@ -56,15 +59,23 @@ class EngineSetup:
         """What the engine of `plan` reads of a recipe.
 
         `model_config` is given the attention implementation of the plan.
-        Raises PlanError when the loaded `model_config` is not what was planned, RecipeError
-        where `model.freeze` does not suit the model.
+        `weights` are those of the adapters, too. Raises PlanError when the loaded `model_config`
+        is not what was planned, RecipeError where `model.freeze` or `adapter.targets` does not
+        suit the model.
         """
         from toolkit.models.weights import checkpoint_names
 
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
+        names = [part.name for part in parts]
+        frozen = frozen_names(recipe.model.freeze, names)
+        lora = None
+        if recipe.adapter is not None:
+            lora = Lora.of(recipe.adapter, model_config.to_dict())
+            frozen = frozenset(names) - lora.shapes.keys()
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
+            megatron = lora.adapted(megatron) if lora else megatron
         model_config._attn_implementation = plan.attention
         return cls(
             model_config=model_config,
@@ -79,7 +90,8 @@ class EngineSetup:
             engine_config=engine_config,
             megatron=megatron,
             objective=OBJECTIVES[recipe.training.objective](),
-            frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
+            frozen=frozen,
+            lora=lora,
         )
 
 

@@ -114,6 +114,11 @@ Tflops: TypeAlias = Annotated[
     dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
     Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
 ]
+AdapterTargets: TypeAlias = Annotated[
+    Literal["all-linear", "attention", "mlp"]
+    | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)],
+    Wording("all-linear, attention, mlp, or a list of projections, e.g. [q_proj, v_proj]"),
+]
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
@@ -252,6 +257,28 @@ class TrainingSection(Section):
         if self.epochs is None or samples_per_epoch is None:
             return None
         return math.ceil(self.epochs * samples_per_epoch / self.global_batch_size)
+
+
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA) beside frozen weights: only the adapters train. The function and
+    the tensors are PEFT's, in every layout (docs/lora.md)."""
+
+    name: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    rank: Annotated[int, Field(ge=1, le=65536)]
+    """Rows of A and columns of B of every projection W: it computes W·x + scaling · B·A·x."""
+    alpha: PositiveFloat
+    """scaling = alpha / rank."""
+    rslora: bool = False
+    """scaling = alpha / √rank instead."""
+    targets: AdapterTargets = "all-linear"
+    """Projections with an adapter: all those inside the decoder layers, those of the attention
+    or of the MLP, or a list of the last parts of their names, e.g. `[q_proj, v_proj]`."""
+    dropout: Fraction = 0.0
+    """Probability with which an input of an adapter is 0 in training."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """First values of A: uniform within ±1/√(its columns), or normal with standard deviation
+    1/rank. B begins at 0."""
 
 
 class OptimizerSection(Section):
@@ -530,6 +557,7 @@ class Recipe(Section):
     name: Name
     """Names the run directory (`runs/<name>`) and the W&B run."""
     model: ModelSection
+    adapter: AdapterSection | None = None
     data: DataSection
     training: TrainingSection
     optimizer: OptimizerSection
