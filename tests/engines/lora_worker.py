@@ -4,7 +4,6 @@
 """
 
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.engines.parity_worker import (
-    GLOBAL_BATCH,
     SEED,
     Case,
     clipped,
@@ -35,7 +33,6 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
-from toolkit.models.families.tensors import Block
 from toolkit.models.weights import WeightSource
 from toolkit.plan.planner import plan_recipe
 
@@ -57,7 +54,10 @@ class NoZeros(LoraWeights):
 
 
 def first_value(name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) / 20
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        / 20
+    )
 
 
 def reference(case: Case, **changes: Any) -> dict[str, Any]:

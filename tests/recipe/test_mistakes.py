@@ -118,7 +118,7 @@ MISTAKES = {
     "an unused checkpoint": M(
         "init: random", "checkpoint: runs/x", "model.checkpoint", "set model.init to checkpoint"
     ),
-    "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
+    "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "write `adapter`"),
     "an objective": M("seed: 1", "objective: sft", "training.objective", "default, pretrain"),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),

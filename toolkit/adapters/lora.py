@@ -5,13 +5,15 @@ A projection W [out, in] computes W·x + scaling · B·A·x, with A [rank, in] a
 a model implementation fuses, so the function and the tensors are PEFT's in every layout.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
 from toolkit.errors import Problem, RecipeError
+from toolkit.models import frozen
 from toolkit.models.families import MegatronModel, mapped
-from toolkit.models.families.tensors import Rows, TensorMap, blocks
+from toolkit.models.families.tensors import Rows, Split, TensorMap, blocks
+from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.recipe.schema import AdapterSection
 
 KEY = "adapter.targets"
@@ -35,7 +37,9 @@ class Lora:
     """The adapters of one model."""
 
     section: AdapterSection
-    targets: tuple[str, ...]
+    tensors: tuple[TensorMap, ...]
+    """Megatron's weights of which a part at least has an adapter."""
+    targets: frozenset[str]
     """Modules with an adapter; `{layer}` stands for a number."""
     short_targets: tuple[str, ...]
     """The same for PEFT: the last parts of their names where these name no other module."""
@@ -59,7 +63,8 @@ class Lora:
         projections = tuple(_projections(model, frozenset(chosen)))
         return cls(
             section=section,
-            targets=tuple(dict.fromkeys(chosen)),
+            tensors=tuple(tensor for tensor in model.tensors if _chosen(section, tensor)),
+            targets=frozenset(chosen),
             short_targets=tuple(sorted(short if exact else (p.name for p in projections))),
             transposed=any(one.transposed for one in model.tensors),
             projections=projections,
@@ -82,8 +87,15 @@ class Lora:
 
     def adapted(self, model: MegatronModel) -> MegatronModel:
         """The model in megatron-core's words, with the tensors of the adapters."""
-        added = (new for tensor in model.tensors for new in self._tensors(tensor))
-        return replace(model, tensors=(*model.tensors, *added))
+        return replace(model, tensors=(*model.tensors, *self._added()))
+
+    @property
+    def per_layer(self) -> AdapterParameters:
+        """What the adapters of one layer have."""
+        split = {True: 0, False: 0}
+        for tensor in self._added():
+            split[tensor.split != "none"] += tensor.rows * (tensor.columns or 1)
+        return AdapterParameters(split=split[True], whole=split[False])
 
     def parts(self, tensor: TensorMap) -> list[str]:
         """The modules with an adapter that a Megatron weight is made of, in its order."""
@@ -100,28 +112,48 @@ class Lora:
             for _ in range(*block.rows)
         ]
 
-    def _tensors(self, tensor: TensorMap) -> Iterator[TensorMap]:
-        """A and B of a Megatron weight.
+    def _added(self) -> Iterator[TensorMap]:
+        """A and B of every Megatron weight with an adapter.
 
         A is that of every part, one after the other: whole where the weight's rows are split.
         B has the weight's rows, split as they are, but for those of parts without an adapter.
         """
-        if not (parts := self.parts(tensor)):
-            return
-        rank, stem = self.section.rank, tensor.name.removesuffix("weight")
-        down = tuple(Rows(f"{one}.lora_A.weight", 0, rank) for one in parts)
-        split = "columns" if tensor.split == "columns" else "none"
-        yield TensorMap(f"{stem}{DOWN}", (down,), tensor.columns, split)
-        stacks = [
-            tuple(
-                replace(rows, tensor=f"{_module(rows)}.lora_B.weight")
-                for rows in stack
-                if _module(rows) in parts
-            )
-            for stack in tensor.stacks
-        ]
-        split = "rows" if tensor.split == "rows" else "none"
-        yield TensorMap(f"{stem}{UP}", tuple(filter(None, stacks)), rank, split)
+        rank = self.section.rank
+        for tensor in self.tensors:
+            stem, parts = tensor.name.removesuffix("weight"), self.parts(tensor)
+            down = tuple(Rows(f"{one}.lora_A.weight", 0, rank) for one in parts)
+            split: Split = "columns" if tensor.split == "columns" else "none"
+            yield TensorMap(f"{stem}{DOWN}", (down,), tensor.columns, split)
+            stacks = [
+                tuple(
+                    replace(rows, tensor=f"{_module(rows)}.lora_B.weight")
+                    for rows in stack
+                    if _module(rows) in parts
+                )
+                for stack in tensor.stacks
+            ]
+            split = "rows" if tensor.split == "rows" else "none"
+            yield TensorMap(f"{stem}{UP}", tuple(filter(None, stacks)), rank, split)
+
+
+def lora_of(section: AdapterSection | None, config: Mapping[str, object]) -> Lora | None:
+    """`Lora.of`; None for a recipe without adapters."""
+    return None if section is None else Lora.of(section, config)
+
+
+def spec_of(
+    config: Mapping[str, object], freeze: Sequence[str], section: AdapterSection | None
+) -> ModelSpec:
+    """The model's shape, with what is frozen of it and with its adapters."""
+    spec, lora = frozen.spec_of(config, freeze), lora_of(section, config)
+    return spec if lora is None else replace(spec, adapters=lora.per_layer)
+
+
+def some_of_qkv(section: AdapterSection, config: Mapping[str, object]) -> bool:
+    """Do some, but not all, of the projections that make up megatron-core's `linear_qkv` have
+    an adapter? Then B is cut as the weight is only between key/value heads."""
+    tensors = [tensor for tensor in mapped(config).tensors if ".linear_qkv." in tensor.name]
+    return any(0 < len(_chosen(section, one)) < len(_modules(one)) for one in tensors)
 
 
 def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[Problem]:

@@ -28,13 +28,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit.adapters.lora import BRANCH, Lora
-from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import TensorMap
 from toolkit.models.megatron.model import GPTChunk
 
 
 class LoraBranch(nn.Module):
     """scaling · B·A·x of one linear layer, as this rank's part of the layer's output."""
+
+    rows: Tensor
+    """Where a row of `up` lies in `_matrix`: its row [rows of up, 1] and, below, its columns
+    [rows of up, rank]."""
+    columns: Tensor
 
     def __init__(
         self, lora: Lora, tensor: TensorMap, base: nn.Module, *, sequence_parallel: bool
@@ -103,12 +107,12 @@ def _place(*, split: bool) -> tuple[int, int]:
     )
 
 
-def attach(chunks: Sequence[GPTChunk], model: MegatronModel, lora: Lora | None) -> None:
+def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
     """Give the linear layers of this rank's chunks their adapters, not yet filled; nothing
-    without `lora`. `model` has the tensors of `Lora.adapted`."""
+    without `lora`."""
     if lora is None:
         return
-    for tensor in filter(lora.parts, model.tensors):
+    for tensor in lora.tensors:
         template = re.escape(tensor.name.removesuffix(".weight"))
         name = re.compile(template.replace(r"\{layer\}", r"\d+"))
         for chunk in chunks:

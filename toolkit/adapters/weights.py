@@ -2,14 +2,18 @@
 
 from hashlib import blake2b
 from math import prod, sqrt
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from toolkit.adapters.lora import Lora
+from toolkit.adapters.lora import Lora, lora_of
+from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
 from toolkit.models.weights import WeightSource
+from toolkit.recipe.schema import Recipe
 
 
 class LoraWeights:
@@ -41,10 +45,12 @@ class LoraWeights:
         digest = blake2b(f"{self.seed}\0{name}".encode(), digest_size=16).digest()
         random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
         if self.lora.section.init == "gaussian":
-            values = random.standard_normal(prod(shape), dtype=np.float32) / shape[0]
+            values = random.standard_normal(prod(shape), dtype=np.float32)
+            scale = 1 / shape[0]
         else:
-            values = (2 * random.random(prod(shape), dtype=np.float32) - 1) / sqrt(shape[1])
-        return torch.from_numpy(values.astype(np.float32)).view(shape)
+            values = 2 * random.random(prod(shape), dtype=np.float32) - 1
+            scale = 1 / sqrt(shape[1])
+        return torch.from_numpy(values * np.float32(scale)).view(shape)
 
 
 class AdaptedWeights:
@@ -65,3 +71,32 @@ class AdaptedWeights:
 
     def _source(self, name: str) -> WeightSource:
         return self.adapters if name in self.adapters.shapes else self.base
+
+
+def first_weights(recipe: Recipe, config: PretrainedConfig) -> WeightSource:
+    """What the model of a new run is filled with, adapters included."""
+    seed = recipe.training.seed
+    base = hf.weight_source(recipe.model, config, seed)
+    lora = lora_of(recipe.adapter, config.to_dict())
+    return base if lora is None else AdaptedWeights(base, LoraWeights(lora, seed))
+
+
+SAMPLED = 1024
+"""Elements of a parameter that `fingerprint` reads."""
+
+
+def fingerprint(weights: WeightSource) -> str:
+    """A hash by which a base model is recognised: of the names and shapes of its parameters,
+    and of a run of at most SAMPLED elements of each, from a place that follows from its name.
+
+    Reading all of a large model would take minutes at every start. Other weights have other
+    elements nearly everywhere; a change outside of the samples is not seen.
+    """
+    digest = blake2b(digest_size=16)
+    for name, shape in sorted(weights.shapes.items()):
+        numel = prod(shape)
+        start = crc32(name.encode()) % max(1, numel - SAMPLED)
+        values = weights.read(name, start, min(start + SAMPLED, numel))
+        digest.update(f"{name}{list(shape)}".encode())
+        digest.update(values.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()

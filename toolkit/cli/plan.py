@@ -63,8 +63,10 @@ class Planned:
         steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
         step_s = self.plan.step_time_s
         plan = self.plan
-        frozen = plan.frozen_parameters
-        return PlannedRun(plan.parameters, self.cluster, step_s, steps, every, frozen)
+        frozen, adapted = plan.frozen_parameters, self.recipe.adapter is not None
+        saved = plan.parameters - frozen if adapted else plan.parameters
+        rest = 0 if adapted else frozen
+        return PlannedRun(saved, self.cluster, step_s, steps, every, rest)
 
     @property
     def run(self) -> "plan_tables.Run | None":

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.adapters.lora import Lora
+from toolkit.adapters.lora import Lora, lora_of
 from toolkit.backend import BACKENDS, ModelName
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
@@ -68,9 +68,8 @@ class EngineSetup:
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
         names = [part.name for part in parts]
         frozen = frozen_names(recipe.model.freeze, names)
-        lora = None
-        if recipe.adapter is not None:
-            lora = Lora.of(recipe.adapter, model_config.to_dict())
+        lora = lora_of(recipe.adapter, model_config.to_dict())
+        if lora is not None:
             frozen = frozenset(names) - lora.shapes.keys()
         megatron = None
         if plan.model == "megatron":

@@ -37,6 +37,8 @@ from toolkit.untrusted import read_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+MODEL_FILES = (CONFIG, GENERATION)
+"""What describes a model in a Hugging Face folder."""
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template.*", "*.model",

@@ -126,7 +126,9 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
     config = model_config(recipe.model)
-    job = PlanRequest(recipe.parallel, where, recipe.training, config, recipe.model.freeze)
+    job = PlanRequest(
+        recipe.parallel, where, recipe.training, config, recipe.model.freeze, recipe.adapter
+    )
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)
@@ -177,7 +179,7 @@ def plan_of(found: Search) -> Plan:
         engine=best.pair.engine,
         model=best.pair.model,
         layout=best.layout,
-        parameters=job.spec.parameters.total,
+        parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),

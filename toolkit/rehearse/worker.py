@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
@@ -26,7 +27,7 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     """Train one layout; rank 0 records each step in the run directory."""
     recipe, layout = assignment.recipe, assignment.plan.layout
     config = hf.build_config(recipe.model)
-    weights = hf.weight_source(recipe.model, config, recipe.training.seed)
+    weights = first_weights(recipe, config)
     setup = EngineSetup.of(
         recipe, assignment.plan, assignment.engine_config, ranks, config, weights
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from toolkit.adapters.lora import lora_of
 from toolkit.checkpoint.locate import Located
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
@@ -56,7 +57,7 @@ class Pairing:
         settings = _Settings.of(self.manifest.recipe, self.recipe)
         settings.take(*_DISTRIBUTION, free=True)  # reported as layouts
         return [
-            self._weights(settings.take("model")),
+            self._weights(settings.take("model", "adapter")),
             self._schedule(
                 settings.take(*_LENGTH, free=True), settings.take("optimizer", "schedule")
             ),
@@ -188,12 +189,13 @@ def compare(found: Located, assignment: Assignment) -> list[StateRow]:
     """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
     recipe = assignment.recipe
     config = hf.build_config(ModelSection(config=model_config(recipe.model)))
+    lora = lora_of(recipe.adapter, config.to_dict())
     return Pairing(
         found.manifest,
         SavedState(found.folder).shapes,
         recipe,
         assignment.plan,
-        hf.checkpoint_shapes(config),
+        hf.checkpoint_shapes(config) if lora is None else lora.shapes,
     ).rows()
 
 

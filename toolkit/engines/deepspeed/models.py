@@ -146,7 +146,7 @@ class MegatronShard:
         rendered = render_model(self.model, setup.layout, setup.precision)
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
-        attach(self.chunks, self.model, setup.lora)
+        attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
         self.mpu = _mpu()

@@ -60,7 +60,7 @@ class MegatronEngine:
         self.model = setup.megatron
         config = setup.engine_config
         self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
-        attach(self.chunks, self.model, setup.lora)
+        attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
         self.replicas = self._wrap()
