@@ -17,7 +17,8 @@ HEAVY = {
 }  # fmt: skip
 LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
-    "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec", "toolkit.models.families",
+    "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
+    "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launchers",
     "toolkit.cli.main", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.conflicts", "toolkit.accelerate.__init__", "toolkit.accelerate.config",

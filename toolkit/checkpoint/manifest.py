@@ -61,7 +61,7 @@ class Manifest:
     consumed_tokens: Count | None = None
     """Unmasked tokens of these sequences; None where an earlier release did not count them."""
     base: str | None = None
-    """Of a run with adapters, the `fingerprint` of the weights beside which they were trained."""
+    """Of a run with adapters, the `fingerprint` of the weights that they were trained with."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""

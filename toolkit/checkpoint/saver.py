@@ -68,9 +68,9 @@ class Saver:
         state: Iterable[StateShard],
         companions: Mapping[str, bytes],
     ) -> None:
-        """Save `state`, with adapters what trains of it, and on rank 0 the `companions`: paths in the folder, and contents.
+        """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        Returns when the state may change again. `finished` returns how it ended.
+        Of a run with adapters, only what trains. Returns when the state may change again. `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()

@@ -59,9 +59,9 @@ class EngineSetup:
         """What the engine of `plan` reads of a recipe.
 
         `model_config` is given the attention implementation of the plan.
-        `weights` are those of the adapters, too. Raises PlanError when the loaded `model_config`
-        is not what was planned, RecipeError where `model.freeze` or `adapter.targets` does not
-        suit the model.
+        `weights` are those of the adapters, too. Raises PlanError when the loaded
+        `model_config` is not what was planned, RecipeError where `model.freeze` or
+        `adapter.targets` does not suit the model.
         """
         from toolkit.models.weights import checkpoint_names
 

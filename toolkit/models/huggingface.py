@@ -197,8 +197,8 @@ between an adapter's two tensors and its name."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter by the name that weights and checkpoints know it by, PEFT's layers or not:
-    `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
+    """Every parameter by the name that weights and checkpoints have for it, with PEFT's layers
+    as without: `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
     for name, parameter in model.named_parameters():
         yield _OF_PEFT.sub("", name), parameter
 
