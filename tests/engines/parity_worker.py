@@ -65,7 +65,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Further settings of the recipe's `parallel` section."""
     family: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the model's config."""
+    """Further keys of the model's config; with `vocab_size`, all of them."""
     resume_in: str | None = None
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
     export_to: str | None = None
@@ -89,13 +89,19 @@ class Case:
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
 
+def config_of(case: Case) -> dict[str, Any]:
+    """The model's config: small, with the case's own keys, or all of these."""
+    whole = "vocab_size" in case.family
+    return case.family if whole else CONFIG | (WIDE if case.wide else {}) | case.family
+
+
 def recipe(case: Case, world: int) -> Recipe:
     """The same recipe for every case but for the layout."""
     return Recipe.model_validate(
         {
             "name": "parity",
             "model": {
-                "config": CONFIG | (WIDE if case.wide else {}) | case.family,
+                "config": config_of(case),
                 "freeze": case.freeze,
             },
             "adapter": case.adapter,

@@ -23,7 +23,8 @@ def peft_config(lora: Lora, base: str | None = None) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=section.rank,
-        lora_alpha=section.alpha,
+        # A whole number is written as one: some who read adapter_config.json want it so.
+        lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,
         use_rslora=section.rslora,
         init_lora_weights="gaussian" if section.init == "gaussian" else True,

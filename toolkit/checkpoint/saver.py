@@ -70,7 +70,8 @@ class Saver:
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        Of a run with adapters, only what trains. Returns when the state may change again. `finished` returns how it ended.
+        Of a run with adapters, only what trains. Returns when the state may change again.
+        `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
