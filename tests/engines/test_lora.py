@@ -38,10 +38,16 @@ def deepspeed(stage: int, **more: Any) -> Case:
     return Case("deepspeed", 2, stage=stage, **more)
 
 
+def in_deepspeed(stage: int, **parallel: Any) -> Case:
+    """A megatron-core model in tensor 2."""
+    case = zero(stage)
+    return replace(case, parallel=case.parallel | parallel)
+
+
 QUICK = [
     adapted(Case("ddp", 2)),
     adapted(deepspeed(3)),
-    adapted(megatron(tensor=2)),
+    adapted(megatron(tensor=2, sequence=True)),
     adapted(megatron(pipeline=2)),
 ]
 SHARDED = [
@@ -54,27 +60,32 @@ MEGATRON = [
     adapted(megatron(stage=1)),
     adapted(megatron(tensor=2, sequence=False)),
     adapted(megatron(pipeline=2, virtual_pipeline=2)),
-    adapted(megatron(tensor=2), SOME),
+    adapted(megatron(tensor=2, sequence=True), SOME),
     adapted(megatron(tensor=2, sequence=False), SOME),
-    adapted(megatron(tensor=2, family=MIXTRAL), ATTENTION),
+    adapted(megatron(tensor=2, sequence=True, family=MIXTRAL), ATTENTION),
     adapted(megatron(expert=2, family=MIXTRAL), ATTENTION),
-    adapted(megatron(tensor=2, family=config_of("gpt2"))),
+    adapted(megatron(tensor=2, sequence=True, family=config_of("gpt2"))),
     adapted(megatron(tensor=2, sequence=False, family=config_of("gpt_neox"))),
 ]
 RECOMPUTED = [
     adapted(Case("ddp", 2), recompute="full"),
     adapted(Case("fsdp", 2, stage=3), recompute="full"),
     adapted(deepspeed(3), recompute="full"),
-    adapted(megatron(tensor=2, recompute="full")),
+    adapted(megatron(tensor=2, sequence=True, recompute="full")),
     adapted(megatron(pipeline=2, recompute="full")),
 ]
 FOUR = [
-    adapted(megatron(tensor=2, pipeline=2)),
+    adapted(megatron(tensor=2, pipeline=2, sequence=True)),
     adapted(megatron(tensor=4)),  # more than key/value heads
+    adapted(megatron(tensor=4, sequence=True)),
+    adapted(in_deepspeed(2, sequence=True)),
     *(adapted(zero(stage)) for stage in range(4)),
 ]
 HALF_PRECISION = [
-    *(adapted(case, precision="bf16") for case in (Case("ddp", 2), megatron(tensor=2))),
+    *(
+        adapted(case, precision="bf16")
+        for case in (Case("ddp", 2), megatron(tensor=2, sequence=True))
+    ),
     adapted(Case("fsdp", 2, stage=3), precision="bf16"),
     *(adapted(deepspeed(stage), precision="bf16") for stage in range(4)),
     adapted(megatron(pipeline=2), precision="fp16"),
@@ -84,8 +95,12 @@ HALF_PRECISION = [
 @cache
 def _reference(family: tuple[tuple[str, Any], ...], targets: str, rslora: bool) -> Any:
     case = Case("ddp", 8, family=dict(family))
-    stated = TARGETS[targets]
-    return reference(case, target_modules=stated, use_rslora=rslora)
+    return reference(
+        case,
+        target_modules=TARGETS[targets],
+        use_rslora=rslora,
+        fan_in_fan_out=case.family.get("model_type") == "gpt2",
+    )
 
 
 def expected(case: Case) -> Any:
@@ -140,7 +155,7 @@ def test_16_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
     """Sequence parallel without the mark of the whole factors: the first loss is right."""
-    case = adapted(megatron(tensor=2))
+    case = adapted(megatron(tensor=2, sequence=True))
     found = run_ranks(each_case, 2, partial(unmarked, str(tmp_path)), [case])[0][case.name]
     wanted = expected(case)
     assert found["loss"][0] == pytest.approx(wanted["loss"][0], rel=TOLERANCE)
