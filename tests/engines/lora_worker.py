@@ -9,9 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from tests.engines.parity_worker import (
     SEED,
@@ -26,6 +27,7 @@ from tests.engines.parity_worker import (
 from toolkit.adapters.lora import Lora
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights
 from toolkit.batch import IGNORE_INDEX
+from toolkit.checkpoint.export import export
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.shards import whole_block
@@ -133,14 +135,35 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
         torch.manual_seed(step)
         results.append(engine.train_step(batches, unmasked(labels), 1e-3))
     end = write_state(case, ranks, engine, STEPS, Path(folder) / f"{case.name}-end")
-    engine.evaluate(batches)
+    validation = engine.evaluate(batches).loss
     engine.close()
     return {
+        "validation": validation,
+        "end": end,
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "half": None if first else half,
         "tensors": tensors_of(end) if ranks.rank == 0 else None,
     }
+
+
+def exported_losses(case: Case, checkpoint: Path, folder: Path) -> list[float]:
+    """The loss of the last batch, by plain PEFT beside the base and by the merged model."""
+    wanted = recipe(case, world=1)
+    config = hf.build_config(wanted.model)
+    base = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(base, hf.weight_source(wanted.model, config, SEED))
+    export(checkpoint, folder / "peft")
+    export(checkpoint, folder / "merged", merged=True)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    models = PeftModel.from_pretrained(base, folder / "peft").eval(), merged
+    *_, (inputs, labels) = global_batches(STEPS)
+    with torch.no_grad():
+        logits = [model(inputs).logits.flatten(0, 1) for model in models]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5
+    return [
+        cross_entropy(one, labels.flatten(), ignore_index=IGNORE_INDEX).item() for one in logits
+    ]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from toolkit.adapters.weights import fingerprint
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.manifest import Manifest
@@ -326,6 +327,13 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def base_of(wanted: Recipe) -> str | None:
+    """What a manifest says of the weights beside adapters."""
+    if wanted.adapter is None:
+        return None
+    return fingerprint(hf.weight_source(wanted.model, hf.build_config(wanted.model), SEED))
+
+
 def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Path) -> Path:
     """A checkpoint of the engine's state in `folder`; its path, on every rank."""
     wanted = recipe(case, ranks.world)
@@ -335,7 +343,7 @@ def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Pat
         step=step, consumed_samples=step * GLOBAL_BATCH, data_fingerprint="", versions={},
         optimizer_steps=counters.optimizer_steps, loss_scale=counters.loss_scale,
         engine=plan.engine, model=plan.model, layout=plan.layout, recent_losses=(),
-        recipe=wanted.model_dump(mode="json"),
+        recipe=wanted.model_dump(mode="json"), base=base_of(wanted),
     )  # fmt: skip
     companions = {}
     if ranks.rank == 0:

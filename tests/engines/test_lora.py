@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, zero
-from tests.engines.lora_worker import STEPS, adapter, look, reference, unmarked
+from tests.engines.lora_worker import STEPS, adapter, exported_losses, look, reference, unmarked
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import run_ranks
 from tests.models.configs import config_of
@@ -164,11 +164,16 @@ def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_continued_in_another_layout(tmp_path: Path) -> None:
-    """Each layout's checkpoint of half the run, continued in the next one to the same end."""
+    """Each layout's checkpoint of half the run, continued in the next one to the same end; what
+    is exported then, for PEFT and merged, has the loss that the engine has."""
     cases = [*QUICK, adapted(Case("fsdp", 2, stage=3)), adapted(deepspeed(1))]
     first = check(cases, 2, tmp_path)
     halves = [str(first[case.name]["half"]) for case in cases]
     others = [*cases[1:], cases[0]]
     moved = [replace(a, resume_in=half) for a, half in zip(others, halves, strict=True)]
-    for result in check(moved, 2, tmp_path / "moved").values():
+    results = check(moved, 2, tmp_path / "moved")
+    for case in moved:
+        result = results[case.name]
         assert len(result["loss"]) == STEPS // 2
+        losses = exported_losses(case, result["end"], tmp_path / case.engine / str(case.stage))
+        assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)

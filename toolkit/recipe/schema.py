@@ -114,11 +114,10 @@ Tflops: TypeAlias = Annotated[
     dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
     Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
 ]
-AdapterTargets: TypeAlias = Annotated[
+AdapterTargets: TypeAlias = (
     Literal["all-linear", "attention", "mlp"]
-    | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)],
-    Wording("all-linear, attention, mlp, or a list of projections, e.g. [q_proj, v_proj]"),
-]
+    | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
+)
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
