@@ -2,18 +2,21 @@
 
 from itertools import chain
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from tests.models.small import FAMILIES, section
 from tests.plan.making import TINY, intent, recipe
 from toolkit.adapters.huggingface import inject, peft_config
+from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import Lora, spec_of
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
-from toolkit.errors import RecipeError
+from toolkit.errors import DataError, RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import mapped
@@ -158,6 +161,61 @@ def test_a_fingerprint_tells_bases_apart() -> None:
 def test_refused_targets(family: str, targets: Any, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         lora(config_of(family), targets=targets)
+
+
+# A PEFT folder to begin with
+
+
+def peft_folder(folder: Path, **changes: Any) -> Path:
+    """What PEFT itself writes; `changes` are of its LoraConfig."""
+    torch.manual_seed(4)
+    stated = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "init_lora_weights": False,
+    }
+    with torch.device("cpu"):
+        base = hf.empty_model(hf.build_config(section("llama")), torch.device("cpu"))
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **stated | changes))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_peft_folder_is_read(tmp_path: Path) -> None:
+    adapters = lora(config_of("llama"))
+    weights = PeftWeights(peft_folder(tmp_path), adapters)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    for name, shape in adapters.shapes.items():
+        tensor = stored[f"base_model.model.{name}"]
+        assert torch.equal(weights.read(name, 0, tensor.numel()), tensor.view(-1))
+        block = Block(name, (1, 3), (2, shape[1]), transposed=False)
+        assert torch.equal(weights.read_block(block), tensor[1:3, 2:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"r": 2}, "r is 2, the recipe's is 4; .*, not \\[4, "),
+        ({"lora_alpha": 4}, "lora_alpha is 4, the recipe's is 8.0"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    adapters = lora(config_of("llama"))
+    with pytest.raises(DataError, match="adapter_model.safetensors"):
+        PeftWeights(tmp_path / "nowhere", adapters)
+    (peft_folder(tmp_path) / "adapter_config.json").write_text("[]")
+    with pytest.raises(DataError, match="adapter_config.json cannot be read"):
+        PeftWeights(tmp_path, adapters)
 
 
 # What a plan counts

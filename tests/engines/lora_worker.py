@@ -188,3 +188,21 @@ def unmarked(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
 
     with patch.object(engine, "attach", forget):
         return look(folder, case, ranks)
+
+
+def dropped(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Losses of a few steps, and what this rank then has of the factors that every rank of its
+    tensor group holds whole."""
+    engine, layout = build(case, ranks)
+    losses = []
+    for step, (inputs, labels) in enumerate(global_batches(3)):
+        batches = micro_batches(inputs, labels, ranks, layout)
+        torch.manual_seed(step)
+        losses.append(engine.train_step(batches, unmasked(labels), 1e-2).loss)
+    whole = {
+        name: parameter.detach().clone()
+        for name, parameter in engine.replicated_weights()
+        if ".lora." in name and not getattr(parameter, "tensor_model_parallel", False)
+    }
+    engine.close()
+    return {"loss": losses, "whole": whole}

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, zero
-from tests.engines.lora_worker import STEPS, adapter, exported_losses, look, reference, unmarked
+from tests.engines.lora_worker import (
+    STEPS,
+    adapter,
+    dropped,
+    exported_losses,
+    look,
+    reference,
+    unmarked,
+)
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import run_ranks
 from tests.models.configs import config_of
@@ -177,3 +185,18 @@ def test_continued_in_another_layout(tmp_path: Path) -> None:
         assert len(result["loss"]) == STEPS // 2
         losses = exported_losses(case, result["end"], tmp_path / str(index))
         assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+def test_dropout_leaves_factors_equal_on_tensor_ranks(sequence: bool) -> None:
+    """Ranks with the same inputs drop the same of them, and recompute drops them again."""
+    case = adapted(megatron(tensor=2, sequence=sequence), adapter(dropout=0.3))
+    again = replace(case, recompute="full")
+    ranks = run_ranks(each_case, 2, dropped, [case, again])
+    one, other = (rank[case.name] for rank in ranks)
+    assert len(one["whole"]) == 5 * 4
+    for name, factor in one["whole"].items():
+        assert factor.equal(other["whole"][name]), name
+    assert ranks[0][again.name]["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert one["loss"][0] != pytest.approx(expected(case)["loss"][0], rel=TOLERANCE)

@@ -2,6 +2,7 @@
 
 from hashlib import blake2b
 from math import prod, sqrt
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import Lora, lora_of
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import Block
@@ -78,7 +80,14 @@ def first_weights(recipe: Recipe, config: PretrainedConfig) -> WeightSource:
     seed = recipe.training.seed
     base = hf.weight_source(recipe.model, config, seed)
     lora = lora_of(recipe.adapter, config.to_dict())
-    return base if lora is None else AdaptedWeights(base, LoraWeights(lora, seed))
+    return base if lora is None else AdaptedWeights(base, first_adapters(lora, seed))
+
+
+def first_adapters(lora: Lora, seed: int) -> WeightSource:
+    """What the adapters of a new run begin with. Raises DataError where `adapter.folder` holds
+    others."""
+    folder = lora.section.folder
+    return LoraWeights(lora, seed) if folder is None else PeftWeights(Path(folder), lora)
 
 
 SAMPLED = 1024

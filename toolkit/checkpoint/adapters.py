@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from toolkit.adapters.huggingface import peft_config
+from toolkit.adapters.imported import PEFT_PREFIX, PEFT_WEIGHTS
 from toolkit.adapters.lora import Lora
 from toolkit.adapters.weights import fingerprint
 from toolkit.checkpoint.locate import locate
@@ -22,9 +22,6 @@ from toolkit.models import huggingface as hf
 from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.recipe.schema import AdapterSection, ModelSection
-
-PEFT_PREFIX = "base_model.model."
-"""PEFT's name of the model that it wraps."""
 
 
 def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
@@ -51,7 +48,7 @@ def write_peft(
         ).telling(tick)
         for name, shape in lora.shapes.items()
     ]
-    write_file(folder / SAFETENSORS_WEIGHTS_NAME, entries)
+    write_file(folder / PEFT_WEIGHTS, entries)
     config = peft_config(lora, manifest.recipe["model"]["hub"])
     config.inference_mode = True
     config.save_pretrained(folder)

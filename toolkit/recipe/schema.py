@@ -278,6 +278,9 @@ class AdapterSection(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """First values of A: uniform within ±1/√(its columns), or normal with standard deviation
     1/rank. B begins at 0."""
+    folder: NonEmpty | None = None
+    """A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) with whose values the
+    adapters begin instead; its adapters must be those that this section describes."""
 
 
 class OptimizerSection(Section):

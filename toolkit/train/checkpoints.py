@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from toolkit.adapters.lora import lora_of
-from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
+from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
 from toolkit.checkpoint.adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, require_whole
@@ -147,7 +147,7 @@ class RunCheckpoints:
             self._base = fingerprint(base)
             if self._found is not None:
                 check_base(self._base, self._found.manifest, self._found.folder)
-        own = LoraWeights(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
+        own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
         return AdaptedWeights(base, own)
 
     def _start(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:

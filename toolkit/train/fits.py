@@ -135,6 +135,8 @@ class Pairing:
     def _random_streams(self) -> StateRow:
         config = self.recipe.model.config or {}
         drawn = [f"{key} {config[key]:g}" for key in DROPOUT_KEYS if config.get(key)]
+        if self.recipe.adapter is not None and self.recipe.adapter.dropout:
+            drawn.append(f"adapter.dropout {self.recipe.adapter.dropout:g}")
         if not drawn:
             return StateRow(
                 "random streams", "kept", "no dropout: a step draws no random numbers"
