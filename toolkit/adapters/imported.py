@@ -13,6 +13,7 @@ from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
 from toolkit.untrusted import read_json
 
+_FIX = "name a folder that PEFT wrote"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT's name of the model that it wraps."""
@@ -53,12 +54,11 @@ class PeftWeights:
     def _config(self) -> dict[str, Any]:
         path = self.folder / PEFT_CONFIG
         try:
-            config = read_json(path)
-            assert isinstance(config, dict)
-        except (OSError, ValueError, AssertionError) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}", fix="name a folder that PEFT wrote"
-            ) from error
+            config: object = read_json(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}", fix=_FIX) from error
+        if not isinstance(config, dict):
+            raise DataError(f"{path} cannot be read: it is no map", fix=_FIX)
         return config
 
     def _differences(self, lora: Lora) -> Iterator[str]:
@@ -71,7 +71,8 @@ class PeftWeights:
             "use_rslora": section.rslora,
             "bias": "none",
             **dict.fromkeys(("use_dora", "lora_bias"), False),
-            **dict.fromkeys(("rank_pattern", "alpha_pattern"), {}),
+            "rank_pattern": {},
+            "alpha_pattern": {},
         }
         for key, wanted in ours.items():
             found = self._config.get(key, wanted)
