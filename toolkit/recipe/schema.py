@@ -426,7 +426,7 @@ class CheckpointSection(Section):
     """Training continues while a checkpoint is written, from a copy in host memory; false:
     training waits, and no copy is made."""
     export: bool = True
-    """Write a Hugging Face folder to `export/` at the end."""
+    """Write a Hugging Face folder to `export/` at the end; with adapters, a PEFT folder."""
 
 
 class GuardSection(Section):
