@@ -171,6 +171,19 @@ def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_continued_in_the_same_layout_to_the_bit(tmp_path: Path) -> None:
+    cases = [adapted(Case("ddp", 2)), adapted(deepspeed(3)), QUICK[2]]
+    first = check(cases, 2, tmp_path)
+    again = [replace(case, resume_in=str(first[case.name]["half"])) for case in cases]
+    for before, after in zip(cases, check(again, 2, tmp_path / "again").items(), strict=True):
+        unbroken, (_, resumed) = first[before.name], after
+        assert resumed["loss"] == unbroken["loss"][STEPS // 2 :]
+        assert resumed["grad_norm"] == unbroken["grad_norm"][STEPS // 2 :]
+        for name, tensor in unbroken["tensors"].items():
+            assert tensor.equal(resumed["tensors"][name]), name
+
+
+@pytest.mark.slow
 def test_continued_in_another_layout(tmp_path: Path) -> None:
     """Each layout's checkpoint of half the run, continued in the next one to the same end; what
     is exported then, for PEFT and merged, has the loss that the engine has."""
