@@ -15,6 +15,7 @@ from toolkit.models.families import MegatronModel, mapped
 from toolkit.models.families.tensors import Rows, Split, TensorMap, blocks
 from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.recipe.schema import AdapterSection
+from toolkit.suggest import did_you_mean
 
 KEY = "adapter.targets"
 BRANCH = "lora"
@@ -162,7 +163,8 @@ def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[
     every = sorted({_last(one) for tensor in tensors for one in _modules(tensor)})
     if idle := [name for name in _named(section) if name not in every]:
         found = f"{', '.join(idle)}, which is no projection of this model"
-        yield Problem(KEY, found, f"all-linear, attention, mlp, or some of {', '.join(every)}")
+        allowed = f"all-linear, attention, mlp, or some of {', '.join(every)}"
+        yield Problem(KEY, found, allowed, did_you_mean(idle[0], every, f"write {every[0]}"))
     if any("{expert}" in one for tensor in tensors for one in _chosen(section, tensor)):
         yield Problem(
             KEY,
