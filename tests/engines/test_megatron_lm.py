@@ -238,6 +238,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
         TINY, auto, "model.config.rope_theta=1.5", "training.steps=null", "training.epochs=1"
     )
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
+    (adapters,) = problems(TINY, auto, "adapter={rank: 4, alpha: 8}")
+    assert adapters.startswith("adapter: found lora; allowed: in Megatron-LM's pretrain_gpt.py")
 
 
 def test_a_field_without_an_argument_is_refused() -> None:

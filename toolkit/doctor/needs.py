@@ -174,5 +174,5 @@ def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
     if assignment is None:
         return None
     plan, adapted = assignment.plan, assignment.recipe.adapter is not None
-    saved = plan.parameters - plan.frozen_parameters if adapted else plan.parameters
-    return 12 * saved - (0 if adapted else 8 * plan.frozen_parameters)
+    frozen = plan.frozen_parameters
+    return 12 * (plan.parameters - frozen) + (0 if adapted else 4 * frozen)
