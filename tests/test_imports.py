@@ -12,12 +12,13 @@ import toolkit
 
 ROOT = Path(toolkit.__file__).parent
 HEAVY = {
-    "accelerate", "datasets", "deepspeed", "megatron", "numpy", "torch", "transformers",
-    "wandb",
+    "accelerate", "datasets", "deepspeed", "megatron", "numpy", "peft", "torch",
+    "transformers", "wandb",
 }  # fmt: skip
 LIGHT = (
     "toolkit.errors", "toolkit.redact", "toolkit.recipe", "toolkit.hardware", "toolkit.plan",
-    "toolkit.intake", "toolkit.objectives", "toolkit.models.spec", "toolkit.models.families",
+    "toolkit.intake", "toolkit.objectives", "toolkit.adapters.lora", "toolkit.models.spec",
+    "toolkit.models.families",
     "toolkit.models.config_check", "toolkit.models.config_keys", "toolkit.launchers",
     "toolkit.cli.main", "toolkit.cli.check", "toolkit.report", "toolkit.cli.report",
     "toolkit.conflicts", "toolkit.accelerate.__init__", "toolkit.accelerate.config",
@@ -36,6 +37,7 @@ LAYERS = (
     ("toolkit.recipe",),
     ("toolkit.hardware",),
     ("toolkit.models",),
+    ("toolkit.adapters",),
     ("toolkit.plan",),
     ("toolkit.intake",),
     ("toolkit.data",),

@@ -13,51 +13,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULES = [
-    "base64",
-    "bisect",
-    "calendar",
-    "cmath",
-    "collections",
-    "colorsys",
-    "contextlib",
-    "copy",
-    "csv",
-    "datetime",
-    "difflib",
-    "fnmatch",
-    "fractions",
-    "functools",
-    "glob",
-    "heapq",
-    "html",
-    "inspect",
-    "ipaddress",
-    "itertools",
-    "json",
-    "keyword",
-    "linecache",
-    "locale",
-    "math",
-    "operator",
-    "os.path",
-    "pathlib",
-    "pprint",
-    "random",
-    "re",
-    "reprlib",
-    "shlex",
-    "shutil",
-    "statistics",
-    "string",
-    "struct",
-    "tempfile",
-    "textwrap",
-    "tokenize",
-    "urllib.parse",
-    "uuid",
-    "zlib",
-]
+MODULES = (  # noqa: SIM905
+    "base64 bisect calendar cmath collections colorsys contextlib copy csv datetime difflib "
+    "fnmatch fractions functools glob heapq html inspect ipaddress itertools json keyword "
+    "linecache locale math operator os.path pathlib pprint random re reprlib shlex shutil "
+    "statistics string struct tempfile textwrap tokenize urllib.parse uuid zlib"
+).split()
 LONGEST = 70
 """Characters of an answer: with the question, a row of 256 bytes."""
 

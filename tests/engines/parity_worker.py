@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from toolkit.adapters.weights import fingerprint
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
 from toolkit.checkpoint.manifest import Manifest
@@ -65,7 +66,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     """Further settings of the recipe's `parallel` section."""
     family: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the model's config."""
+    """Further keys of the model's config; with `vocab_size`, all of them."""
     resume_in: str | None = None
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
     export_to: str | None = None
@@ -76,6 +77,8 @@ class Case:
     """The data isolates documents."""
     freeze: tuple[str, ...] = ()
     """Patterns of the parameters that do not train."""
+    adapter: dict[str, Any] | None = None
+    """The recipe's `adapter`."""
 
     @property
     def name(self) -> str:
@@ -83,9 +86,16 @@ class Case:
         parts += [f"{key}{value}" for key, value in self.parallel.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
+        parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The model's config: small, with the case's own keys, or all of these."""
+    whole = "vocab_size" in case.family
+    return case.family if whole else CONFIG | (WIDE if case.wide else {}) | case.family
 
 
 def recipe(case: Case, world: int) -> Recipe:
@@ -94,9 +104,10 @@ def recipe(case: Case, world: int) -> Recipe:
         {
             "name": "parity",
             "model": {
-                "config": CONFIG | (WIDE if case.wide else {}) | case.family,
+                "config": config_of(case),
                 "freeze": case.freeze,
             },
+            "adapter": case.adapter,
             "data": {
                 "train": {"kind": "text", "files": ["unused"]},
                 "isolate_documents": case.isolated,
@@ -321,6 +332,13 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def base_of(wanted: Recipe) -> str | None:
+    """What a manifest says of the weights beside adapters."""
+    if wanted.adapter is None:
+        return None
+    return fingerprint(hf.weight_source(wanted.model, hf.build_config(wanted.model), SEED))
+
+
 def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Path) -> Path:
     """A checkpoint of the engine's state in `folder`; its path, on every rank."""
     wanted = recipe(case, ranks.world)
@@ -330,7 +348,7 @@ def write_state(case: Case, ranks: Ranks, engine: Engine, step: int, folder: Pat
         step=step, consumed_samples=step * GLOBAL_BATCH, data_fingerprint="", versions={},
         optimizer_steps=counters.optimizer_steps, loss_scale=counters.loss_scale,
         engine=plan.engine, model=plan.model, layout=plan.layout, recent_losses=(),
-        recipe=wanted.model_dump(mode="json"),
+        recipe=wanted.model_dump(mode="json"), base=base_of(wanted),
     )  # fmt: skip
     companions = {}
     if ranks.rank == 0:

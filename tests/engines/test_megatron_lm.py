@@ -240,6 +240,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
     (isolated,) = problems(TINY, auto, "data.isolate_documents=true")
     assert isolated.startswith("data.isolate_documents: found true")
+    (adapters,) = problems(TINY, auto, "adapter={rank: 4, alpha: 8}")
+    assert adapters.startswith("adapter: found lora; allowed: in Megatron-LM's pretrain_gpt.py")
 
 
 def test_a_field_without_an_argument_is_refused() -> None:

@@ -118,7 +118,6 @@ MISTAKES = {
     "an unused checkpoint": M(
         "init: random", "checkpoint: runs/x", "model.checkpoint", "set model.init to checkpoint"
     ),
-    "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "without adapters"),
     "an objective for other data": M(
         "seed: 1", "objective: sft", "data.train.kind", "to pretrain", at="kind: text"
     ),
@@ -127,6 +126,20 @@ MISTAKES = {
     ),
     "an unknown loss": M(
         "optimizer:", "dpo: {loss: kto}\noptimizer:", "dpo.loss", "sigmoid"
+    ),
+    "an adapter": M("seed: 1", "peft: {r: 8}", "training.peft", "write `adapter`"),
+    "rank of adapters in words of PEFT": M(
+        "seed: 1", "lora_r: 8", "training.lora_r", "write `adapter.rank`"
+    ),
+    "a misspelt projection": M(
+        "launch:", "adapter: {rank: 4, alpha: 8, targets: [q_prj]}\nlaunch:",
+        "adapter.targets", "did you mean `q_proj`?",
+    ),
+    "adapters of rank 0": M(
+        "launch:", "adapter: {rank: 0, alpha: 8}\nlaunch:", "adapter.rank", "1 or more"
+    ),
+    "adapters and frozen weights": M(
+        "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of the two"
     ),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
@@ -502,6 +515,7 @@ EXTRA = {
     "sequence that tensor cannot split": ("sequence: auto", "sequence: true\n  tensor: 2"),
     "more stages than layers": ("engine: auto", "pipeline: 2"),
     "a model that megatron lacks": ("engine: auto", "model: megatron"),
+    "adapters and frozen weights": ("launch:", "adapter: {rank: 4, alpha: 8}\nlaunch:"),
     "restarts that may not continue": (
         "launcher: local",
         "launcher: local\n  max_restarts: 2",

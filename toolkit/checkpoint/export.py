@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from toolkit.checkpoint.adapters import Merged, saved_lora, write_peft
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.errors import CheckpointError, DataError
@@ -28,29 +29,50 @@ def exported_dtype(manifest: Manifest) -> torch.dtype:
     return DTYPES.get(manifest.precision, torch.float32)
 
 
-def exported_bytes(folder: Path) -> int:
+def exported_bytes(folder: Path, *, merged: bool = False) -> int:
     """Bytes of the weights that `export` writes. Raises CheckpointError."""
-    itemsize = exported_dtype(Manifest.read(folder)).itemsize
-    return itemsize * sum(map(prod, SavedState(folder).shapes.values()))
+    manifest, state = Manifest.read(folder), SavedState(folder)
+    dtype, shapes = exported_dtype(manifest), state.shapes
+    if merged:
+        shapes = hf.checkpoint_shapes(check_complete(state))
+    elif manifest.adapter is not None:
+        dtype = torch.float32
+    return dtype.itemsize * sum(map(prod, shapes.values()))
 
 
-def export(folder: Path, dst: Path, tick: Callable[[int], None] = lambda _: None) -> None:
+def export(
+    folder: Path,
+    dst: Path,
+    tick: Callable[[int], None] = lambda _: None,
+    *,
+    merged: bool = False,
+) -> None:
     """Write config, tokenizer and sharded safetensors of the checkpoint `folder` into `dst`.
 
-    Weights are rounded to the type that the recipe computes in. `tick` gets the bytes of every
-    piece that was written. `dst` appears when it is complete and must not exist.
-    Raises CheckpointError for a damaged checkpoint, DataError when writing fails.
+    Weights are rounded to the type that the recipe computes in. Of a run with adapters, these
+    alone are written, in fp32 and as PEFT has them, unless they are to be `merged` into their
+    base, which is then read from where the run had it. `tick` gets the bytes of every piece
+    that was written. `dst` appears when it is complete and must not exist.
+    Raises CheckpointError for a damaged checkpoint, and for a base that is gone or another;
+    DataError when writing fails.
     """
     manifest, state = Manifest.read(folder), SavedState(folder)
-    dtype = exported_dtype(manifest)
     config = check_complete(state)
-    entries = [entry.telling(tick) for entry in _entries(state, dtype, config.model_type)]
+    lora = saved_lora(manifest, config)
+    if merged and lora is None:
+        raise CheckpointError(f"{folder} has no adapters: its export is the whole model")
     companions = [name for name in manifest.files if Path(name).parent == Path(COMPANIONS)]
     files = [file_in(folder, name) for name in companions]
     with appearing(dst) as hidden:
         for file in files:
-            shutil.copyfile(file, hidden / file.name)
-        write_model(hidden, entries)
+            if lora is None or merged or file.name not in hf.MODEL_FILES:
+                shutil.copyfile(file, hidden / file.name)
+        if lora is not None and not merged:
+            write_peft(hidden, state, lora, manifest, tick)
+            return
+        source = state if lora is None else Merged(state, lora, manifest)
+        entries = _entries(source, exported_dtype(manifest), config.model_type)
+        write_model(hidden, [entry.telling(tick) for entry in entries])
 
 
 def check_complete(state: SavedState) -> PretrainedConfig:
@@ -64,7 +86,8 @@ def check_complete(state: SavedState) -> PretrainedConfig:
         raise CheckpointError(
             f"{companions} describes no model: {error.message}", fix=error.fix
         ) from error
-    wanted = hf.checkpoint_shapes(config)
+    lora = saved_lora(Manifest.read(state.folder), config)
+    wanted = hf.checkpoint_shapes(config) if lora is None else lora.shapes
     if differing := sorted(wanted.items() ^ state.shapes.items()):
         name = differing[0][0]
         raise CheckpointError(
@@ -74,7 +97,9 @@ def check_complete(state: SavedState) -> PretrainedConfig:
     return config
 
 
-def _entries(state: SavedState, dtype: torch.dtype, model_type: str) -> Iterator[TensorToWrite]:
+def _entries(
+    state: SavedState | Merged, dtype: torch.dtype, model_type: str
+) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     for name, shape in state.shapes.items():
 

@@ -60,6 +60,8 @@ class Manifest:
     """Of the packages that wrote it."""
     consumed_tokens: Count | None = None
     """Unmasked tokens of these sequences; None where an earlier release did not count them."""
+    base: str | None = None
+    """Of a run with adapters, the `fingerprint` of the weights that they were trained with."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
@@ -78,6 +80,12 @@ class Manifest:
     def freeze(self) -> tuple[str, ...]:
         """Patterns of the tensors that do not train, and have no moments."""
         return tuple(self.recipe["model"].get("freeze", ()))
+
+    @property
+    def adapter(self) -> dict[str, Any] | None:
+        """The recipe's `adapter`; with one, the weights that do not train are not in the
+        checkpoint."""
+        return self.recipe.get("adapter")
 
     @property
     def nbytes(self) -> int:

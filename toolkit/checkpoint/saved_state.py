@@ -78,6 +78,10 @@ class SavedState:
         return index
 
     @cached_property
+    def _adapters_alone(self) -> bool:
+        return Manifest.read(self.folder).adapter is not None
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor with its shape: (rows,) or (rows, columns)."""
         found: dict[str, tuple[int, ...]] = {}
@@ -170,7 +174,10 @@ class SavedState:
         return self._handles[path]
 
     def load(self, shard: StateShard) -> None:
-        """Give a rank's shard its values, all quantities."""
+        """Give a rank's shard its values, all quantities: frozen ones of a run with adapters
+        are what the model was built with."""
+        if self._adapters_alone and not shard.trains:
+            return
         for quantity in shard.quantities:
             parts = [self.read(quantity, block).reshape(-1) for block in shard.blocks]
             if parts:

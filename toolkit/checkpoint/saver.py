@@ -70,13 +70,16 @@ class Saver:
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        Returns when the state may change again. `finished` returns how it ended.
+        Of a run with adapters, only what trains. Returns when the state may change again.
+        `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
         failpoint("checkpoint.begin")
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
+        if manifest.adapter is not None:
+            state = (shard for shard in state if shard.trains)
         entries = list(_entries(state, copied=self.asynchronous))
         failpoint("checkpoint.copied")
         self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)

@@ -42,6 +42,11 @@ class StateShard:
         """What there is of the elements: the weight alone where they do not train."""
         return tuple(self._values)
 
+    @property
+    def trains(self) -> bool:
+        """Do the elements have moments?"""
+        return len(self.quantities) > 1
+
     def get(self, quantity: str) -> Tensor:
         """The fp32 values of `quantity`, flat; elements beyond the blocks are padding.
 

@@ -235,9 +235,15 @@ def export(
             " /--no-verify", help="Do not hash the checkpoint first.", show_default=False
         ),
     ] = True,
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Add the adapters to their base: write a whole model."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
+
+    Of a run with adapters, PEFT's folder: `adapter_model.safetensors`, `adapter_config.json`.
 
     Example: `dmt checkpoint export runs/tiny-llama-bytes model`
     """
@@ -246,14 +252,14 @@ def export(
     from toolkit.models.convert import check_destination
 
     found = _find(checkpoint)
-    nbytes = exporting.exported_bytes(found.folder)
+    nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
     if verify:
         tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
-        exporting.export(found.folder, dst, tick)
+        exporting.export(found.folder, dst, tick, merged=merged)
     _wrote(dst, found, {"bytes": nbytes, "verified": verify}, as_json)
 
 

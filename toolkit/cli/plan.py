@@ -63,8 +63,10 @@ class Planned:
         steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
         step_s = self.plan.step_time_s
         plan = self.plan
-        frozen = plan.frozen_parameters
-        return PlannedRun(plan.parameters, self.cluster, step_s, steps, every, frozen)
+        trained = plan.parameters - plan.frozen_parameters
+        # Checkpoints of adapters do not hold what is frozen.
+        frozen = 0 if self.recipe.adapter is not None else plan.frozen_parameters
+        return PlannedRun(trained + frozen, self.cluster, step_s, steps, every, frozen)
 
     @property
     def run(self) -> "plan_tables.Run | None":

@@ -134,6 +134,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
             yield package, f"parallel.engine: {engine}"
     if model == "megatron":
         yield "megatron-core", f"parallel.model: {model}"
+    if recipe.adapter is not None:
+        yield "peft", "adapter"
     for source in (recipe.data.train, recipe.data.validation):
         if source is not None and source.kind == "hf":
             yield "datasets", "data: kind: hf"
@@ -167,7 +169,10 @@ def _run_dir(recipe: Recipe) -> Path:
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
-    """fp32 weights, and two moments of what trains (docs/checkpoints.md)."""
+    """fp32 weights, and two moments of what trains; with adapters, nothing of what does not
+    (docs/checkpoints.md)."""
     if assignment is None:
         return None
-    return 12 * assignment.plan.parameters - 8 * assignment.plan.frozen_parameters
+    plan, adapted = assignment.plan, assignment.recipe.adapter is not None
+    frozen = plan.frozen_parameters
+    return 12 * (plan.parameters - frozen) + (0 if adapted else 4 * frozen)

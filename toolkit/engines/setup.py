@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from toolkit.adapters.lora import Lora, lora_of
 from toolkit.backend import BACKENDS, ModelName
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
@@ -44,6 +45,8 @@ class EngineSetup:
     """Checkpoint tensors that do not train."""
     isolates: bool = False
     """The data isolates the documents of a row by segments."""
+    lora: Lora | None = None
+    """The model's adapters, whose base is `frozen`."""
 
     @classmethod
     def of(
@@ -58,15 +61,22 @@ class EngineSetup:
         """What the engine of `plan` reads of a recipe.
 
         `model_config` is given the attention implementation of the plan.
-        Raises PlanError when the loaded `model_config` is not what was planned, RecipeError
-        where `model.freeze` does not suit the model.
+        `weights` are those of the adapters, too. Raises PlanError when the loaded
+        `model_config` is not what was planned, RecipeError where `model.freeze` or
+        `adapter.targets` does not suit the model.
         """
         from toolkit.models.weights import checkpoint_names
 
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
+        names = [part.name for part in parts]
+        frozen = frozen_names(recipe.model.freeze, names)
+        lora = lora_of(recipe.adapter, model_config.to_dict())
+        if lora is not None:
+            frozen = frozenset(names) - lora.shapes.keys()
         megatron = None
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
+            megatron = lora.adapted(megatron) if lora else megatron
         model_config._attn_implementation = plan.attention
         return cls(
             model_config=model_config,
@@ -81,8 +91,9 @@ class EngineSetup:
             engine_config=engine_config,
             megatron=megatron,
             objective=recipe.objective(),
-            frozen=frozen_names(recipe.model.freeze, [part.name for part in parts]),
-            isolates=recipe.data.isolate_documents,
+            frozen=frozen,
+            isolates=recipe.data.isolates,
+            lora=lora,
         )
 
 

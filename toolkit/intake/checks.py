@@ -109,6 +109,13 @@ def _model_source(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.checkpoint", found, allowed, fix)
 
 
+def _frozen_twice(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.adapter is not None and recipe.model.freeze:
+        found = f"{', '.join(recipe.model.freeze)} together with adapter"
+        allowed = "nothing with adapter: all weights but the adapters' are frozen"
+        yield Problem("model.freeze", found, allowed, "remove one of the two")
+
+
 def _model_config(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.config is None:
         return
@@ -162,8 +169,7 @@ def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
     config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
     if config is None or check_config(config) or legality.problems(parallel, cluster):
         return
-    job = PlanRequest(parallel, cluster, recipe.training, config, recipe.model.freeze)
-    yield from model_rules.problems(job)
+    yield from model_rules.problems(PlanRequest.of(recipe, cluster, config))
 
 
 def _nvme(recipe: Recipe) -> Iterator[Problem]:
@@ -310,6 +316,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
     Rule(("model.config",), _model_config),
+    Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
@@ -318,6 +325,7 @@ RULES: tuple[Rule, ...] = (
             *_SPREAD,
             "model.config",
             "model.freeze",
+            "adapter",
             "training.sequence_length",
             "training.precision",
         ),

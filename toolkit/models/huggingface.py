@@ -1,6 +1,7 @@
 """The `hf` model implementation: transformers models, built, filled and measured."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from toolkit.untrusted import read_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+MODEL_FILES = (CONFIG, GENERATION)
+"""What describes a model in a Hugging Face folder."""
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template.*", "*.model",
@@ -188,10 +191,22 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
     return weights
 
 
+_OF_PEFT = re.compile(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)")
+"""What PEFT's layers add to the names of parameters: around the layer that has an adapter, and
+between an adapter's two tensors and its name."""
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter by the name that weights and checkpoints have for it, with PEFT's layers
+    as without: `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
+    for name, parameter in model.named_parameters():
+        yield _OF_PEFT.sub("", name), parameter
+
+
 @torch.no_grad()
 def fill(model: nn.Module, weights: WeightSource) -> None:
     """Give every parameter its initial value in place."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         values = weights.read(name, 0, parameter.numel())
         parameter.copy_(values.view_as(parameter))
 
@@ -217,7 +232,7 @@ def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
 
     Raises RecipeError for a parameter of which only a part is frozen.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if is_frozen(frozen, {piece.name for piece in checkpoint_names(name, shape)}):
             parameter.requires_grad_(False)

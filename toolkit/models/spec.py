@@ -68,6 +68,16 @@ class FrozenParameters:
 
 
 @dataclass(frozen=True)
+class AdapterParameters:
+    """Parameters of the adapters of one layer."""
+
+    split: int
+    """Those that tensor parallel splits."""
+    whole: int
+    """Those that every tensor-parallel rank holds."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only language model. Sizes are in elements."""
 
@@ -113,10 +123,24 @@ class ModelSpec:
     norms_per_layer: int = 2
     frozen: FrozenParameters | None = None
     """What `model.freeze` keeps from training; None: everything trains."""
+    adapters: AdapterParameters | None = None
+    """Of every layer; with them, nothing else trains."""
+
+    @property
+    def total(self) -> int:
+        """All parameters, adapters included."""
+        return self.parameters.total + self._adapter_parameters
+
+    @property
+    def _adapter_parameters(self) -> int:
+        own = self.adapters
+        return 0 if own is None else self.layers * (own.split + own.whole)
 
     @property
     def trainable(self) -> int:
         """Parameters that train."""
+        if self.adapters is not None:
+            return self._adapter_parameters
         return self.parameters.total - (self.frozen.total if self.frozen else 0)
 
     @property

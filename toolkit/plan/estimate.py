@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.adapters.lora import spec_of
 from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
-from toolkit.models.frozen import spec_of
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import GIB, Memory, stage_memory
 from toolkit.plan.cost.prediction import basis
@@ -58,14 +58,14 @@ def estimate(setup: Setup) -> Estimate:
 
 def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) -> Estimate:
     """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
-    spec = spec_of(model_config(recipe.model), recipe.model.freeze)
+    spec = spec_of(model_config(recipe.model), recipe.model.freeze, recipe.adapter)
     where = recipe.cluster
     setup = Setup(
         planned_workload(
             spec,
             recipe.training,
             Pair(plan.engine, plan.model),
-            isolates=recipe.data.isolate_documents,
+            isolates=recipe.data.isolates,
         ),
         plan.layout,
         cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),

@@ -47,6 +47,7 @@ def ledger(
     jitter = (settings or config or {}).get("router_jitter_noise")
     # A dropout of the hub's is not taken over: only a recipe's own is trained with.
     random = {key: settings.get(key) for key in DROPOUT_KEYS} | {"router_jitter_noise": jitter}
+    random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
     found = {
         "exact": _exact(recipe, plan, spec),
         "approximated": [

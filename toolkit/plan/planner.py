@@ -125,15 +125,7 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
-    config = model_config(recipe.model)
-    job = PlanRequest(
-        recipe.parallel,
-        where,
-        recipe.training,
-        config,
-        recipe.model.freeze,
-        recipe.data.isolate_documents,
-    )
+    job = PlanRequest.of(recipe, where, model_config(recipe.model))
     if found := model_rules.problems(job):
         raise RecipeError(found)
     return search(job, cluster)
@@ -184,7 +176,7 @@ def plan_of(found: Search) -> Plan:
         engine=best.pair.engine,
         model=best.pair.model,
         layout=best.layout,
-        parameters=job.spec.parameters.total,
+        parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
         peak_flops_per_gpu=device.peak_flops(training.precision),

@@ -91,6 +91,14 @@ _NAMES = {
         "gradient_checkpointing activation_checkpoint recompute_granularity",
     Foreign("cluster.nodes"): "num_nodes nnodes",
     Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
+    # adapters
+    Foreign("adapter", "a map with rank and alpha"): "peft use_peft lora peft_config",
+    Foreign("adapter.rank"): "lora_r lora_rank",
+    Foreign("adapter.alpha"): "lora_alpha",
+    Foreign("adapter.dropout"): "lora_dropout",
+    Foreign("adapter.targets", "all-linear, attention, mlp or a list"):
+        "target_modules lora_target lora_target_modules lora_target_linear",
+    Foreign("adapter.rslora"): "use_rslora",
     # model and data
     Foreign("model.hub"): "model_name_or_path base_model model_name",
     Foreign("data.tokenizer", "a hub id, a local folder or `bytes`"):
@@ -101,8 +109,7 @@ _NAMES = {
         "validation_file",
     Foreign("data.validation_fraction"): "val_set_size val_size",
     # what this release does not do
-    Foreign(None, "this release trains all weights, without adapters; remove it"):
-        "adapter peft use_peft lora lora_r lora_rank lora_alpha lora_dropout target_modules "
+    Foreign(None, "this release keeps frozen weights in the training precision; remove it"):
         "load_in_4bit load_in_8bit quantization",
     Foreign(None, "this release trains on text, not on chats; remove it"):
         "chat_template messages conversations sft",

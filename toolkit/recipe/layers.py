@@ -295,6 +295,7 @@ def _is_local_config(value: str, folder: Path) -> bool:
 _PATHS: dict[str, Callable[[str, Path], bool]] = {
     "model.hub": _is_local_model,
     "model.checkpoint": _is_file_name,
+    "adapter.folder": _is_file_name,
     "data.tokenizer": _is_local_model,
     "data.cache": _is_file_name,
     "parallel.zero.nvme_path": _is_file_name,

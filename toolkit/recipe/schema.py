@@ -114,6 +114,10 @@ Tflops: TypeAlias = Annotated[
     dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
     Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
 ]
+AdapterTargets: TypeAlias = (
+    Literal["all-linear", "attention", "mlp"]
+    | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
+)
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
@@ -218,6 +222,11 @@ class DataSection(Section):
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 
+    @property
+    def isolates(self) -> bool:
+        """Do the documents of a row not attend to each other?"""
+        return self.isolate_documents
+
 
 class TrainingSection(Section):
     """Length, batch size and precision. Exactly one of steps, tokens and epochs is required."""
@@ -288,6 +297,31 @@ class OrpoSection(Section):
 
     beta: PositiveFloat = 0.1
     """Weight of the odds ratio against the cross entropy; λ in its paper."""
+
+
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA) beside frozen weights: only the adapters train. The function and
+    the tensors are PEFT's, in every layout (docs/lora.md)."""
+
+    name: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    rank: Annotated[int, Field(ge=1, le=65536)]
+    """Rows of A and columns of B of every projection W: it computes W·x + scaling · B·A·x."""
+    alpha: PositiveFloat
+    """scaling = alpha / rank."""
+    rslora: bool = False
+    """scaling = alpha / √rank instead."""
+    targets: AdapterTargets = "all-linear"
+    """Projections with an adapter: all those inside the decoder layers, those of the attention
+    or of the MLP, or a list of the last parts of their names, e.g. `[q_proj, v_proj]`."""
+    dropout: Fraction = 0.0
+    """Probability with which an input of an adapter is 0 in training."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """First values of A: uniform within ±1/√(its columns), or normal with standard deviation
+    1/rank. B begins at 0."""
+    folder: NonEmpty | None = None
+    """A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) with whose values the
+    adapters begin instead; its adapters must be those that this section describes."""
 
 
 class OptimizerSection(Section):
@@ -433,7 +467,7 @@ class CheckpointSection(Section):
     """Training continues while a checkpoint is written, from a copy in host memory; false:
     training waits, and no copy is made."""
     export: bool = True
-    """Write a Hugging Face folder to `export/` at the end."""
+    """Write a Hugging Face folder to `export/` at the end; with adapters, a PEFT folder."""
 
 
 class GuardSection(Section):
@@ -566,6 +600,7 @@ class Recipe(Section):
     name: Name
     """Names the run directory (`runs/<name>`) and the W&B run."""
     model: ModelSection
+    adapter: AdapterSection | None = None
     data: DataSection
     training: TrainingSection
     dpo: DpoSection | None = None

@@ -1,4 +1,4 @@
-"""What every layout is compared with: transformers and torch alone, one process, fp32.
+"""What every layout is compared with: transformers, PEFT and torch alone, one process, fp32.
 
     python -m toolkit.rehearse.reference RUN_DIR
 
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.adapters.huggingface import inject
+from toolkit.adapters.lora import lora_of
+from toolkit.adapters.weights import first_weights
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
@@ -28,8 +31,11 @@ def train(recipe: Recipe, folder: Path) -> None:
     """Train the recipe's model and record each step under `folder`."""
     config = hf.build_config(recipe.model)
     model = hf.empty_model(config, torch.device("cpu"))
-    hf.fill(model, hf.weight_source(recipe.model, config, recipe.training.seed))
-    hf.freeze(model, matching(recipe.model.freeze, hf.checkpoint_shapes(config)))
+    inject(model, lora_of(recipe.adapter, config.to_dict()))
+    hf.fill(model, first_weights(recipe, config))
+    names = hf.checkpoint_shapes(config)
+    everything = ("*",) if recipe.adapter is not None else recipe.model.freeze
+    hf.freeze(model, matching(everything, names))
     model.train()
     optimizer = _adamw(model, recipe.optimizer)
     steps = recipe.training.steps
@@ -59,7 +65,7 @@ def _logits(recipe: Recipe, step: int, model: nn.Module, inputs: Tensor) -> Tens
 
     Where the recipe isolates documents, each is in a forward pass of its own.
     """
-    if not recipe.data.isolate_documents:
+    if not recipe.data.isolates:
         whole: Tensor = model(inputs, use_cache=False).logits
         return whole
     rows = [

@@ -146,8 +146,12 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     model = {
         "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,
     }  # fmt: skip
+    adapter = recipe.adapter
+    if adapter is not None:
+        adapter = adapter.model_copy(update={"dropout": 0.0, "folder": None})
     return recipe.model_copy(
         update={
+            "adapter": adapter,
             "model": recipe.model.model_copy(update=model),
             "training": recipe.training.model_copy(update=training),
             "optimizer": recipe.optimizer.model_copy(update={"learning_rate": rate}),

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, end_process, join, leave
@@ -29,7 +30,7 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
     """Train one layout; rank 0 records each step in the run directory."""
     recipe, layout = assignment.recipe, assignment.plan.layout
     config = hf.build_config(recipe.model)
-    weights = hf.weight_source(recipe.model, config, recipe.training.seed)
+    weights = first_weights(recipe, config)
     setup = EngineSetup.of(
         recipe, assignment.plan, assignment.engine_config, ranks, config, weights
     )
@@ -41,7 +42,7 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
         MicroBatch(*global_batch(recipe.training, config.vocab_size, step))
         for step in range(steps)
     ]
-    if recipe.data.isolate_documents:
+    if recipe.data.isolates:
         wholes = [
             isolated(whole, document_starts(recipe.training, step))
             for step, whole in enumerate(wholes)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from toolkit.adapters.lora import lora_of
+from toolkit.adapters.weights import AdaptedWeights, fingerprint, first_adapters
+from toolkit.checkpoint.adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, require_whole
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
@@ -14,6 +17,7 @@ from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
+from toolkit.models.weights import WeightSource
 from toolkit.run import jsonl
 from toolkit.run.announce import short
 from toolkit.run.assignment import Assignment
@@ -62,8 +66,11 @@ class RunCheckpoints:
         self.load_s: float | None = None
         """Seconds that loading took; None where nothing was loaded."""
         self._stall_s = 0.0
+        self._found: Found | None = None
         self._saved: SavedState | None = None
         """The tensors of the checkpoint that the run continues from."""
+        self._base: str | None = None
+        """See `Manifest.base`; known on rank 0."""
 
     def find(self, config: PretrainedConfig, phases: Phases) -> Found | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
@@ -87,7 +94,7 @@ class RunCheckpoints:
             return None
         for reason in found.skipped:
             self._warn(f"damaged checkpoint skipped: {reason}")
-        self._saved = SavedState(found.folder)
+        self._found, self._saved = found, SavedState(found.folder)
         self._check_same_run(found, config)
         return found
 
@@ -109,7 +116,7 @@ class RunCheckpoints:
         ]
         if self.leader:
             assert self._saved is not None
-            problems += shape_problems(self._saved.shapes, hf.checkpoint_shapes(config))
+            problems += shape_problems(self._saved.shapes, self._shapes(config))
         if problems:
             raise CheckpointError(
                 f"{found.folder} belongs to another run: {'; '.join(problems)}",
@@ -117,28 +124,51 @@ class RunCheckpoints:
                 f"weights: model.init: checkpoint and model.checkpoint: {found.folder}",
             )
 
+    def _shapes(self, config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
+        """The tensors of the run's checkpoints: with adapters, these alone."""
+        lora = lora_of(self.assignment.recipe.adapter, config.to_dict())
+        return hf.checkpoint_shapes(config) if lora is None else lora.shapes
+
     def weights(
         self, config: PretrainedConfig, phases: Phases, *, first: bool = False
-    ) -> SavedWeights | None:
-        """The weights of the checkpoint that was found, else of the one of another run that
-        the recipe starts from, to build the model with; None where there is neither. `first`:
-        those with which the run began."""
+    ) -> WeightSource:
+        """What the model is built with: the weights of the checkpoint that was found, else
+        those that the recipe starts from; the latter in any case where adapters are added to
+        them. `first`: what the run began with.
+
+        Raises CheckpointError where a checkpoint's adapters were trained on other weights.
+        """
+        recipe, saved = self.assignment.recipe, None if first else self._saved
+        lora = lora_of(recipe.adapter, config.to_dict())
+        if lora is None and saved is not None:
+            return SavedWeights(saved, hf.parameter_shapes(config))
+        seed = recipe.training.seed
+        base = self._start(config, phases) or hf.weight_source(recipe.model, config, seed)
+        if lora is None:
+            return base
+        if self.leader:
+            self._base = fingerprint(base)
+            if self._found is not None:
+                check_base(self._base, self._found.manifest, self._found.folder)
+        own = first_adapters(lora, seed) if saved is None else SavedWeights(saved, lora.shapes)
+        return AdaptedWeights(base, own)
+
+    def _start(self, config: PretrainedConfig, phases: Phases) -> SavedWeights | None:
+        """The weights of another run that the recipe starts from; None without one."""
         start = self.assignment.recipe.model.checkpoint
-        saved = None if first else self._saved
-        if saved is None and start is not None:
-            saved = SavedState(
-                require_whole(
-                    Path(start),
-                    lambda nbytes: phases.begin("verifying the checkpoint", nbytes),
-                )
+        if start is None:
+            return None
+        saved = SavedState(
+            require_whole(
+                Path(start), lambda nbytes: phases.begin("verifying the checkpoint", nbytes)
             )
-            if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
-                raise CheckpointError(
-                    f"model.checkpoint: {saved.folder} holds another model: "
-                    f"{'; '.join(problems)}",
-                    fix="state that model's config in model.config",
-                )
-        return None if saved is None else SavedWeights(saved, hf.parameter_shapes(config))
+        )
+        if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
+            raise CheckpointError(
+                f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
+                fix="state that model's config in model.config",
+            )
+        return SavedWeights(saved, hf.parameter_shapes(config))
 
     def have_ended(self, found: Found, steps: int) -> bool:
         """Did the run of `steps` steps come to its end with this checkpoint? Says so.
@@ -269,6 +299,7 @@ class RunCheckpoints:
             engine=plan.engine,
             model=plan.model,
             layout=plan.layout,
+            base=self._base,
             recipe=self.recipe,
             versions=self.versions,
             wandb_id=self._wandb_id(),

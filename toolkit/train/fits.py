@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from toolkit.adapters.lora import lora_of
 from toolkit.checkpoint.locate import Located
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
@@ -56,7 +57,7 @@ class Pairing:
         settings = _Settings.of(self.manifest.recipe, self.recipe)
         settings.take(*_DISTRIBUTION, free=True)  # reported as layouts
         return [
-            self._weights(settings.take("model")),
+            self._weights(settings.take("model", "adapter")),
             self._schedule(
                 settings.take(*_LENGTH, free=True), settings.take("optimizer", "schedule")
             ),
@@ -134,6 +135,8 @@ class Pairing:
     def _random_streams(self) -> StateRow:
         config = self.recipe.model.config or {}
         drawn = [f"{key} {config[key]:g}" for key in DROPOUT_KEYS if config.get(key)]
+        if self.recipe.adapter is not None and self.recipe.adapter.dropout:
+            drawn.append(f"adapter.dropout {self.recipe.adapter.dropout:g}")
         if not drawn:
             return StateRow(
                 "random streams", "kept", "no dropout: a step draws no random numbers"
@@ -188,12 +191,13 @@ def compare(found: Located, assignment: Assignment) -> list[StateRow]:
     """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
     recipe = assignment.recipe
     config = hf.build_config(ModelSection(config=model_config(recipe.model)))
+    lora = lora_of(recipe.adapter, config.to_dict())
     return Pairing(
         found.manifest,
         SavedState(found.folder).shapes,
         recipe,
         assignment.plan,
-        hf.checkpoint_shapes(config),
+        hf.checkpoint_shapes(config) if lora is None else lora.shapes,
     ).rows()
 
 

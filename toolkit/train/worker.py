@@ -23,6 +23,7 @@ import torch.distributed as dist
 import transformers
 from transformers import PretrainedConfig
 
+from toolkit.adapters.weights import AdaptedWeights
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
@@ -40,7 +41,7 @@ from toolkit.errors import (
 )
 from toolkit.failpoints import failpoint
 from toolkit.models import huggingface as hf
-from toolkit.models.weights import WeightSource
+from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, elastic_restarts, read_assignment
@@ -411,12 +412,11 @@ class _Worker:
     def _weights(
         self, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool
     ) -> WeightSource:
-        recipe, layout = self.assignment.recipe, self.assignment.plan.layout
-        source: WeightSource | None = checkpoints.weights(config, self.phases, first=first)
-        drawn = source is None and recipe.model.init == "random"
-        source = source or hf.weight_source(recipe.model, config, recipe.training.seed)
+        source = checkpoints.weights(config, self.phases, first=first)
+        base = source.base if isinstance(source, AdaptedWeights) else source
+        drawn = isinstance(base, RandomWeights)
         doing = "drawing the weights" if drawn else "loading the weights"
-        return CountedWeights(source, doing, layout, self.phases)
+        return CountedWeights(source, doing, self.assignment.plan.layout, self.phases)
 
     def _checkpoints(self, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
         companions = {}

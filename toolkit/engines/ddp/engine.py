@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, parameter_blocks
 from toolkit.engines import optimizer as adam
@@ -28,6 +29,7 @@ class DdpEngine(DataParallelEngine):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         self.model = hf.empty_model(setup.model_config, self.device)
+        inject(self.model, setup.lora)
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
         if setup.layout.recompute == "full":
@@ -83,7 +85,7 @@ class DdpEngine(DataParallelEngine):
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`. Every rank holds all of it; they share out the writing."""
-        for index, (name, parameter) in enumerate(self.model.named_parameters()):
+        for index, (name, parameter) in enumerate(hf.named_parameters(self.model)):
             yield StateShard(
                 parameter_blocks(name, parameter.shape),
                 adam.states(self.optimizer, parameter),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
+from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
 from toolkit.engines import distributed
@@ -116,7 +117,7 @@ class TransformersModel:
 
     def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
         """See `TrainedModel.placed`."""
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in hf.named_parameters(self.module):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             blocks = parameter_blocks(name, shape)
             yield parameter, PlacedParameter(name, blocks, saved_here=True)
@@ -135,6 +136,7 @@ class MegatronShard:
     def __init__(self, setup: EngineSetup) -> None:
         from megatron.core import parallel_state
 
+        from toolkit.adapters.megatron import attach
         from toolkit.models.megatron import model, weights
 
         model.join_groups(setup.layout, setup.seed)
@@ -144,6 +146,7 @@ class MegatronShard:
         rendered = render_model(self.model, setup.layout, setup.precision)
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
+        attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
         self.mpu = _mpu()
@@ -246,14 +249,16 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
     dtype = DTYPES[setup.precision]
     if setup.layout.zero_stage < 3:
         model = hf.empty_model(config, setup.ranks.device, dtype)
+        inject(model, setup.lora)
         hf.fill(model, weights)
         return model
     deepspeed = import_deepspeed()
     sharded = deepspeed.zero.Init(config_dict_or_path=setup.engine_config)
     with hf_initialization.no_init_weights(), sharded:
         model = hf.new_model(config, dtype)
+        inject(model, setup.lora)
     model.tie_weights()
-    for name, parameter in model.named_parameters():
+    for name, parameter in hf.named_parameters(model):
         _fill_shard(name, parameter, weights)
     return model
 

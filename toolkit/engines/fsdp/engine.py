@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from toolkit.adapters.huggingface import inject
 from toolkit.checkpoint.shards import StateShard, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines.data_parallel import DataParallelEngine
@@ -39,12 +40,13 @@ class FsdpEngine(DataParallelEngine):
         offloads = config["offload_policy"] is not None
         self.keeps_gathered = not config["reshard_after_forward"]
         self.model = hf.meta_model(setup.model_config)
+        inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then its layers."""
         self.model.to_empty(device=torch.device("cpu") if offloads else self.device)
         hf.restore_buffers(self.model, setup.model_config, self.device)
-        self.shards: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
         """Kept: while weights are gathered, the model's own parameters are others."""
         self._fill()
         if setup.layout.recompute == "full":

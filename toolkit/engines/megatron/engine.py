@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from toolkit.adapters.megatron import attach
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
@@ -65,6 +66,7 @@ class MegatronEngine:
         self.model = setup.megatron
         config = setup.engine_config
         self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
+        attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
         self.replicas = self._wrap()

@@ -54,6 +54,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM, false: its script resets masks at a token, not at a document",
             "set data.isolate_documents to false, or train with `dmt launch`",
         )
+    if recipe.adapter is not None:
+        yield Problem(
+            "adapter",
+            recipe.adapter.name,
+            "in Megatron-LM's pretrain_gpt.py, nothing: it has no adapters",
+            "remove adapter, or start the run with `dmt launch`",
+        )
     train, validation = recipe.data.train, recipe.data.validation
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
         yield Problem(

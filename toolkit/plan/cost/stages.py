@@ -73,6 +73,10 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int
         vocabulary += matrix + parts.position_embedding
     part = layers / spec.layers
     share = StageShare(stage, layers, part * split, part * experts, vocabulary, output)
+    if spec.adapters is not None:
+        own = layers * (spec.adapters.split / tp + spec.adapters.whole)
+        base = _Frozen(share.dense, share.experts, share.vocabulary, share.output)
+        return share._replace(dense=share.dense + own, frozen=base)
     if spec.frozen is None:
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp), initial=0))

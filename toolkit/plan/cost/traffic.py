@@ -204,7 +204,8 @@ def _replicated_s(
 def tied_embedding_s(place: PlacedLayout) -> float:
     """The first and the last stage add up their gradients of a shared embedding."""
     layout, spec = place.layout, place.workload.spec
-    if layout.pp == 1 or not spec.tied_embeddings or (spec.frozen and spec.frozen.embedding):
+    frozen = spec.adapters or (spec.frozen and spec.frozen.embedding)
+    if layout.pp == 1 or not spec.tied_embeddings or frozen:
         return 0.0
     pair = place.group(2, layout.world - layout.world // layout.pp)
     return pair.all_reduce_s(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
+from toolkit.adapters import lora
 from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
 from toolkit.models import frozen
@@ -17,7 +18,13 @@ from toolkit.models.families import unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
-from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
+from toolkit.recipe.schema import (
+    AdapterSection,
+    ClusterSection,
+    ParallelSection,
+    Recipe,
+    TrainingSection,
+)
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,28 @@ class PlanRequest:
     """The recipe's `model.freeze`."""
     isolates: bool = False
     """The documents of a sequence are isolated."""
+    adapter: AdapterSection | None = None
+    """The recipe's `adapter`."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, cluster: ClusterSection, config: Mapping[str, object]
+    ) -> "PlanRequest":
+        """What the rules read of `recipe` on this cluster, for the model of this `config`."""
+        return cls(
+            recipe.parallel,
+            cluster,
+            recipe.training,
+            config,
+            recipe.model.freeze,
+            recipe.data.isolates,
+            recipe.adapter,
+        )
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's shape, with what is frozen of it."""
-        return frozen.spec_of(self.config, self.freeze)
+        """The model's shape, with what is frozen of it and with its adapters."""
+        return lora.spec_of(self.config, self.freeze, self.adapter)
 
     @cached_property
     def inexpressible(self) -> str | None:
@@ -76,6 +100,8 @@ def problems(job: PlanRequest) -> list[Problem]:
     dotted paths; file and line are left to the caller.
     """
     if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
+        return wrong
+    if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
@@ -141,6 +167,11 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
     elif (spec.heads + 2 * spec.kv_heads) * spec.head_dim % tp:  # attention.py: linear_qkv
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         found.append(f"a divisor of the {rows} rows of queries, keys and values")
+    elif tp > spec.kv_heads and job.adapter and lora.some_of_qkv(job.adapter, job.config):
+        found.append(
+            f"at most the {spec.kv_heads} key/value heads where only some of query, key and "
+            "value have an adapter"
+        )
     if spec.moe_layers < spec.layers and spec.intermediate % tp:  # mlp.py: linear_fc1
         found.append(f"a divisor of the MLP's intermediate size {spec.intermediate}")
     if not spec.moe_layers:

@@ -1,0 +1,263 @@
+"""Which projections have an adapter, its tensors and their first values, what a plan counts."""
+
+from itertools import chain
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from tests.models.small import FAMILIES, filled, section
+from tests.plan.making import TINY, intent, recipe
+from toolkit.adapters.huggingface import inject, peft_config
+from toolkit.adapters.imported import PeftWeights
+from toolkit.adapters.lora import Lora, spec_of
+from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
+from toolkit.errors import DataError, RecipeError
+from toolkit.layout import Layout
+from toolkit.models import huggingface as hf
+from toolkit.models.families import mapped
+from toolkit.models.families.tensors import Block, blocks
+from toolkit.plan.cost.memory import stage_memory
+from toolkit.plan.cost.workload import Workload
+from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.schema import AdapterSection, Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
+
+
+def lora(config: Any, **fields: Any) -> Lora:
+    return Lora.of(AdapterSection(**{"rank": 4, "alpha": 8.0} | fields), config)
+
+
+def config_of(family: str) -> dict[str, Any]:
+    return hf.build_config(section(family)).to_dict()
+
+
+def meta(family: str) -> Any:
+    return hf.meta_model(hf.build_config(section(family)))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_all_linear_is_what_peft_calls_so(family: str) -> None:
+    transposed = family == "gpt2"
+    peft = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=transposed
+    )
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): tuple(parameter.shape)
+        for name, parameter in get_peft_model(meta(family), peft).named_parameters()
+        if "lora_" in name
+    }
+    assert lora(config_of(family)).shapes == theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["attention", "mlp"])
+def test_injected_parameters_have_the_names_of_checkpoints(family: str, targets: str) -> None:
+    if targets == "mlp" and family not in DENSE:
+        return
+    model, adapters = meta(family), lora(config_of(family), targets=targets)
+    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    inject(model, adapters)
+    after = {name: tuple(p.shape) for name, p in hf.named_parameters(model)}
+    assert after == before | adapters.shapes
+    trained = {name for name, p in hf.named_parameters(model) if p.requires_grad}
+    assert trained == adapters.shapes.keys()
+
+
+def test_peft_reads_short_names_where_they_suffice() -> None:
+    assert lora(TINY).short_targets == (
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    )  # fmt: skip
+    # GPT-2 calls a projection of the attention and one of the MLP the same.
+    gpt2 = lora(config_of("gpt2"), targets="attention")
+    assert "transformer.h.0.attn.c_proj" in gpt2.short_targets
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("v_proj", "gate_proj")])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_every_element_is_in_one_shard(targets: Any, degree: int) -> None:
+    """The maps of megatron-core's tensors give each element of each adapter to one rank, or
+    all of it to all, and the rows of B are those of the base's weight."""
+    adapters = lora(TINY, targets=targets)
+    model = adapters.adapted(mapped(TINY))
+    seen: dict[str, int] = dict.fromkeys(adapters.shapes, 0)
+    for instance in model.instances():
+        if ".lora." not in instance.tensor.name:
+            continue
+        ranks = range(1 if instance.tensor.split == "none" else degree)
+        shards = (blocks(instance.tensor, r, degree, layer=instance.layer) for r in ranks)
+        for block in chain.from_iterable(shards):
+            columns = block.columns
+            assert columns is not None
+            rows = block.rows[1] - block.rows[0]
+            seen[block.tensor] += rows * (columns[1] - columns[0])
+    assert seen == {name: shape[0] * shape[1] for name, shape in adapters.shapes.items()}
+    for tensor in adapters.tensors:
+        part_of_rows = adapters.part_of_rows(tensor, 0, degree if tensor.split == "rows" else 1)
+        (up,) = (t for t in model.tensors if t.name == f"{tensor.name[:-6]}lora.up")
+        rows = up.rows // (degree if up.split == "rows" else 1)
+        assert sum(part is not None for part in part_of_rows) == rows
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [({}, 2.0), ({"rslora": True}, 4.0), ({"rank": 16, "alpha": 4.0}, 0.25)],
+)
+def test_scaling(fields: Any, scaling: float) -> None:
+    adapters = lora(TINY, **fields)
+    assert adapters.scaling == scaling
+    model = meta("llama")
+    inject(model, lora(config_of("llama"), **fields))
+    assert model.model.layers[0].self_attn.q_proj.scaling == {"default": scaling}
+    assert isinstance(peft_config(adapters).lora_alpha, int)
+
+
+def test_first_values_follow_from_seed_and_name() -> None:
+    adapters = lora(TINY, rank=32)
+    weights = LoraWeights(adapters, 7)
+    down, up = (f"model.layers.1.mlp.down_proj.lora_{factor}.weight" for factor in "AB")
+    whole = weights.read(down, 0, 32 * 128).view(32, 128)
+    assert torch.equal(
+        weights.read_block(Block(down, (3, 9), (5, 60), transposed=False)), whole[3:9, 5:60]
+    )
+    assert torch.equal(weights.read(down, 40, 99), whole.view(-1)[40:99])
+    bound = 1 / sqrt(128)  # kaiming_uniform_(a=√5)
+    assert whole.abs().max() <= bound
+    assert whole.std().item() == pytest.approx(bound / sqrt(3), rel=0.05)
+    assert not weights.read(up, 0, 64 * 32).any()
+    assert not torch.equal(LoraWeights(adapters, 8).read(down, 0, 4096), whole.view(-1))
+    other = weights.read(down.replace("1", "0"), 0, 4096)
+    assert not torch.equal(other, whole.view(-1))
+    gaussian = LoraWeights(lora(TINY, rank=32, init="gaussian"), 7).read(down, 0, 4096)
+    assert gaussian.std().item() == pytest.approx(1 / 32, rel=0.05)
+
+
+def test_a_fingerprint_tells_bases_apart() -> None:
+    model = section("llama")
+    config = hf.build_config(model)
+    first, other = (hf.weight_source(model, config, seed) for seed in (1, 2))
+    assert fingerprint(first) == fingerprint(hf.weight_source(model, config, 1))
+    assert fingerprint(first) != fingerprint(other)
+    own = LoraWeights(lora(config.to_dict()), 1)
+    assert fingerprint(AdaptedWeights(first, own)) != fingerprint(first)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "told"),
+    [
+        ("llama", ["q_proj", "qkv"], "found qkv, which is no projection of this model"),
+        ("gpt2", ["q_proj"], "some of c_attn, c_fc, c_proj"),
+        ("mixtral", "all-linear", "with experts, which cannot have adapters"),
+        ("qwen3_moe", ["up_proj"], "set adapter.targets to attention"),
+        ("llama", ["lm_head"], "found lm_head"),
+    ],
+)
+def test_refused_targets(family: str, targets: Any, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        lora(config_of(family), targets=targets)
+
+
+# A PEFT folder to begin with
+
+
+def peft_folder(folder: Path, **changes: Any) -> Path:
+    """What PEFT itself writes; `changes` are of its LoraConfig."""
+    stated = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
+    lora_config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **stated)
+    get_peft_model(filled(section("llama")), lora_config).save_pretrained(folder)
+    return folder
+
+
+def test_a_peft_folder_is_read(tmp_path: Path) -> None:
+    adapters = lora(config_of("llama"))
+    weights = PeftWeights(peft_folder(tmp_path), adapters)
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    for name, shape in adapters.shapes.items():
+        tensor = stored[f"base_model.model.{name}"]
+        assert torch.equal(weights.read(name, 0, tensor.numel()), tensor.view(-1))
+        block = Block(name, (1, 3), (2, shape[1]), transposed=False)
+        assert torch.equal(weights.read_block(block), tensor[1:3, 2:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"r": 2}, "r is 2, the recipe's is 4; .*, not \\[4, "),
+        ({"lora_alpha": 4}, "lora_alpha is 4, the recipe's is 8.0"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
+    ],
+)
+def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    adapters = lora(config_of("llama"))
+    with pytest.raises(DataError, match=r"nowhere/adapter_config\.json cannot be read"):
+        PeftWeights(tmp_path / "nowhere", adapters)
+    (peft_folder(tmp_path) / "adapter_config.json").write_text("[]")
+    with pytest.raises(DataError, match="it is no map"):
+        PeftWeights(tmp_path, adapters)
+
+
+# What a plan counts
+
+
+def adapted(targets: Any = "all-linear", **parallel: Any) -> Recipe:
+    found = recipe(model__config=TINY).model_copy(update={"parallel": intent(**parallel)})
+    wanted = AdapterSection(rank=4, alpha=8.0, targets=targets)
+    return found.model_copy(update={"adapter": wanted})
+
+
+def test_the_plan_counts_what_trains() -> None:
+    plan = plan_recipe(adapted())
+    own = sum(a * b for a, b in lora(TINY).shapes.values())
+    assert plan.trainable_parameters == own
+    assert plan.frozen_parameters == plan_recipe(recipe(model__config=TINY)).parameters
+
+
+def test_memory_of_a_frozen_base() -> None:
+    """Weights of both; gradients and optimizer states of the adapters alone."""
+    spec = spec_of(TINY, (), None)
+    adapted_spec = spec_of(TINY, (), AdapterSection(rank=4, alpha=8.0))
+    own = adapted_spec.trainable
+    layout = Layout()
+    fields: dict[str, Any] = {"sequence_length": 32, "precision": "bf16", "engine": "deepspeed"}
+    before = stage_memory(Workload(spec, model="hf", **fields), layout, 0)
+    after = stage_memory(Workload(adapted_spec, model="hf", **fields), layout, 0)
+    assert after.parameters - before.parameters == 2 * own
+    assert (after.gradients, after.optimizer) == (4 * own, 12 * own)
+
+
+def test_tensor_parallel_splits_one_factor() -> None:
+    """Column-parallel layers keep A whole; row-parallel ones keep B."""
+    own = lora(TINY).per_layer
+    hidden, inner, rank = 64, 128, 4
+    whole = rank * (3 * hidden + hidden + 2 * hidden + hidden)  # A of q, k, v; B of o; …
+    split = rank * (3 * hidden + hidden + 2 * inner + inner)
+    assert (own.split, own.whole) == (split, whole)
+
+
+def test_more_ranks_than_groups_need_all_of_qkv() -> None:
+    few = TINY | {"num_key_value_heads": 2}
+    wide: dict[str, Any] = {"engine": "megatron", "tensor": 4}
+    made = recipe(model__config=few, cluster__gpus_per_node=4)
+    job = made.model_copy(update={"parallel": intent(**wide)})
+    for targets, refused in (("all-linear", False), (("q_proj", "v_proj"), True)):
+        wanted = AdapterSection(rank=4, alpha=8.0, targets=targets)
+        with_adapters = job.model_copy(update={"adapter": wanted})
+        if not refused:
+            assert plan_recipe(with_adapters).layout.tp == 4
+            continue
+        with pytest.raises(RecipeError, match="at most the 2 key/value heads where only some"):
+            plan_recipe(with_adapters)

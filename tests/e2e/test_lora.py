@@ -1,0 +1,113 @@
+"""Adapters of a pretrained model: trained in two layouts one after the other, and exported."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from tests.e2e.conftest import Project, write_project
+from tests.e2e.product import curve, dmt, run, settings
+from toolkit.intake.load import load_recipe
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+]
+
+LORA = {
+    "model.init": "pretrained",
+    "adapter": "{rank: 4, alpha: 8}",
+    "optimizer.weight_decay": 0,
+    "checkpoint.every_steps": 3,
+    "training.steps": 6,
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with a pretrained model in `base`, and two runs of six steps: `moved` began
+    with tensor parallel and ended with ZeRO-3, `unbroken` is ddp."""
+    folder = tmp_path_factory.mktemp("lora")
+    project = Project(folder)
+    config = load_recipe(write_project(folder)).model.config
+    torch.manual_seed(3)
+    LlamaForCausalLM(AutoConfig.for_model(**config)).save_pretrained(folder / "base")
+    lora = LORA | {"model.hub": "base"}
+    begin = {
+        "parallel.engine": "megatron", "parallel.tensor": 2, "parallel.sequence": "true",
+        "training.steps": 3,
+    }  # fmt: skip
+    end = {"parallel.engine": "deepspeed", "parallel.zero.stage": 3}
+    for run_dir, changes in (("moved", begin), ("moved", end), ("unbroken", {})):
+        ended = project.launch(run_dir, lora | changes)
+        assert ended.code == 0, ended.err
+    return project
+
+
+def test_the_layout_changes_nothing(tuned: Project) -> None:
+    moved, unbroken = (curve(tuned.folder / name) for name in ("moved", "unbroken"))
+    assert moved.keys() == unbroken.keys()
+    for step, numbers in unbroken.items():
+        assert moved[step] == pytest.approx(numbers, rel=1e-5)
+
+
+def test_checkpoints_are_whole_and_hold_no_base(tuned: Project) -> None:
+    ended = run(dmt("checkpoint", "verify", "moved"), tuned.folder)
+    assert ended.code == 0, ended.err
+    size = sum(
+        path.stat().st_size
+        for path in (tuned.folder / "moved/checkpoints/step-00000006").glob("state-*")
+    )
+    adapters = load_file(tuned.folder / "moved/export/adapter_model.safetensors")
+    elements = sum(tensor.numel() for tensor in adapters.values())
+    assert 12 * elements < size < 14 * elements + 40_000
+
+
+def test_exports_compute_the_same(tuned: Project) -> None:
+    """Plain PEFT beside the base, and the merged model in plain transformers."""
+    folder = tuned.folder
+    ended = run(dmt("checkpoint", "export", "moved", "merged", "--merged"), folder)
+    assert ended.code == 0, ended.err
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    tokens = torch.arange(60).reshape(2, 30)
+    with torch.no_grad():
+        before = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, folder / "moved" / "export")
+        found = adapted(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder / "merged")(tokens).logits
+    assert all(
+        parameter.abs().max() > 0
+        for name, parameter in adapted.named_parameters()
+        if "lora_B" in name
+    )
+    assert (found - before).abs().max() > 1e-3
+    assert (found - merged).abs().max() <= 1e-5
+
+
+def test_fits_reports_adapters(tuned: Project) -> None:
+    arguments = settings(LORA | {"model.hub": "base"})
+    ended = run(dmt("checkpoint", "fits", tuned.recipe, "moved", *arguments), tuned.folder)
+    assert ended.code == 0, ended.err
+    assert "kept     weights and moments  28 tensors" in ended.out
+    arguments = settings(LORA | {"model.hub": "base", "adapter": "{rank: 8, alpha: 8}"})
+    ended = run(dmt("checkpoint", "fits", tuned.recipe, "moved", *arguments), tuned.folder)
+    assert ended.code == 2
+    assert "adapter.rank: 4 then, 8 now" in ended.out
+
+
+def test_another_base_is_refused(tuned: Project) -> None:
+    folder = tuned.folder
+    weights = folder / "base" / "model.safetensors"
+    first = weights.read_bytes()
+    tensors = {name: 1.01 * tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    more = LORA | {"model.hub": "base", "training.steps": 7}
+    ended = tuned.launch("moved", more)
+    exported = run(dmt("checkpoint", "export", "moved", "wrong", "--merged"), folder)
+    weights.write_bytes(first)
+    for refused in (ended, exported):
+        assert refused.code == 2
+        assert "holds adapters of another base: the weights of" in refused.err
+    assert not (folder / "wrong").exists()
+    assert tuned.launch("moved", more).code == 0

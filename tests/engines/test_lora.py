@@ -1,0 +1,215 @@
+"""Adapters on every engine against PEFT in a plain loop: loss, gradient norm, and every tensor
+of every adapter after ten steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, zero
+from tests.engines.lora_worker import (
+    STEPS,
+    adapter,
+    dropped,
+    exported_losses,
+    look,
+    reference,
+    unmarked,
+)
+from tests.engines.parity_worker import Case, each_case
+from tests.forked import run_ranks
+from tests.models.configs import config_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+"""What PEFT reads."""
+
+ALL = adapter()
+ATTENTION = adapter(targets="attention", rslora=True)
+SOME = adapter(targets=["v_proj", "up_proj"])
+"""A part of each of megatron-core's fused layers."""
+TARGETS: dict[str, Any] = {
+    "all-linear": "all-linear",
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    str(SOME["targets"]): SOME["targets"],
+}
+"""What a recipe says, in PEFT's words."""
+
+
+def adapted(case: Case, adapter: dict[str, Any] = ALL, **changes: Any) -> Case:
+    return replace(case, adapter=adapter, **{"family": case.family or LAYERS, **changes})
+
+
+def deepspeed(stage: int, **more: Any) -> Case:
+    return Case("deepspeed", 2, stage=stage, **more)
+
+
+def in_deepspeed(stage: int, **parallel: Any) -> Case:
+    """A megatron-core model in tensor 2."""
+    case = zero(stage)
+    return replace(case, parallel=case.parallel | parallel)
+
+
+QUICK = [
+    adapted(Case("ddp", 2)),
+    adapted(deepspeed(3)),
+    adapted(megatron(tensor=2, sequence=True)),
+    adapted(megatron(pipeline=2)),
+]
+SHARDED = [
+    adapted(Case("fsdp", 2, stage=2)),
+    adapted(Case("fsdp", 2, stage=3)),
+    *(adapted(deepspeed(stage)) for stage in (0, 1, 2)),
+    adapted(deepspeed(2), ATTENTION),
+]
+MEGATRON = [
+    adapted(megatron(stage=1)),
+    adapted(megatron(tensor=2, sequence=False)),
+    adapted(megatron(pipeline=2, virtual_pipeline=2)),
+    adapted(megatron(tensor=2, sequence=True), SOME),
+    adapted(megatron(tensor=2, sequence=False), SOME),
+    adapted(megatron(tensor=2, sequence=True, family=MIXTRAL), ATTENTION),
+    adapted(megatron(expert=2, family=MIXTRAL), ATTENTION),
+    adapted(megatron(tensor=2, sequence=True, family=config_of("gpt2"))),
+    adapted(megatron(tensor=2, sequence=False, family=config_of("gpt_neox"))),
+]
+RECOMPUTED = [
+    adapted(Case("ddp", 2), recompute="full"),
+    adapted(Case("fsdp", 2, stage=3), recompute="full"),
+    adapted(deepspeed(3), recompute="full"),
+    adapted(megatron(tensor=2, sequence=True, recompute="full")),
+    adapted(megatron(pipeline=2, recompute="full")),
+]
+FOUR = [
+    adapted(megatron(tensor=2, pipeline=2, sequence=True)),
+    adapted(megatron(tensor=4)),  # more than key/value heads
+    adapted(megatron(tensor=4, sequence=True)),
+    adapted(in_deepspeed(2, sequence=True)),
+    *(adapted(zero(stage)) for stage in range(4)),
+]
+HALF_PRECISION = [
+    *(
+        adapted(case, precision="bf16")
+        for case in (Case("ddp", 2), megatron(tensor=2, sequence=True))
+    ),
+    adapted(Case("fsdp", 2, stage=3), precision="bf16"),
+    *(adapted(deepspeed(stage), precision="bf16") for stage in range(4)),
+    adapted(megatron(pipeline=2), precision="fp16"),
+]
+
+
+@cache
+def _reference(family: tuple[tuple[str, Any], ...], targets: str, rslora: bool) -> Any:
+    case = Case("ddp", 8, family=dict(family))
+    return reference(
+        case,
+        target_modules=TARGETS[targets],
+        use_rslora=rslora,
+        fan_in_fan_out=case.family.get("model_type") == "gpt2",
+    )
+
+
+def expected(case: Case) -> Any:
+    wanted = case.adapter
+    assert wanted is not None
+    family = tuple(case.family.items())
+    return _reference(family, str(wanted["targets"]), wanted.get("rslora", False))
+
+
+def check(
+    cases: Sequence[Case], world: int, folder: Path, tolerance: float = TOLERANCE
+) -> dict[str, Any]:
+    results = run_ranks(each_case, world, partial(look, str(folder)), list(cases))[0]
+    for case in cases:
+        print(case.name)
+        assert_equals(results[case.name], expected(case), tolerance)
+    return results
+
+
+def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
+    """Of a run, or of its end, the numbers of the reference."""
+    for quantity in ("loss", "grad_norm"):
+        last = wanted[quantity][-len(found[quantity]) :]
+        assert found[quantity] == pytest.approx(last, rel=tolerance)
+    assert found["tensors"].keys() == wanted["tensors"].keys()
+    for name, tensor in wanted["tensors"].items():
+        assert found["tensors"][name].shape == tensor.shape
+        difference = (found["tensors"][name] - tensor).abs().max()
+        assert difference <= tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(QUICK, marks=pytest.mark.quick), SHARDED, MEGATRON, RECOMPUTED],
+    ids=["quick", "sharded", "megatron", "recomputed"],
+)
+def test_two_processes(cases: list[Case], tmp_path: Path) -> None:
+    check(cases, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path: Path) -> None:
+    check(FOUR, 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_16_bits(tmp_path: Path) -> None:
+    check(HALF_PRECISION, 2, tmp_path, 3e-2)
+
+
+@pytest.mark.slow
+def test_an_unsummed_factor_is_seen(tmp_path: Path) -> None:
+    """Sequence parallel without the mark of the whole factors: the first loss is right."""
+    case = adapted(megatron(tensor=2, sequence=True))
+    found = run_ranks(each_case, 2, partial(unmarked, str(tmp_path)), [case])[0][case.name]
+    wanted = expected(case)
+    assert found["loss"][0] == pytest.approx(wanted["loss"][0], rel=TOLERANCE)
+    assert found["grad_norm"][0] != pytest.approx(wanted["grad_norm"][0], rel=0.01)
+
+
+@pytest.mark.slow
+def test_continued_in_the_same_layout_to_the_bit(tmp_path: Path) -> None:
+    cases = [adapted(Case("ddp", 2)), adapted(deepspeed(3)), QUICK[2]]
+    first = check(cases, 2, tmp_path)
+    again = [replace(case, resume_in=str(first[case.name]["half"])) for case in cases]
+    for before, after in zip(cases, check(again, 2, tmp_path / "again").items(), strict=True):
+        unbroken, (_, resumed) = first[before.name], after
+        assert resumed["loss"] == unbroken["loss"][STEPS // 2 :]
+        assert resumed["grad_norm"] == unbroken["grad_norm"][STEPS // 2 :]
+        for name, tensor in unbroken["tensors"].items():
+            assert tensor.equal(resumed["tensors"][name]), name
+
+
+@pytest.mark.slow
+def test_continued_in_another_layout(tmp_path: Path) -> None:
+    """Each layout's checkpoint of half the run, continued in the next one to the same end; what
+    is exported then, for PEFT and merged, has the loss that the engine has."""
+    cases = [*QUICK, adapted(Case("fsdp", 2, stage=3)), adapted(deepspeed(1))]
+    first = check(cases, 2, tmp_path)
+    halves = [str(first[case.name]["half"]) for case in cases]
+    others = [*cases[1:], cases[0]]
+    moved = [replace(a, resume_in=half) for a, half in zip(others, halves, strict=True)]
+    results = check(moved, 2, tmp_path / "moved")
+    for index, case in enumerate(moved):
+        result = results[case.name]
+        assert len(result["loss"]) == STEPS // 2
+        losses = exported_losses(case, result["end"], tmp_path / str(index))
+        assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [True, False])
+def test_dropout_leaves_factors_equal_on_tensor_ranks(sequence: bool) -> None:
+    """Ranks with the same inputs drop the same of them, and recompute drops them again."""
+    case = adapted(megatron(tensor=2, sequence=sequence), adapter(dropout=0.3))
+    again = replace(case, recompute="full")
+    ranks = run_ranks(each_case, 2, dropped, [case, again])
+    one, other = (rank[case.name] for rank in ranks)
+    assert len(one["whole"]) == 5 * 4
+    for name, factor in one["whole"].items():
+        assert factor.equal(other["whole"][name]), name
+    assert ranks[0][again.name]["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert one["loss"][0] != pytest.approx(expected(case)["loss"][0], rel=TOLERANCE)

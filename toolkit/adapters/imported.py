@@ -1,0 +1,89 @@
+"""Adapters that begin with the values of a PEFT folder."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.adapters.lora import Lora
+from toolkit.errors import DataError
+from toolkit.models.families.tensors import Block
+from toolkit.models.safetensors_folder import SafetensorsFolder
+from toolkit.untrusted import read_json
+
+_FIX = "name a folder that PEFT wrote"
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""PEFT's name of the model that it wraps."""
+
+
+class PeftWeights:
+    """The tensors of a PEFT folder as a `WeightSource`.
+
+    Raises DataError where a file is missing or damaged, or its adapters are others than the
+    recipe's: other tensors or another function.
+    """
+
+    def __init__(self, folder: Path, lora: Lora) -> None:
+        self.folder = folder
+        self.shapes = lora.shapes
+        self._stored = SafetensorsFolder(folder, only=PEFT_WEIGHTS)
+        if found := [*self._differences(lora)]:
+            raise DataError(
+                f"adapter.folder: {folder} holds other adapters: {'; '.join(found)}",
+                fix="state in the recipe's `adapter` what its adapter_config.json says",
+            )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """See `WeightSource.read`: in the folder's type."""
+        values: Tensor = self._part(name)[:]
+        return values.reshape(-1)[start:stop]
+
+    def read_block(self, block: Block) -> Tensor:
+        """See `WeightSource.read_block`: in the folder's type."""
+        assert block.columns is not None, "a matrix"
+        values: Tensor = self._part(block.tensor)[slice(*block.rows), slice(*block.columns)]
+        return values
+
+    def _part(self, name: str) -> Any:
+        return self._stored.part(f"{PEFT_PREFIX}{name}")
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        path = self.folder / PEFT_CONFIG
+        try:
+            config: object = read_json(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}", fix=_FIX) from error
+        if not isinstance(config, dict):
+            raise DataError(f"{path} cannot be read: it is no map", fix=_FIX)
+        return config
+
+    def _differences(self, lora: Lora) -> Iterator[str]:
+        """How its adapters differ from the recipe's, in words."""
+        section = lora.section
+        ours = {
+            "peft_type": "LORA",
+            "r": section.rank,
+            "lora_alpha": section.alpha,
+            "use_rslora": section.rslora,
+            "bias": "none",
+            **dict.fromkeys(("use_dora", "lora_bias"), False),
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+        for key, wanted in ours.items():
+            found = self._config.get(key, wanted)
+            if found != wanted and (found or wanted):
+                yield f"{key} is {found!r}, the recipe's is {wanted!r}"
+        names = {name.removeprefix(PEFT_PREFIX) for name in self._stored.files}
+        if lacking := sorted(self.shapes.keys() - names):
+            yield f"it lacks {lacking[0]}"
+        if more := sorted(names - self.shapes.keys()):
+            yield f"it has {more[0]}, the recipe's have not"
+        for name in sorted(names & self.shapes.keys()):
+            if (shape := tuple(self._part(name).get_shape())) != self.shapes[name]:
+                yield f"{name} is {list(shape)}, not {list(self.shapes[name])}"
+                return

@@ -1,0 +1,132 @@
+"""Adapters of megatron-core's parallel linear layers.
+
+A fused layer (query, key and value; gate and up) has the A of each of its projections stacked,
+and every row of B is multiplied with the A·x of its own projection alone. Where the base's rows
+are split over the tensor ranks, B's are too and A is whole on each; where its columns are, A's
+are too and B is whole. What travels between ranks is A·x, `rank` values a token.
+
+The gradient of the whole factor is a sum over the tensor ranks. Without sequence parallel each
+rank has all of it, as A·x is the same on each; with sequence parallel each has its positions'
+part, and `sequence_parallel` marks it to be summed like a norm's.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor, nn
+from torch.nn import functional
+
+from toolkit.adapters.lora import BRANCH, Lora
+from toolkit.models.families.tensors import TensorMap
+from toolkit.models.megatron.model import GPTChunk
+
+
+class LoraBranch(nn.Module):
+    """scaling · B·A·x of one linear layer, as this rank's part of the layer's output."""
+
+    rows: Tensor
+    """Where a row of `up` lies in `_matrix`: its row [rows of up, 1] and, below, its columns
+    [rows of up, rank]."""
+    columns: Tensor
+
+    def __init__(
+        self, lora: Lora, tensor: TensorMap, base: nn.Module, *, sequence_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.scaling = lora.scaling
+        self.dropout = lora.section.dropout
+        self.sequence_parallel = sequence_parallel
+        self.column_parallel = tensor.split == "rows"
+        rank, parts = lora.section.rank, len(lora.parts(tensor))
+        part_of_rows = lora.part_of_rows(tensor, *_place(split=self.column_parallel))
+        rows = [row for row, part in enumerate(part_of_rows) if part is not None]
+        weight: Tensor = base.weight  # type: ignore[assignment]
+        self.down = nn.Parameter(weight.new_empty(parts * rank, weight.shape[1]))
+        self.up = nn.Parameter(weight.new_empty(len(rows), rank))
+        if self.column_parallel:
+            split, dim, whole = self.up, 0, self.down
+        else:
+            split, dim, whole = self.down, 1, self.up
+        set_tensor_model_parallel_attributes(split, True, dim, 1)
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self.outputs = len(part_of_rows)
+        self.fused = parts > 1 or len(rows) < self.outputs
+        """Does a row of `up` meet a part of A·x, or does `up` leave out rows of the output?"""
+        if self.fused:
+            part = torch.tensor([one for one in part_of_rows if one is not None])
+            places = torch.tensor(rows)[:, None], part[:, None] * rank + torch.arange(rank)
+            self.register_buffer("rows", places[0].to(weight.device), persistent=False)
+            self.register_buffer("columns", places[1].to(weight.device), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[positions, batch, in] → [positions, batch, out], each as the base layer has it."""
+        hidden = functional.linear(self._dropped(x), self.down)
+        if self.column_parallel:
+            spread = gather_from_sequence_parallel_region
+            whole = copy_to_tensor_model_parallel_region
+        else:
+            spread = reduce_scatter_to_sequence_parallel_region
+            whole = reduce_from_tensor_model_parallel_region
+        hidden = spread(hidden) if self.sequence_parallel else whole(hidden)
+        return functional.linear(hidden, self._matrix()) * self.scaling
+
+    def _matrix(self) -> Tensor:
+        """B as a matrix [out, parts · rank], with 0 where a row's projection is another."""
+        if not self.fused:
+            return self.up
+        matrix = self.up.new_zeros(self.outputs, self.down.shape[0])
+        return matrix.index_put((self.rows, self.columns), self.up)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """`x` after dropout: the same on all tensor ranks where they have the same x."""
+        if not (self.dropout and self.training):
+            return x
+        same = self.column_parallel and not self.sequence_parallel
+        with nullcontext() if same else get_cuda_rng_tracker().fork():
+            return functional.dropout(x, self.dropout)
+
+
+def _place(*, split: bool) -> tuple[int, int]:
+    """This rank's number and the number of ranks among which rows are split."""
+    if not split:
+        return 0, 1
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
+    """Give the linear layers of this rank's chunks their adapters, not yet filled; nothing
+    without `lora`."""
+    if lora is None:
+        return
+    for tensor in lora.tensors:
+        template = re.escape(tensor.name.removesuffix(".weight"))
+        name = re.compile(template.replace(r"\{layer\}", r"\d+"))
+        for chunk in chunks:
+            for path, base in [*chunk.named_modules()]:
+                if name.fullmatch(path):
+                    sequence = chunk.config.sequence_parallel
+                    branch = LoraBranch(lora, tensor, base, sequence_parallel=sequence)
+                    base.add_module(BRANCH, branch)
+                    base.register_forward_hook(_add_branch)
+
+
+def _add_branch(
+    base: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """The output and bias of one of megatron-core's linear layers, with its adapter's part."""
+    branch = base.get_submodule(BRANCH)
+    return output[0] + branch(inputs[0]), output[1]

@@ -1,0 +1,121 @@
+"""A checkpoint of a run with adapters as what others read: PEFT's folder, or merged weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from toolkit.adapters.huggingface import peft_config
+from toolkit.adapters.imported import PEFT_PREFIX, PEFT_WEIGHTS
+from toolkit.adapters.lora import Lora
+from toolkit.adapters.weights import fingerprint
+from toolkit.checkpoint.locate import locate
+from toolkit.checkpoint.manifest import Manifest
+from toolkit.checkpoint.saved_state import ELEMENTS_AT_ONCE, SavedState, SavedWeights
+from toolkit.checkpoint.shards import block_numel, whole_block
+from toolkit.errors import CheckpointError
+from toolkit.models import huggingface as hf
+from toolkit.models.convert.safetensors_stream import TensorToWrite, write_file
+from toolkit.models.weights import WeightSource, checkpoint_names
+from toolkit.recipe.schema import AdapterSection, ModelSection
+
+
+def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
+    """The adapters of a checkpoint of a model with this `config`; None without any."""
+    if manifest.adapter is None:
+        return None
+    return Lora.of(AdapterSection.model_validate(manifest.adapter), config.to_dict())
+
+
+def write_peft(
+    folder: Path,
+    state: SavedState,
+    lora: Lora,
+    manifest: Manifest,
+    tick: Callable[[int], None],
+) -> None:
+    """Write `adapter_model.safetensors`, in fp32, and `adapter_config.json`."""
+    entries = [
+        TensorToWrite(
+            f"{PEFT_PREFIX}{name}",
+            torch.float32,
+            shape,
+            partial(state.in_pieces, "weight", name),
+        ).telling(tick)
+        for name, shape in lora.shapes.items()
+    ]
+    write_file(folder / PEFT_WEIGHTS, entries)
+    config = peft_config(lora, manifest.recipe["model"]["hub"])
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+class Merged:
+    """The weights of a base with those of its adapters added, in fp32.
+
+    Raises CheckpointError where the base is not the one beside which the adapters were trained.
+    """
+
+    def __init__(self, state: SavedState, lora: Lora, manifest: Manifest) -> None:
+        self.state = state
+        self.lora = lora
+        self.base = base_weights(manifest)
+        check_base(fingerprint(self.base), manifest, state.folder)
+        self.shapes = {
+            piece.name: piece.shape
+            for item in self.base.shapes.items()
+            for piece in checkpoint_names(*item)
+        }
+
+    def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
+        """See `SavedState.in_pieces`; `quantity` is `weight`."""
+        whole = whole_block(tensor, self.shapes[tensor])
+        step = max(1, ELEMENTS_AT_ONCE * whole.rows[1] // block_numel(whole))
+        down, up = self._factors(quantity, tensor.removesuffix(".weight"))
+        for first in range(0, whole.rows[1], step):
+            rows = first, min(first + step, whole.rows[1])
+            piece = self.base.read_block(replace(whole, rows=rows)).float()
+            if down is not None:
+                piece = piece + self.lora.scaling * (up[slice(*rows)] @ down)
+            yield piece
+
+    def _factors(self, quantity: str, module: str) -> tuple[Tensor | None, Tensor]:
+        """Two matrices whose product is added to a weight as it is stored: B and A, or where
+        it is stored transposed, the transposed A and B. None without an adapter."""
+        names = [f"{module}.lora_{factor}.weight" for factor in "AB"]
+        if names[0] not in self.lora.shapes:
+            return None, torch.empty(0)
+        down, up = (
+            self.state.read(quantity, whole_block(name, self.lora.shapes[name]))
+            for name in names
+        )
+        return (up.T, down.T) if self.lora.transposed else (down, up)
+
+
+def base_weights(manifest: Manifest) -> WeightSource:
+    """The weights that a run with adapters began with, from where its recipe has them.
+
+    Raises DataError or CheckpointError where they are gone.
+    """
+    model = ModelSection.model_validate(manifest.recipe["model"])
+    config = hf.build_config(model)
+    if model.checkpoint is not None:
+        saved = SavedState(locate(Path(model.checkpoint)).folder)
+        return SavedWeights(saved, hf.parameter_shapes(config))
+    return hf.weight_source(model, config, manifest.recipe["training"]["seed"])
+
+
+def check_base(base: str, manifest: Manifest, folder: Path) -> None:
+    """Raise CheckpointError unless the adapters in `folder` were trained beside the weights
+    with the fingerprint `base`."""
+    if base != manifest.base:
+        model = manifest.recipe["model"]
+        where = model["checkpoint"] or model["hub"] or "the seed"
+        raise CheckpointError(
+            f"{folder} holds adapters of another base: the weights of {where} have changed",
+            fix="restore the weights that the run began with",
+        )
