@@ -14,7 +14,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
-    from toolkit.data.packing import PackedDataset
+    from toolkit.data.build import TokenisedSamples
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
 
@@ -53,13 +53,13 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, dataset: "PackedDataset") -> Self:
-        """Size of packed data."""
+    def of(cls, dataset: "TokenisedSamples") -> Self:
+        """Size of tokenised data."""
         return cls(
-            documents=dataset.stream.n_documents,
-            tokens=len(dataset.stream),
+            documents=dataset.n_documents,
+            tokens=dataset.n_tokens,
             samples=len(dataset),
-            tokens_per_epoch=len(dataset) * dataset.sequence_length,
+            tokens_per_epoch=len(dataset) * dataset.rows_per_sample * dataset.sequence_length,
         )
 
 

@@ -95,17 +95,18 @@ _NAMES = {
     Foreign("model.hub"): "model_name_or_path base_model model_name",
     Foreign("data.tokenizer", "a hub id, a local folder or `bytes`"):
         "tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_model",
-    Foreign("data.train", "a map with `kind: text`, `hf` or `megatron`"):
+    Foreign("data.train", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "dataset datasets dataset_name train_file data_path",
-    Foreign("data.validation", "a map with `kind: text`, `hf` or `megatron`"):
+    Foreign("data.validation", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "validation_file",
     Foreign("data.validation_fraction"): "val_set_size val_size",
     # what this release does not do
     Foreign(None, "this release trains all weights, without adapters; remove it"):
         "adapter peft use_peft lora lora_r lora_rank lora_alpha lora_dropout target_modules "
         "load_in_4bit load_in_8bit quantization",
-    Foreign(None, "this release trains on text, not on chats; remove it"):
-        "chat_template messages conversations sft dpo rl",
+    Foreign("data.train", "`{kind: chat, path: …}`"): "messages conversations sft",
+    Foreign("data.chat_template"): "chat_template",
+    Foreign("data.train.loss_on"): "train_on_inputs assistant_only_loss completion_only_loss",
     # what is written
     Foreign("evaluation.every_steps"): "eval_steps eval_interval",
     Foreign("evaluation.batches"): "eval_iters",
