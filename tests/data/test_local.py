@@ -66,7 +66,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
         for field, says in (("text", "its columns are body, id"), ("id", "not text"))
     ),
     *(
-        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "This release trains on text")
+        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "`messages` holds chats")
         for kind in ("jsonl", "json", "parquet")
         for field in ("text", "messages")
     ),
@@ -79,9 +79,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
     (problem,) = judge(recipe, overrides).problems
     assert problem.key == key and says in problem.found
     assert problem.file and problem.allowed and problem.fix
-    if says == "This release trains on text":
-        assert "lists of messages" in problem.found or "`messages` holds chats" in problem.found
-        assert "chat template" in problem.fix and "remove" not in problem.fix
+    if says == "`messages` holds chats":
+        assert "kind: chat" in problem.fix
     loaded = load_recipe(recipe, overrides)
     with pytest.raises(DataError):
         build_data(

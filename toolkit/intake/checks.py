@@ -17,7 +17,7 @@ from toolkit.models.families import model_spec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,35 @@ def _validation_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", found, "one source of validation data", fix)
 
 
+def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
+    """Settings that mean something for chats only, and sources that go together."""
+    data = recipe.data
+    kind, chats = data.train.kind, isinstance(data.train, ChatRowsSource)
+    if data.chat_template is not None and not chats:
+        fix = "remove it, or use `kind: chat`"
+        yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
+    if data.packing != "none" and kind != "chat":
+        found, allowed = (
+            f"{data.packing} with `kind: {kind}`",
+            "none (only chats are packed so)",
+        )
+        yield Problem("data.packing", found, allowed, "remove it")
+    other = data.validation.kind if data.validation is not None else kind
+    if other != kind and (chats or isinstance(data.validation, ChatRowsSource)):
+        found = f"{other} with `kind: {kind}` in data.train"
+        fix = f"give validation data of `kind: {kind}`, or use `validation_fraction`"
+        yield Problem("data.validation.kind", found, "the kind of data.train", fix)
+
+
+def _preferences(recipe: Recipe) -> Iterator[Problem]:
+    """Likelihood alone would train the rejected answers like the chosen ones."""
+    objective = recipe.training.objective
+    if recipe.data.train.kind == "preference" and objective in ("pretrain", "sft"):
+        fix = "set training.objective to one for pairs, or use `kind: chat`"
+        found = f"{objective} with `kind: preference`"
+        yield Problem("training.objective", found, "an objective that compares pairs", fix)
+
+
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
     restarts = recipe.launch.max_restarts
     if restarts and recipe.checkpoint.resume == "never":
@@ -303,5 +332,7 @@ RULES: tuple[Rule, ...] = (
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
     ),
+    Rule(("data",), _chat_settings),
+    Rule(("data.train", "training.objective"), _preferences),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

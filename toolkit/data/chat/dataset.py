@@ -60,7 +60,11 @@ class ChatSamples:
     @property
     def n_tokens(self) -> int:
         """Tokens without padding."""
-        return int(self.chats.lengths()[self._numbers].sum())
+        return int(self.lengths().sum())
+
+    def lengths(self) -> Int64Array:
+        """Tokens of each conversation, int64 [n_documents]."""
+        return self.chats.lengths()[self._numbers]
 
     def rows(self, index: int) -> list[Row]:
         """See `Samples.rows`."""
