@@ -32,6 +32,8 @@ class Family:
     """What the generation prompt ends with, after which the assistant writes."""
     closing: str
     """What the assistant writes behind its content."""
+    lead: str = ""
+    """What the assistant writes before its content."""
     between: str = ""
     """What the template writes behind that."""
     begin: str = ""
@@ -70,7 +72,7 @@ class Family:
             else:
                 text += self.opening
                 start = len(text)
-                text += content + self.closing
+                text += self.lead + content + self.closing
                 if i + 1 < len(messages):
                     end = len(text) + len(self.next_role_ends)
                     text += self.between
@@ -152,6 +154,7 @@ FAMILIES = (
         ("</s>", "<s>"),
         user="<s>[INST] {} [/INST]",
         opening="",
+        lead=" ",
         closing=" </s>",
         system="<<SYS>>\n{}\n<</SYS>>\n\n",
         system_in_user=True,
