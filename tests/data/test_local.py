@@ -27,6 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "text": [{"text": None}, {"text": "one", "id": 1}],
         "body": [{"body": "one", "id": 1}],
         "chat": [{"messages": CHAT}],
+        "plain": [{"prompt": "Hi", "completion": "Hello"}],
     }
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -70,7 +71,20 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
         for kind in ("jsonl", "json", "parquet")
         for field in ("text", "messages")
     ),
-]
+    *(
+        ((f"data.train={{kind: chat, path: ./{file}, {more}}}", *others), f"data.{key}", says)
+        for file, more, others, key, says in (
+            ("no.jsonl", "", (), "train.path", "no file matches"),
+            ("body.jsonl", "", (), "train.columns", "it has the columns body, id"),
+            ("chat.parquet", "format: alpaca", (), "train.columns", "no column `instruction`"),
+            ("chat.json", "columns: {messages: talk}, format: messages", (), "train.columns",
+             "no column `talk`"),
+            ("chat.jsonl", "", (), "chat_template", "`bytes` has no template"),
+            ("chat.jsonl", "", ("data.chat_template=./no.jinja",), "chat_template",
+             "cannot read"),
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "key", "says"), MISTAKES)
@@ -102,6 +116,9 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",
         "data.train={kind: hf, path: some/dataset}",
+        "data={train: {kind: chat, path: ./chat.jsonl}, tokenizer: some/hub-id}",
+        "data={train: {kind: chat, path: some/dataset}}",
+        "data={train: {kind: chat, path: ./plain.jsonl}}",
     ],
 )
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:

@@ -66,7 +66,8 @@ def texts(samples: ChatSamples, *, trained: bool = False) -> list[str]:
 
 
 def said(question: str, answer: str, end: str = "$") -> str:
-    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n{end}"
+    asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return f"{asked}{answer}<|im_end|>\n{end}"
 
 
 def test_one_conversation_a_row(tmp_path: Path) -> None:
@@ -110,10 +111,8 @@ def test_completion_needs_a_prompt(tmp_path: Path) -> None:
     max_examples=10,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=40), seed=st.integers(0, 9))
-def test_packed_rows_hold_the_same_labels(
-    tmp_path: Path, lengths: list[int], seed: int
-) -> None:
+@given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=40))
+def test_packed_rows_hold_the_same_labels(tmp_path: Path, lengths: list[int]) -> None:
     rows = [chat("Hi", "x" * length) for length in lengths]
     write(tmp_path / "rows.jsonl", rows)
     apart = samples_of(build(tmp_path, length=200))

@@ -217,3 +217,10 @@ def test_columns(settings: dict[str, Any], columns: list[str], says: str) -> Non
     with pytest.raises(DataError, match=says) as raised:
         check_columns(source, columns)
     assert raised.value.fix
+
+
+def test_columns_of_preferences() -> None:
+    source = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
+    check_columns(source, ["good", "rejected"])
+    with pytest.raises(DataError, match="no column `good`; its columns are chosen, rejected"):
+        check_columns(source, ["chosen", "rejected"])
