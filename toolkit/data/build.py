@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
+from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.packing import PackedDataset, TokenStream
@@ -105,6 +106,8 @@ def _chat_sides(
 ) -> _Sides:
     """Samples of chats or preferences: two sources, or one that is divided by row."""
     cache = cache_folder(data.cache, base)
+    # Saved with the tokenizer: an exported model is to be prompted as it was trained.
+    tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
 
     def stored(source: Source) -> StoredChats:
         assert isinstance(source, ChatSource | PreferenceSource), "the recipe's check"

@@ -84,6 +84,15 @@ def test_one_conversation_a_row(tmp_path: Path) -> None:
     assert (row.input_ids[1:n] == np.append(samples.conversations(0)[0].ids[1:], [])).all()
 
 
+def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
+    tokenizer = build(tmp_path).tokenizer
+    prompt = tokenizer.apply_chat_template(
+        chat("Hi", "Hello")["messages"][:1], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("loss_on", "trained"),
     [

@@ -25,7 +25,6 @@ from toolkit.data.chat.conversations import (
     preference_of,
     texts_of,
 )
-from toolkit.data.chat.named import template_text
 from toolkit.data.chat.records import Record, open_records
 from toolkit.data.chat.template import (
     ChatTemplate,
@@ -123,12 +122,14 @@ def prepare_chats(
     cache: Path,
     track: Track = untracked,
 ) -> StoredChats:
-    """Samples of `source`: from the cache, or made now. See `prepare` for the parameters.
+    """Samples of `source`, by the tokenizer's chat template: from the cache, or made now.
+
+    The parameters are those of `prepare` in `toolkit/data/tokenized.py`.
 
     Raises DataError when the data, the template or the mask leaves nothing to train on.
     """
     records = open_records(source, base=base, cache=cache)
-    text = template_text(data.chat_template, tokenizer, base)
+    text = tokenizer.chat_template
     settings = source.model_dump(exclude={"path", "name", "revision", "split"})
     key = fingerprint_of(
         [
