@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from toolkit.data.build import build_data
 from toolkit.data.order import sample_indices
+from toolkit.errors import DataError
 from toolkit.models.huggingface import build_config
 from toolkit.recipe.schema import Recipe
 
@@ -25,8 +26,14 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     def __init__(self, recipe: Recipe) -> None:
         """Tokenise the data of `recipe`, or find it in the cache; one process does.
 
-        Raises DataError as `build_data` does.
+        Raises DataError as `build_data` does, and for rows that are more than token ids and
+        labels.
         """
+        if recipe.data.packing != "none" or recipe.data.train.kind == "preference":
+            raise DataError(
+                "packed conversations and preferences need DMT's own training loop",
+                fix="set data.packing to none, and use data of `kind: chat`, or `dmt launch`",
+            )
         training = recipe.training
         data = build_data(
             recipe.data,

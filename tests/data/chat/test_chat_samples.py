@@ -303,6 +303,11 @@ def test_every_file_kind_gives_the_same_samples(tmp_path: Path) -> None:
         assert texts(samples_of(build(tmp_path, {"path": name}))) == expected
     part = samples_of(build(tmp_path, {"split": "train[1:]"}))
     assert texts(part) == expected[1:]
+    (tmp_path / "folder").mkdir()
+    for split, row in zip(("train", "validation"), rows, strict=True):
+        write(tmp_path / "folder" / f"{split}.jsonl", [row])
+        found = samples_of(build(tmp_path, {"path": "./folder", "split": split}))
+        assert texts(found) == [expected[rows.index(row)]]
 
 
 WARM = """
@@ -325,7 +330,7 @@ def test_a_warm_start_reads_no_rows(
 ) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "x" * 200)])
     first = build(tmp_path, packing="greedy")
-    monkeypatch.setattr("toolkit.data.chat.records.Records.__iter__", None)
+    monkeypatch.setattr("toolkit.data.chat.records.ChatRecords.__iter__", None)
     with caplog.at_level(logging.WARNING):
         again = build(tmp_path, packing="greedy")
     assert texts(samples_of(again)) == texts(samples_of(first))
@@ -397,3 +402,16 @@ def test_trl_trains_the_same_tokens(tmp_path: Path) -> None:
         for one, name in zip(samples.conversations(index), ("chosen", "rejected"), strict=True):
             assert one.ids[~one.trained].tolist() == theirs["prompt_ids"]
             assert one.ids[one.trained].tolist() == theirs[f"{name}_ids"]
+
+
+def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> None:
+    from tests.recipe.good import GOOD
+    from toolkit.accelerate.samples import TrainingSamples
+    from toolkit.intake.load import load_recipe
+
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    source = f"{{kind: chat, path: {tmp_path / 'rows.jsonl'}}}"
+    data = f"data={{train: {source}, chat_template: chatml, packing: greedy}}"
+    recipe = load_recipe(tmp_path / "recipe.yaml", [data, "evaluation.every_steps=null"])
+    with pytest.raises(DataError, match="DMT's own training loop"):
+        TrainingSamples(recipe)

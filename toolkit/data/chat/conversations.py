@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from toolkit.data.chat.records import Record
+from toolkit.data.chat.records import ChatRecord
 from toolkit.data.sources import TEXT
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatRowsSource, ChatSource, PreferenceSource
@@ -71,7 +71,7 @@ class PlainText:
 Example: TypeAlias = Conversation | PlainText
 
 
-def conversation_of(record: Record, source: ChatSource) -> Example:
+def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
     """Parse one row. Raises MalformedRow when it is no conversation of the source's format."""
     row = _columns_of(record)
     form = source.format if source.format != "auto" else _detected(row, source)
@@ -92,7 +92,7 @@ def conversation_of(record: Record, source: ChatSource) -> Example:
     return Conversation(_messages(turns), tools)
 
 
-def preference_of(record: Record, source: PreferenceSource) -> tuple[Example, Example]:
+def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example, Example]:
     """Parse one row into the chosen and the rejected example, which share their prompt.
 
     Without a prompt, or where the answers repeat it, it is what both answers begin with.
@@ -154,7 +154,7 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
     return columns.get(source.column(answer)) != TEXT
 
 
-def _columns_of(record: Record) -> dict[str, Any]:
+def _columns_of(record: ChatRecord) -> dict[str, Any]:
     if not isinstance(record.value, dict):
         raise MalformedRow("it is no JSON object")
     return record.value

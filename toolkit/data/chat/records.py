@@ -28,7 +28,7 @@ OPENERS: dict[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class Record:
+class ChatRecord:
     """One row, not yet parsed."""
 
     place: str
@@ -38,7 +38,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Records:
+class ChatRecords:
     """The rows of a source, in a fixed order."""
 
     source: RowsSource
@@ -54,26 +54,31 @@ class Records:
             return sum(_count_lines(file) for file in self.files)
         return len(self._dataset)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[ChatRecord]:
         if self._read_here:
             for file in self.files:
                 yield from _json_records(file)
             return
         for number, row in enumerate(self._dataset, start=1):
-            yield Record(f"{self.source.path}, row {number}", row)
+            yield ChatRecord(f"{self.source.path}, row {number}", row)
 
     @property
     def _read_here(self) -> bool:
-        """Whether all files are JSON and all of their rows are wanted."""
-        plain = all(_json_suffix(file) for file in self.files)
-        return bool(self.files) and plain and self.source.split == "train"
+        """Whether all files are JSON and all of their rows are wanted.
+
+        In a folder, `datasets` finds by the files' names which split they belong to.
+        """
+        if not self.files or self.source.split != "train":
+            return False
+        in_folder = (self.base / Path(self.source.path).expanduser()).is_dir()
+        return not in_folder and all(_json_suffix(file) for file in self.files)
 
     @cached_property
     def _dataset(self) -> Any:
         return load_rows(self.source, self.base, self.files)
 
 
-def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
+def open_records(source: RowsSource, *, base: Path, cache: Path) -> ChatRecords:
     """Find the rows of `source`; relative paths start at `base`.
 
     `cache` is the folder that remembers the hashes of files. Raises DataError when there are
@@ -83,9 +88,9 @@ def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
     if files is None:
         version = hub_version(source, base)
         parts = ["hub", source.path, source.name, source.split, version]
-        return Records(source, base, (), fingerprint_of(parts))
+        return ChatRecords(source, base, (), fingerprint_of(parts))
     parts = [content_fingerprint(files, cache), source.name, source.split]
-    return Records(source, base, tuple(files), fingerprint_of(parts))
+    return ChatRecords(source, base, tuple(files), fingerprint_of(parts))
 
 
 def _json_suffix(file: Path) -> bool:
@@ -114,19 +119,21 @@ def _count_lines(file: Path) -> int:
         raise _unreadable(file, error) from error
 
 
-def _json_records(file: Path) -> Iterator[Record]:
+def _json_records(file: Path) -> Iterator[ChatRecord]:
     """The objects of a file: one list of them, or one object a line."""
     try:
         with _open(file) as stream:
             if stream.read(1) == "[":
                 stream.seek(0)
                 rows = json.load(stream)
-                yield from (Record(f"{file}, row {n}", row) for n, row in enumerate(rows, 1))
+                yield from (
+                    ChatRecord(f"{file}, row {n}", row) for n, row in enumerate(rows, 1)
+                )
                 return
             stream.seek(0)
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield Record(f"{file}:{number}", _json_value(line))
+                    yield ChatRecord(f"{file}:{number}", _json_value(line))
     except (OSError, EOFError, ValueError) as error:
         raise _unreadable(file, error) from error
 

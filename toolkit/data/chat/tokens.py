@@ -25,7 +25,7 @@ from toolkit.data.chat.conversations import (
     preference_of,
     texts_of,
 )
-from toolkit.data.chat.records import Record, open_records
+from toolkit.data.chat.records import ChatRecord, open_records
 from toolkit.data.chat.template import (
     ChatTemplate,
     MarkedText,
@@ -181,7 +181,7 @@ class _Maker:
         counts = {name: getattr(self.report, name) + number for name, number in more.items()}
         self.report = replace(self.report, **counts)
 
-    def samples(self, records: Iterable[Record]) -> Iterator[Int64Array]:
+    def samples(self, records: Iterable[ChatRecord]) -> Iterator[Int64Array]:
         """Stored rows of all samples: int64 [1 + tokens], see this module."""
         numbered = enumerate(records, start=1)
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
@@ -202,7 +202,7 @@ class _Maker:
                         stored = np.where(one.trained, ~one.ids, one.ids)
                         yield np.concatenate([[row], stored])
 
-    def _marked(self, record: Record) -> list[tuple[MarkedText, ...]]:
+    def _marked(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
         """The texts of a row: of each sample, one, or the two of a preference."""
         try:
             return self._texts(record)
@@ -225,7 +225,7 @@ class _Maker:
                 "turn, or name a template that keeps the history in `data.chat_template`",
             ) from error
 
-    def _texts(self, record: Record) -> list[tuple[MarkedText, ...]]:
+    def _texts(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
         if isinstance(self._source, PreferenceSource):
             pair = preference_of(record, self._source)
             self._check_text(*pair)
