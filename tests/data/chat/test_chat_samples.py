@@ -163,6 +163,13 @@ def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert sum(label != IGNORE_INDEX for label in labels) == 200 + len("<|im_end|>\n$")
 
 
+def test_pieces_without_trained_tokens_are_no_sign_of_a_wrong_mask(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("x" * 1000, "Hello")])
+    samples = samples_of(build(tmp_path, {"too_long": "split"}))
+    (text,) = texts(samples, trained=True)
+    assert text == "Hello<|im_end|>\n$" and samples.chats.report.untrained == 0
+
+
 def test_what_has_nothing_to_train(tmp_path: Path) -> None:
     lonely = {"messages": [{"role": "user", "content": "Hi"}]}
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely])

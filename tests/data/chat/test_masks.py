@@ -62,6 +62,20 @@ def test_trained_tokens_are_those_of_the_documented_format(family: Family) -> No
         assert tokens_of(template, messages, "all").trained.all()
 
 
+def test_what_follows_the_last_answer_is_not_trained() -> None:
+    tokenizer = CHATML.tokenizer()
+    template = ChatTemplate(CHATML.template, tokenizer)
+    messages = conversations(CHATML, 1)[0]
+    text, spans = CHATML.expected(messages)
+    asked = [*messages, {"role": "user", "content": "ok"}]
+    ids, trained = reference(tokenizer, text + "<|im_start|>user\nok<|im_end|>\n", spans)
+    for loss_on, wanted in (("assistant", spans), ("last_assistant", spans[-1:])):
+        found = tokens_of(template, asked, loss_on)
+        assert found.ids.tolist() == ids
+        assert found.trained.sum() == sum(reference(tokenizer, text, wanted)[1])
+    assert tokens_of(template, asked, "assistant").trained.tolist() == trained
+
+
 def test_a_beginning_token_is_there_once() -> None:
     """OpenRLHF#393, unsloth#10312: the template writes BOS, and so does the tokenizer."""
     from tokenizers.processors import TemplateProcessing

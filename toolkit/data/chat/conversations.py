@@ -83,7 +83,8 @@ def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
         raise MalformedRow(f"`{missing[0]}` is missing or null")
     tools = _tools(found.get("tools"))
     if form == "alpaca":
-        return Conversation(_alpaca(found))
+        messages = _alpaca(found)
+        return Conversation(messages, n_prompt=len(messages) - 1)
     if form == "prompt_completion":
         return _answered(found["prompt"], found["completion"], tools)
     turns = found[_REQUIRED[form][0]]

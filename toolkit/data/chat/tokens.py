@@ -63,7 +63,8 @@ class ChatReport:
     too_long: int = 0
     """Samples longer than a row: truncated, dropped or split."""
     untrained: int = 0
-    """Samples dropped because none of their tokens is trained."""
+    """Samples dropped because none of their tokens is trained; pieces of one that was split
+    are not counted while others of its pieces are left."""
     cut_off: int = 0
     """Those of them whose trained tokens lay behind the cut."""
     rewritten: int = 0
@@ -236,10 +237,9 @@ class _Maker:
         try:
             return [(self._template.mark(example, loss_on),)]
         except RewrittenHistory:
-            if self._source.rewritten_history == "error" or not isinstance(
-                example, Conversation
-            ):
+            if self._source.rewritten_history == "error":
                 raise
+        assert isinstance(example, Conversation), "plain text has no history"
         self._count(rewritten=1)
         turns = [example.until(turn) for turn in example.assistant_turns()]
         return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
@@ -268,11 +268,15 @@ class _Maker:
             # A piece begins with the last token of the one before, which predicts its next.
             starts = range(0, len(whole.ids) - 1, self._length - 1)
             pieces = [[whole.between(start, start + self._length)] for start in starts]
-        kept = [piece for piece in pieces if all(one.trained[1:].any() for one in piece)]
-        dropped = len(pieces) - len(kept)
-        had_any = all(one.trained[1:].any() for one in sample)
-        self._count(untrained=dropped, cut_off=dropped * had_any, samples=len(kept))
+        kept = [piece for piece in pieces if _has_trained(piece)]
+        self._count(samples=len(kept), untrained=not kept)
+        self._count(cut_off=not kept and _has_trained(sample))
         return kept
+
+
+def _has_trained(sample: list[MarkedTokens]) -> bool:
+    """Whether each of the rows has a token that is trained, and predicted by one before it."""
+    return all(one.trained[1:].any() for one in sample)
 
 
 def _check_enough(
