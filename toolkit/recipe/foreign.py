@@ -105,7 +105,6 @@ _NAMES = {
         "adapter peft use_peft lora lora_r lora_rank lora_alpha lora_dropout target_modules "
         "load_in_4bit load_in_8bit quantization",
     Foreign("data.train", "`{kind: chat, path: …}`"): "messages conversations sft",
-    Foreign("data.chat_template"): "chat_template",
     Foreign("data.train.loss_on"): "train_on_inputs assistant_only_loss completion_only_loss",
     # what is written
     Foreign("evaluation.every_steps"): "eval_steps eval_interval",
