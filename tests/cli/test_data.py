@@ -62,6 +62,58 @@ def test_prepare_follows_overrides(recipe: Path) -> None:
     assert said["train"]["documents"] == 8
 
 
+CHAT = """
+data:
+  train: {kind: chat, path: chats.jsonl}
+  chat_template: chatml
+  packing: greedy
+training: {sequence_length: 96, global_batch_size: 1}
+model: {config: {max_position_embeddings: 96}}
+"""
+
+
+@pytest.mark.usefixtures("recipe")
+def test_show_chats(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\x1b[31mHey"}]
+    rows = [{"messages": turns}, {"messages": turns[:1]}, {"messages": turns}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "chat.yaml").write_text(
+        f"extends: recipe.yaml\n{CHAT}".replace("data:", "data:\n  validation_fraction: 0")
+    )
+    said = json.loads(dmt_data("show", tmp_path / "chat.yaml", "--samples", 1, "--json"))
+    (sample,) = said["samples"]
+    (document,) = sample["documents"]
+    passages = [(passage["text"], passage["trained"]) for passage in document["passages"]]
+    assert passages == [
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False),
+        ("\x1b[31mHey<|im_end|>\n<|endoftext|>", True),
+    ]
+    assert (
+        document["tokens"] == sum(len(text) for text, _ in passages) - len("<|endoftext|>") + 1
+    )
+    assert said["counts"]["untrained"] == 1 and said["counts"]["samples"] == 2
+    text = dmt_data("show", tmp_path / "chat.yaml", "--tokens", 60)
+    assert "«\\x1b[31mHey" in text and "untrained: 1" in text and "more tokens" in text
+    assert "of the tokens are trained (between « and »)" in text
+
+
+def test_show_text(recipe: Path) -> None:
+    """Documents, as the sample is cut from them: the first token of each is not trained."""
+    said = json.loads(
+        dmt_data(
+            "show", recipe, "--json", "--samples", 15, "--set", "data.validation_fraction=0"
+        )
+    )
+    assert said["trained_share"] == 1 - 8 / (8 * 116) and said["counts"] is None
+    assert said["lengths"][-1] == {"up_to": 128, "documents": 8}
+    documents = said["samples"][14]["documents"]  # tokens 112 … 119; the second begins at 116
+    assert [document["tokens"] for document in documents] == [4, 4]
+    assert documents[1]["passages"] == [
+        {"text": "t", "trained": False},
+        {"text": "he ", "trained": True},
+    ]
+
+
 def test_tokenizer_then_a_recipe_that_uses_it(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "bpe"
     text = dmt_data("tokenizer", recipe, "--vocab-size", 265, "--out", out)

@@ -27,6 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "text": [{"text": None}, {"text": "one", "id": 1}],
         "body": [{"body": "one", "id": 1}],
         "chat": [{"messages": CHAT}],
+        "plain": [{"prompt": "Hi", "completion": "Hello"}],
     }
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -66,11 +67,24 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
         for field, says in (("text", "its columns are body, id"), ("id", "not text"))
     ),
     *(
-        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "This release trains on text")
+        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "`messages` holds chats")
         for kind in ("jsonl", "json", "parquet")
         for field in ("text", "messages")
     ),
-]
+    *(
+        ((f"data.train={{kind: chat, path: ./{file}, {more}}}", *others), f"data.{key}", says)
+        for file, more, others, key, says in (
+            ("no.jsonl", "", (), "train.path", "no file matches"),
+            ("body.jsonl", "", (), "train.columns", "it has the columns body, id"),
+            ("chat.parquet", "format: alpaca", (), "train.columns", "no column `instruction`"),
+            ("chat.json", "columns: {messages: talk}, format: messages", (), "train.columns",
+             "no column `talk`"),
+            ("chat.jsonl", "", (), "chat_template", "`bytes` has no template"),
+            ("chat.jsonl", "", ("data.chat_template=./no.jinja",), "chat_template",
+             "cannot read"),
+        )
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "key", "says"), MISTAKES)
@@ -79,9 +93,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
     (problem,) = judge(recipe, overrides).problems
     assert problem.key == key and says in problem.found
     assert problem.file and problem.allowed and problem.fix
-    if says == "This release trains on text":
-        assert "lists of messages" in problem.found or "`messages` holds chats" in problem.found
-        assert "chat template" in problem.fix and "remove" not in problem.fix
+    if says == "`messages` holds chats":
+        assert "kind: chat" in problem.fix
     loaded = load_recipe(recipe, overrides)
     with pytest.raises(DataError):
         build_data(
@@ -103,6 +116,9 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",
         "data.train={kind: hf, path: some/dataset}",
+        "data={train: {kind: chat, path: ./chat.jsonl}, tokenizer: some/hub-id}",
+        "data={train: {kind: chat, path: some/dataset}}",
+        "data={train: {kind: chat, path: ./plain.jsonl}}",
     ],
 )
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:

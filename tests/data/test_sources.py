@@ -213,7 +213,7 @@ def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             {},
-            r"trains on text, and `messages` holds chats",
+            r"`messages` holds chats",
         ),
         ('{"text": "x"}', {"split": "test"}, r'cannot load `d.jsonl`, split `test`.*"test"'),
         ('{"text": "x"}', {"revision": "main"}, r"`revision: main` is given"),

@@ -421,6 +421,34 @@ MISTAKES = {
         "validation_fraction",
         at="  every_steps: 50",
     ),
+    "packing of text": M(
+        "tokenizer: bytes", "packing: greedy", "data.packing", "remove it", at="packing"
+    ),
+    "chat template for text": M(
+        "tokenizer: bytes", "chat_template: chatml", "data.chat_template", "kind: chat"
+    ),
+    "preferences without a comparison": M(
+        '    kind: text\n    files: ["{stdlib}/*.py"]',
+        "    kind: preference\n    path: org/pairs",
+        "training.objective",
+        "one for pairs",
+        at="training:",
+    ),
+    "text to validate chats": M(
+        '    kind: text\n    files: ["{stdlib}/*.py"]\n  validation_fraction: 0.05',
+        "    kind: chat\n    path: org/chats\n"
+        '  validation: {kind: text, files: ["{stdlib}/this.py"]}',
+        "data.validation.kind",
+        "validation_fraction",
+        at="  validation:",
+    ),
+    "misspelt column": M(
+        '    kind: text\n    files: ["{stdlib}/*.py"]',
+        "    kind: chat\n    path: org/chats\n    columns: {mesages: x}",
+        "data.train.columns",
+        "remove it",
+        at="columns",
+    ),
     "two validation sources": M(
         "  tokenizer: bytes",
         "  validation: {kind: text, files: [a]}",

@@ -26,14 +26,21 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     def __init__(self, recipe: Recipe) -> None:
         """Tokenise the data of `recipe`, or find it in the cache; one process does.
 
-        Raises DataError as `build_data` does, and where the recipe isolates documents: that
-        depends on the mask, the cache and the kernel of a forward pass that is not ours.
+        Raises DataError as `build_data` does; where the recipe isolates the documents of a row,
+        which depends on the mask, the cache and the kernel of a forward pass that is not ours;
+        and for preferences.
         """
-        if recipe.data.isolate_documents:
+        if recipe.data.isolates:
             raise DataError(
-                "data.isolate_documents: true, which a forward pass outside `dmt launch` may "
-                "silently undo",
-                fix="set data.isolate_documents to false, or train with `dmt launch`",
+                "the recipe isolates the documents or conversations of a row, which a forward "
+                "pass outside `dmt launch` may silently undo",
+                fix="set data.isolate_documents to false and data.packing to none, or train "
+                "with `dmt launch`",
+            )
+        if recipe.data.train.kind == "preference":
+            raise DataError(
+                "pairs of preferences need DMT's own training loop",
+                fix="use data of `kind: chat`, or `dmt launch`",
             )
         training = recipe.training
         data = build_data(

@@ -1,4 +1,4 @@
-"""`dmt data`: tokenise ahead of a run, and train a tokenizer on the recipe's own data."""
+"""`dmt data`: tokenise ahead of a run, look at samples, train a tokenizer on the data."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
-    from toolkit.data.packing import PackedDataset
+    from toolkit.data.build import TokenisedSamples, TrainingData
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
 
@@ -53,13 +53,13 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, dataset: "PackedDataset") -> Self:
-        """Size of packed data."""
+    def of(cls, dataset: "TokenisedSamples") -> Self:
+        """Size of tokenised data."""
         return cls(
-            documents=dataset.stream.n_documents,
-            tokens=len(dataset.stream),
+            documents=dataset.n_documents,
+            tokens=dataset.n_tokens,
             samples=len(dataset),
-            tokens_per_epoch=len(dataset) * dataset.sequence_length,
+            tokens_per_epoch=len(dataset) * dataset.rows_per_sample * dataset.sequence_length,
         )
 
 
@@ -76,13 +76,12 @@ class _Summary:
     cache: str
 
 
-def _prepare(recipe: Recipe) -> _Summary:
+def _build(recipe: Recipe) -> "TrainingData":
     from toolkit.data.build import build_data
-    from toolkit.data.files import cache_folder
     from toolkit.data.progress import with_bar
 
     training = recipe.training
-    data = build_data(
+    return build_data(
         recipe.data,
         sequence_length=training.sequence_length,
         global_batch_size=training.global_batch_size,
@@ -91,16 +90,41 @@ def _prepare(recipe: Recipe) -> _Summary:
         base=Path.cwd(),
         track=with_bar,
     )
+
+
+def _prepare(recipe: Recipe) -> _Summary:
+    from toolkit.data.files import cache_folder
+
+    data = _build(recipe)
     validation = data.validation
     return _Summary(
         train=_Side.of(data.train),
         validation=None if validation is None else _Side.of(validation),
-        sequence_length=training.sequence_length,
+        sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
         fingerprint=data.fingerprint,
         cache=str(cache_folder(recipe.data.cache, Path.cwd())),
     )
+
+
+@app.command(epilog="Example: dmt data show recipes/tiny/llama-bytes.yaml --samples 1")
+def show(
+    recipe: RecipePath,
+    samples: Annotated[int, typer.Option(min=0, help="Samples to print.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to print of a document.")] = 500,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
+    as_json: AsJson = False,
+) -> None:
+    """Print training samples with the tokens that are trained, and how long samples are."""
+    from toolkit.cli.data_show import print_preview
+    from toolkit.data.preview import preview
+
+    shown = preview(_build(load_recipe(recipe, overrides)), samples, tokens)
+    if as_json:
+        typer.echo(json.dumps(asdict(shown)))
+    else:
+        print_preview(shown)
 
 
 @app.command(

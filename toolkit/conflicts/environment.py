@@ -17,7 +17,7 @@ from toolkit.conflicts.source import (
     Unknown,
 )
 from toolkit.errors import RecipeError
-from toolkit.recipe.schema import HfSource, Recipe
+from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 
 NAME = "env"
@@ -355,6 +355,6 @@ class _Reader:
                 yield "model.hub"
             if data.tokenizer != "bytes" and not Path(data.tokenizer).exists():
                 yield "data.tokenizer"
-        remote = isinstance(data.train, HfSource) and not Path(data.train.path).exists()
+        remote = isinstance(data.train, RowsSource) and not Path(data.train.path).exists()
         if remote and name != "TRANSFORMERS_OFFLINE":
             yield "data.train.path"

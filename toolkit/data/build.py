@@ -2,27 +2,44 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
+from toolkit.data.chat.named import template_text
+from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.progress import Track, untracked
+from toolkit.data.rows import Int64Array
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import TokenizedData, prepare
 from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, Source
+from toolkit.recipe.schema import (
+    ChatRowsSource,
+    ChatSource,
+    DataSection,
+    DocumentSource,
+    PreferenceSource,
+    Source,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+TokenisedSamples: TypeAlias = PackedDataset | ChatSamples
+"""Samples of text, or of chats and preferences."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Everything that training reads."""
 
-    train: PackedDataset
-    validation: PackedDataset | None
+    train: TokenisedSamples
+    validation: TokenisedSamples | None
     """No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
     fingerprint: str
@@ -30,8 +47,10 @@ class TrainingData:
     isolated; a checkpoint's cursor is meaningful only together with it."""
 
     def unigram_entropy_nats(self) -> float:
-        """Entropy of the training tokens; a model that learns anything gets below it."""
-        return self.train.unigram_entropy_nats()
+        """Entropy of the trained tokens; a model that learns anything gets below it."""
+        counts = self.train.token_counts()
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())
 
 
 def build_data(
@@ -54,22 +73,102 @@ def build_data(
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
-    streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
+    if isinstance(data.train, ChatRowsSource):
+        sides = _chat_sides(data, tokenizer, sequence_length, seed=seed, base=base, track=track)
+    else:
+        streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
+        sides = _text_sides(
+            streams, sequence_length, vocab_size, isolate_documents=data.isolate_documents
+        )
+    _check_size("training", sides.train, global_batch_size)
+    if sides.validation is not None:
+        _check_size("validation", sides.validation, 1)
+    fingerprint = fingerprint_of([sides.fingerprint, sequence_length])
+    return TrainingData(sides.train, sides.validation, tokenizer, fingerprint)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    train: TokenisedSamples
+    validation: TokenisedSamples | None
+    fingerprint: str
+
+
+def _chat_sides(
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerFast",
+    sequence_length: int,
+    *,
+    seed: int,
+    base: Path,
+    track: Track,
+) -> _Sides:
+    """Samples of chats or preferences: two sources, or one that is divided by row."""
+    cache = cache_folder(data.cache, base)
+    # Saved with the tokenizer: an exported model is to be prompted as it was trained.
+    tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
+
+    def stored(source: Source) -> StoredChats:
+        assert isinstance(source, ChatSource | PreferenceSource), "the recipe's check"
+        return prepare_chats(
+            source,
+            data,
+            tokenizer,
+            sequence_length=sequence_length,
+            base=base,
+            cache=cache,
+            track=track,
+        )
+
+    def samples(chats: StoredChats, numbers: Int64Array, part: str) -> ChatSamples:
+        pairs = isinstance(data.train, PreferenceSource)
+        return chat_samples(
+            chats,
+            numbers,
+            sequence_length,
+            rows_per_sample=2 if pairs else 1,
+            packing=data.packing,
+            part=part,
+            cache=cache,
+        )
+
+    def whole(chats: StoredChats) -> ChatSamples:
+        return samples(chats, np.arange(chats.indexed.n_documents, dtype=np.int64), "all")
+
+    train = stored(data.train)
+    parts: list[object] = [train.fingerprint, data.packing]
+    if data.validation is not None:
+        other = stored(data.validation)
+        return _Sides(whole(train), whole(other), fingerprint_of([*parts, other.fingerprint]))
+    if data.validation_fraction == 0:
+        return _Sides(whole(train), None, fingerprint_of(parts))
+    split = f"of {data.validation_fraction} by {seed}"
+    kept, held_out = split_rows(train, data.validation_fraction, seed)
+    return _Sides(
+        samples(train, kept, f"train {split}"),
+        samples(train, held_out, f"validation {split}"),
+        fingerprint_of([*parts, split]),
+    )
+
+
+def _text_sides(
+    streams: "_Streams",
+    sequence_length: int,
+    vocab_size: int | None,
+    *,
+    isolate_documents: bool,
+) -> _Sides:
+    """Samples of text: the tokens of all documents, cut at equal lengths."""
 
     def packed(stream: TokenStream) -> PackedDataset:
         return PackedDataset(
-            stream, sequence_length, vocab_size, isolate_documents=data.isolate_documents
+            stream, sequence_length, vocab_size, isolate_documents=isolate_documents
         )
 
     train = packed(streams.train)
-    _check_size("training", train, global_batch_size)
-    validation = None
-    if streams.validation is not None:
-        validation = packed(streams.validation)
-        _check_size("validation", validation, 1)
-    isolated = ["isolated documents"] * data.isolate_documents
-    fingerprint = fingerprint_of([streams.fingerprint, sequence_length, *isolated])
-    return TrainingData(train, validation, tokenizer, fingerprint)
+    validation = None if streams.validation is None else packed(streams.validation)
+    parts = [streams.fingerprint, *["isolated documents"] * isolate_documents]
+    return _Sides(train, validation, fingerprint_of(parts) if parts[1:] else parts[0])
 
 
 @dataclass(frozen=True)
@@ -90,6 +189,7 @@ def _prepare_streams(
     """Tokens of both sides: two sources, or one that is divided by document."""
 
     def tokens_of(source: Source) -> TokenizedData:
+        assert isinstance(source, DocumentSource), "the recipe's check"
         return prepare(
             source,
             tokenizer,
@@ -114,13 +214,15 @@ def _prepare_streams(
     )
 
 
-def _check_size(side: str, dataset: PackedDataset, needed_samples: int) -> None:
+def _check_size(side: str, dataset: TokenisedSamples, needed_samples: int) -> None:
     if len(dataset) < needed_samples:
         length = dataset.sequence_length
+        needed = f"{needed_samples:,}"
+        if isinstance(dataset, PackedDataset):
+            needed += f" ({needed_samples * length + 1:,} tokens)"
         raise DataError(
-            f"the {side} data has {len(dataset.stream):,} tokens, which make {len(dataset):,} "
-            f"samples of {length:,} tokens; needed: {needed_samples:,} "
-            f"({needed_samples * length + 1:,} tokens)",
+            f"the {side} data has {dataset.n_tokens:,} tokens, which make {len(dataset):,} "
+            f"samples of {length:,} tokens; needed: {needed}",
             fix="use more data, or a smaller `training.sequence_length` or "
             "`training.global_batch_size`",
         )

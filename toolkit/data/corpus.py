@@ -10,7 +10,7 @@ from toolkit.data.files import cache_folder
 from toolkit.data.sources import Documents, open_source
 from toolkit.data.split import held_out_documents
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, MegatronSource
+from toolkit.recipe.schema import DataSection, HfSource, MegatronSource, TextSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,11 +36,14 @@ class TrainingCorpus:
 def open_training_corpus(data: DataSection, *, seed: int, base: Path) -> TrainingCorpus:
     """The training documents of a recipe. Relative paths start at `base`.
 
-    Raises DataError when there are none, or when the data is tokenised already.
+    Raises DataError when there are none: data that is tokenised already, or chats.
     """
-    if isinstance(data.train, MegatronSource):
+    if not isinstance(data.train, TextSource | HfSource):
+        what = "tokenised already"
+        if not isinstance(data.train, MegatronSource):
+            what = "chats, not documents"
         raise DataError(
-            "`data.train` is tokenised already (`kind: megatron`): there is no text to train "
+            f"`data.train` is {what} (`kind: {data.train.kind}`): there is no text to train "
             "a tokenizer on",
             fix="use a recipe whose `data.train` is of `kind: text` or `kind: hf`",
         )

@@ -4,15 +4,15 @@ Imports no torch, transformers or datasets: `dmt check` asks it. What only a hub
 comes to light deep in a file, is found when the data is built.
 """
 
-import bz2
-import gzip
 import json
-import lzma
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.chat.conversations import check_columns, needs_template
+from toolkit.data.chat.named import stated_template
+from toolkit.data.chat.records import OPENERS
 from toolkit.data.files import find_files
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
@@ -20,17 +20,21 @@ from toolkit.errors import DataError, PlanError, Problem
 from toolkit.models.safetensors_folder import INDEX, SINGLE
 from toolkit.plan.planner import model_config
 from toolkit.recipe.schema import (
+    ChatRowsSource,
+    ChatSource,
     DataSection,
     HfSource,
     MegatronSource,
     ModelSection,
+    PreferenceSource,
     Recipe,
+    RowsSource,
     Source,
+    TextSource,
 )
 
 _BEGINNING = 10 * 2**20
 """Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _FILES_OF_A_FOLDER = 8
 
 
@@ -46,7 +50,8 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _tokenizer_problems(data, _vocabulary(recipe.model))
     for key, source in (("data.train", data.train), ("data.validation", data.validation)):
         if source is not None:
-            yield from _source_problems(key, source)
+            wrong = list(_source_problems(key, source))
+            yield from wrong or _template_problems(data, source)
 
 
 def _vocabulary(model: ModelSection) -> int | None:
@@ -85,18 +90,38 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
 
             setting, allowed = "prefix", "a whole pair of files in Megatron's indexed format"
             read_indexed(Path.cwd() / Path(source.prefix).expanduser())
-        elif isinstance(source, HfSource):
+        elif isinstance(source, RowsSource):
             setting, allowed = "path", "a hub id, or data files that can be read"
             files = local_files(source, Path.cwd()) or []
             columns = _columns(files)
-            setting, allowed = "text_field", "the name of a column of text"
-            if columns:
-                check_column(source, columns)
-        else:
+            if isinstance(source, HfSource):
+                setting, allowed = "text_field", "the name of a column of text"
+                if columns:
+                    check_column(source, columns)
+            elif isinstance(source, ChatSource | PreferenceSource) and columns:
+                setting, allowed = "columns", "columns of a known format (docs/chat.md)"
+                check_columns(source, list(columns))
+        elif isinstance(source, TextSource):
             setting, allowed = "files", "files and globs that each match a file"
             find_files(source.files, Path.cwd(), source.exclude)
     except DataError as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
+
+
+def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
+    if not isinstance(source, ChatRowsSource):
+        return
+    key, allowed = "data.chat_template", "a file, a Jinja template, or chatml"
+    try:
+        if data.chat_template is not None:
+            stated_template(data.chat_template, Path.cwd())
+        elif data.tokenizer == BYTES:
+            columns = _columns(local_files(source, Path.cwd()) or [])
+            if columns and needs_template(source, columns):
+                found = "nothing, and the tokenizer `bytes` has no template of its own"
+                yield Problem(key, found, allowed, "write `chat_template: chatml` under `data`")
+    except DataError as error:
+        yield Problem(key, error.message, allowed, error.fix)
 
 
 def _columns(files: list[Path]) -> dict[str, str]:
@@ -113,7 +138,7 @@ def _columns(files: list[Path]) -> dict[str, str]:
 
 
 def _columns_of(file: Path) -> dict[str, str]:
-    name = file.with_suffix("") if file.suffix in _OPENERS else file
+    name = file.with_suffix("") if file.suffix in OPENERS else file
     if name.suffix == ".txt":
         return {"text": TEXT}
     try:
@@ -122,7 +147,7 @@ def _columns_of(file: Path) -> dict[str, str]:
 
             return arrow_kinds(read_schema(file))
         if name.suffix in (".json", ".jsonl"):
-            with _OPENERS.get(file.suffix, open)(file, "rb") as stream:
+            with OPENERS.get(file.suffix, open)(file, "rb") as stream:
                 return _json_columns(stream.read(_BEGINNING).decode(errors="replace"))
     except (OSError, ValueError, EOFError, ImportError):
         pass  # `datasets` says what is wrong with a file.

@@ -133,6 +133,16 @@ class PackedDataset:
         """Number of samples."""
         return max(0, (len(self.stream) - 1) // self.sequence_length)
 
+    @property
+    def n_documents(self) -> int:
+        """Number of documents, parts of which may lie in several samples."""
+        return self.stream.n_documents
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the documents; the last of them may be in no sample."""
+        return len(self.stream)
+
     def rows(self, index: int) -> tuple[Row]:
         """See `Samples.rows`: one row.
 
@@ -177,9 +187,3 @@ class PackedDataset:
             more[: len(counts)] += counts
             counts = more
         return counts
-
-    def unigram_entropy_nats(self) -> float:
-        """Entropy of the token frequencies: the loss of a model that knows only those."""
-        counts = self.token_counts()
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())

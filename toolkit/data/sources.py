@@ -17,7 +17,7 @@ from toolkit.data.files import (
     read_bytes,
 )
 from toolkit.errors import BackendUnavailable, DataError
-from toolkit.recipe.schema import HfSource, TextSource
+from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Do
         texts = find_files(source.files, base, source.exclude)
         return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
     if (files := local_files(source, base)) is not None:
-        _refuse_hub_settings(source)
         contents = content_fingerprint(files, cache)
         parts = ["hf", contents, source.name, source.split, source.text_field]
         return HfDocuments(source, base, tuple(files), fingerprint_of(parts))
@@ -106,7 +105,9 @@ class HfDocuments:
 
     @cached_property
     def _dataset(self) -> Any:
-        return _load_dataset(self.source, self.base, self.files)
+        dataset = load_rows(self.source, self.base, self.files)
+        check_column(self.source, arrow_kinds(dataset.features.arrow_schema))
+        return dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -118,13 +119,18 @@ class HfDocuments:
 
 
 def _hub_documents(source: HfSource, base: Path) -> HfDocuments:
-    """Documents of a hub id. A full commit hash as revision needs no look at the hub."""
+    """Documents of a hub id."""
     parts = ["hub", source.path, source.name, source.split, source.text_field]
+    version = hub_version(source, base)
+    return HfDocuments(source, base, (), fingerprint_of([*parts, version]))
+
+
+def hub_version(source: RowsSource, base: Path) -> str:
+    """What identifies the rows of a hub id. A full commit hash needs no look at the hub."""
     revision = source.revision or ""
     if len(revision) == _COMMIT_LENGTH and set(revision) <= set("0123456789abcdef"):
-        return HfDocuments(source, base, (), fingerprint_of([*parts, revision]))
-    dataset = _load_dataset(source, base, ())
-    return HfDocuments(source, base, (), fingerprint_of([*parts, dataset._fingerprint]))
+        return revision
+    return str(load_rows(source, base, ())._fingerprint)
 
 
 def _builder(path: Path) -> str | None:
@@ -133,11 +139,21 @@ def _builder(path: Path) -> str | None:
     return _BUILDERS.get(stem.suffix)
 
 
-def local_files(source: HfSource, base: Path) -> list[Path] | None:
+def local_files(source: RowsSource, base: Path) -> list[Path] | None:
     """Data files that `path` names, sorted; None when it is a hub id.
 
     A local folder wins over a hub id of the same name, as in `datasets`.
     """
+    files = _local_files(source, base)
+    if files is not None and source.revision is not None:
+        raise DataError(
+            f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
+            fix="remove `revision`; it chooses a version of a hub dataset",
+        )
+    return files
+
+
+def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
     path = _local_path(source, base)
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if _builder(file)]
@@ -157,38 +173,29 @@ def local_files(source: HfSource, base: Path) -> list[Path] | None:
     return find_files([source.path], base) if looks_local else None
 
 
-def _local_path(source: HfSource, base: Path) -> Path:
+def _local_path(source: RowsSource, base: Path) -> Path:
     return base / Path(source.path).expanduser()
 
 
-def _refuse_hub_settings(source: HfSource) -> None:
-    if source.revision is not None:
-        raise DataError(
-            f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
-            fix="remove `revision`; it chooses a version of a hub dataset",
-        )
-
-
-def _load_dataset(source: HfSource, base: Path, files: tuple[Path, ...]) -> Any:
+def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
     """The rows of the split, memory-mapped by `datasets`."""
     try:
         import datasets
     except ImportError as error:
         raise BackendUnavailable(
-            "data of `kind: hf` needs the package `datasets`", fix="pip install datasets"
+            f"data of `kind: {source.kind}` needs the package `datasets`",
+            fix="pip install datasets",
         ) from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     arguments = _load_arguments(source, base, files)
     try:
-        dataset = datasets.load_dataset(**arguments, split=source.split)
+        return datasets.load_dataset(**arguments, split=source.split)
     except Exception as error:  # what its readers raise depends on the file's kind
         raise _cannot_load(source, files, error) from error
-    check_column(source, arrow_kinds(dataset.features.arrow_schema))
-    return dataset
 
 
-def _load_arguments(source: HfSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
     if not files:
         return {"path": source.path, "name": source.name, "revision": source.revision}
     path = _local_path(source, base)
@@ -205,7 +212,7 @@ def _load_arguments(source: HfSource, base: Path, files: tuple[Path, ...]) -> di
     return {"path": builder, "name": source.name, "data_files": {"train": names}}
 
 
-def _cannot_load(source: HfSource, files: tuple[Path, ...], error: Exception) -> DataError:
+def _cannot_load(source: RowsSource, files: tuple[Path, ...], error: Exception) -> DataError:
     reason = str(error.__cause__ or error) or type(error).__name__
     if files:
         fix = "check the file's format, and `split`: single files have the split `train`"
@@ -250,7 +257,8 @@ def check_column(source: HfSource, columns: Mapping[str, str]) -> None:
         found = f"column `{source.text_field}` of `{source.path}` holds {kind}, not text"
         chats = [source.text_field] if kind == MESSAGES else []
     if chats:
-        found += f". This release trains on text, and `{chats[0]}` holds chats"
-        fix = "write the chats to a column of text with the model's chat template "
-        fix += "(`tokenizer.apply_chat_template`), and name that in `text_field`"
+        found += f"; `{chats[0]}` holds chats"
+        fix = (
+            "write `kind: chat` (or `kind: preference`) instead of `kind: hf`, see docs/chat.md"
+        )
     raise DataError(found, fix=fix)

@@ -8,7 +8,7 @@ while others wait; the lock is the operating system's and dies with its holder.
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.data.files import (
     cache_not_writable,
@@ -33,10 +32,10 @@ from toolkit.data.indexed import (
     token_dtype,
 )
 from toolkit.data.progress import Track, untracked
-from toolkit.data.sources import Documents, open_source
-from toolkit.data.tokenizers import encoder, tokenizer_fingerprint
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizers import encoder, tokenizer_fingerprint, tokens_before_text
 from toolkit.errors import DataError
-from toolkit.recipe.schema import MegatronSource, Source
+from toolkit.recipe.schema import DocumentSource, MegatronSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,7 +68,7 @@ class TokenizedData:
 
 
 def prepare(
-    source: Source,
+    source: DocumentSource,
     tokenizer: "PreTrainedTokenizerFast",
     *,
     base: Path,
@@ -94,12 +93,13 @@ def prepare(
     parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
-    indexed = _read_entry(prefix)
-    if indexed is None:
-        indexed = _prepare_entry(
-            prefix, documents, tokenizer, parse_special=parse_special, track=track
-        )
-    return TokenizedData(indexed, key, str(prefix))
+
+    def tokenise() -> None:
+        backend = encoder(tokenizer, parse_special=parse_special)
+        shown = track(documents, "tokenising", len(documents))
+        _tokenise(prefix, shown, backend, tokenizer)
+
+    return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
 
 
 def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
@@ -121,9 +121,9 @@ def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
     return TokenizedData(indexed, fingerprint_of(["megatron", contents]), str(prefix))
 
 
-def _read_entry(prefix: Path) -> IndexedTokens | None:
+def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
     """A whole cache entry; None when it has to be made."""
-    if not idx_path(prefix).exists():
+    if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
         return read_indexed(prefix)
@@ -132,23 +132,24 @@ def _read_entry(prefix: Path) -> IndexedTokens | None:
         return None
 
 
-def _prepare_entry(
-    prefix: Path,
-    documents: Documents,
-    tokenizer: "PreTrainedTokenizerFast",
-    *,
-    parse_special: bool,
-    track: Track,
+def cached_tokens(
+    prefix: Path, tokenise: Callable[[], None], belongs: Path | None = None
 ) -> IndexedTokens:
-    """Tokenise under the entry's lock, unless another process has done so meanwhile."""
+    """The cache entry `prefix`; where there is none, `tokenise` writes it.
+
+    It does so under the entry's lock, unless another process has meanwhile. `belongs` is a file
+    that it writes before the index, and without which the entry is not whole. Raises DataError
+    when the cache cannot be written.
+    """
+    indexed = _read_entry(prefix, belongs)
+    if indexed is not None:
+        return indexed
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with _lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
-            indexed = _read_entry(prefix)
+            indexed = _read_entry(prefix, belongs)
             if indexed is None:
-                backend = encoder(tokenizer, parse_special=parse_special)
-                shown = track(documents, "tokenising", len(documents))
-                _tokenise(prefix, shown, backend, tokenizer)
+                tokenise()
                 indexed = read_indexed(prefix)
             return indexed
     except OSError as error:
@@ -175,7 +176,7 @@ def _tokenise(
 ) -> None:
     """Write the tokens of all documents to `prefix`."""
     eos = np.array([tokenizer.eos_token_id])
-    before_text = _tokens_before_text(backend)
+    before_text = tokens_before_text(backend)
     with IndexedWriter(prefix, token_dtype(len(tokenizer))) as writer:
         for pieces in _batches(_pieces(documents)):
             texts = [piece.text for piece in pieces]
@@ -193,13 +194,6 @@ def _tokenise(
                 fix="check the files, or the column that `text_field` names",
             )
         writer.commit()
-
-
-def _tokens_before_text(backend: "Tokenizer") -> npt.NDArray[np.int64]:
-    """What the tokenizer itself puts before every text, e.g. a BOS token."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    n_before = next(i for i, special in enumerate(encoding.special_tokens_mask) if not special)
-    return np.array(encoding.ids[:n_before], dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,13 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
     return backend
 
 
+def tokens_before_text(backend: "Tokenizer") -> list[int]:
+    """What the tokenizer itself puts before every text, e.g. a BOS token."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    n_before = next(i for i, special in enumerate(encoding.special_tokens_mask) if not special)
+    return list(encoding.ids[:n_before])
+
+
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Hash of everything in the tokenizer that decides the tokens of a document; hex."""
     backend = encoder(tokenizer, parse_special=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from toolkit.backend import BACKENDS
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
 
 EVERY_RECIPE = "every recipe"
@@ -137,8 +137,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
     if recipe.adapter is not None:
         yield "peft", "adapter"
     for source in (recipe.data.train, recipe.data.validation):
-        if source is not None and source.kind == "hf":
-            yield "datasets", "data: kind: hf"
+        if isinstance(source, RowsSource):
+            yield "datasets", f"data: kind: {source.kind}"
     wandb = recipe.logging.wandb
     if wandb is not None and wandb.mode != "disabled":
         yield "wandb", f"logging.wandb.mode: {wandb.mode}"

@@ -18,7 +18,7 @@ from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 
 @dataclass(frozen=True)
@@ -291,6 +291,29 @@ def _objective_data(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"data.{side}.kind", found, ", ".join(kinds), fix)
 
 
+def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
+    """Settings that mean something for chats only, and sources that go together."""
+    data = recipe.data
+    kind, chats = data.train.kind, isinstance(data.train, ChatRowsSource)
+    if data.chat_template is not None and not chats:
+        fix = "remove it, or use `kind: chat`"
+        yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
+    if data.packing != "none" and kind != "chat":
+        found, allowed = (
+            f"{data.packing} with `kind: {kind}`",
+            "none (only chats are packed so)",
+        )
+        yield Problem("data.packing", found, allowed, "remove it")
+    if data.isolate_documents and chats:
+        allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
+        yield Problem("data.isolate_documents", "true", allowed, fix)
+    other = data.validation.kind if data.validation is not None else kind
+    if other != kind and (chats or isinstance(data.validation, ChatRowsSource)):
+        found = f"{other} with `kind: {kind}` in data.train"
+        fix = f"give validation data of `kind: {kind}`, or use `validation_fraction`"
+        yield Problem("data.validation.kind", found, "the kind of data.train", fix)
+
+
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
     restarts = recipe.launch.max_restarts
     if restarts and recipe.checkpoint.resume == "never":
@@ -343,5 +366,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("training.objective", "dpo", "orpo"), _objective_settings),
     Rule(("training.objective", "data.train", "data.validation"), _objective_data),
+    Rule(("data",), _chat_settings),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

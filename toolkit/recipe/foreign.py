@@ -103,20 +103,20 @@ _NAMES = {
     Foreign("model.hub"): "model_name_or_path base_model model_name",
     Foreign("data.tokenizer", "a hub id, a local folder or `bytes`"):
         "tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_model",
-    Foreign("data.train", "a map with `kind: text`, `hf` or `megatron`"):
+    Foreign("data.train", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "dataset datasets dataset_name train_file data_path",
-    Foreign("data.validation", "a map with `kind: text`, `hf` or `megatron`"):
+    Foreign("data.validation", "a map with a `kind`, e.g. `text`, `hf` or `chat`"):
         "validation_file",
     Foreign("data.validation_fraction"): "val_set_size val_size",
     # what this release does not do
     Foreign(None, "this release keeps frozen weights in the training precision; remove it"):
         "load_in_4bit load_in_8bit quantization",
-    Foreign(None, "this release trains on text, not on chats; remove it"):
-        "chat_template messages conversations sft",
     # pairs (TRL, LLaMA-Factory)
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
     Foreign("dpo.beta"): "pref_beta dpo_beta",
     Foreign("dpo.sft_weight"): "rpo_alpha pref_ftx",
+    Foreign("data.train", "`{kind: chat, path: …}`"): "messages conversations sft",
+    Foreign("data.train.loss_on"): "train_on_inputs assistant_only_loss completion_only_loss",
     # what is written
     Foreign("evaluation.every_steps"): "eval_steps eval_interval",
     Foreign("evaluation.batches"): "eval_iters",

@@ -292,12 +292,17 @@ def _is_local_config(value: str, folder: Path) -> bool:
     return _exists(folder / value) and (folder / value).is_file()
 
 
+def _is_template_file(value: str, folder: Path) -> bool:  # noqa: ARG001 - one signature
+    return value != "chatml" and "{" not in value
+
+
 _PATHS: dict[str, Callable[[str, Path], bool]] = {
     "model.hub": _is_local_model,
     "model.checkpoint": _is_file_name,
     "adapter.folder": _is_file_name,
     "data.tokenizer": _is_local_model,
     "data.cache": _is_file_name,
+    "data.chat_template": _is_template_file,
     "parallel.zero.nvme_path": _is_file_name,
     "parallel.zero.config": _is_local_config,
     **{

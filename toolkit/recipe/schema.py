@@ -118,6 +118,17 @@ AdapterTargets: TypeAlias = (
     Literal["all-linear", "attention", "mlp"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
+ColumnNames: TypeAlias = Annotated[
+    dict[
+        Literal[
+            "messages", "conversations", "tools", "system", "prompt", "completion",
+            "instruction", "input", "output", "chosen", "rejected",
+        ],
+        NonEmpty,
+    ],
+    Wording("a map from messages, conversations, tools, system, prompt, completion, "
+            "instruction, input, output, chosen, rejected to a column's name"),
+]  # fmt: skip
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
@@ -169,10 +180,10 @@ class TextSource(Section):
     """Globs to exclude, in the same form as `files`."""
 
 
-class HfSource(Section):
-    """A Hugging Face dataset: a hub id, or local json, jsonl, parquet or text files."""
+class RowsSource(Section):
+    """What all sources made of rows have in common."""
 
-    kind: Literal["hf"]
+    kind: str
     path: NonEmpty
     """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl,
     .parquet or .txt, relative to the recipe's file."""
@@ -182,8 +193,54 @@ class HfSource(Section):
     """Hub revision of the dataset."""
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
+
+
+class HfSource(RowsSource):
+    """A Hugging Face dataset: a hub id, or local json, jsonl, parquet or text files."""
+
+    kind: Literal["hf"]
     text_field: NonEmpty = "text"
     """Column that contains a document's text."""
+
+
+class ChatRowsSource(RowsSource):
+    """What conversations and preferences have in common."""
+
+    columns: ColumnNames = {}
+    """Where a column has another name in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
+    malformed: Literal["error", "drop"] = "error"
+    """A row that is no conversation, or no pair: an error that names file and row, or drop and
+    count."""
+
+    def column(self, name: str) -> str:
+        """What the data calls the column `name` of the format."""
+        return next((theirs for ours, theirs in self.columns.items() if ours == name), name)
+
+
+class ChatSource(ChatRowsSource):
+    """Conversations, one a row: a hub id, or local json, jsonl or parquet files."""
+
+    kind: Literal["chat"]
+    format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
+    """What the columns hold (docs/chat.md). `auto`: decided by their names."""
+    loss_on: Literal["assistant", "last_assistant", "all", "completion"] = "assistant"
+    """Which tokens are trained: every assistant turn with its end-of-turn token, only the last
+    such turn, all tokens, or what follows the prompt (of data that separates the two)."""
+    too_long: Literal["truncate", "drop", "split"] = "truncate"
+    """A conversation longer than `training.sequence_length`: keep its beginning, leave it out,
+    or cut it into samples that train every token once."""
+    rewritten_history: Literal["error", "split"] = "error"
+    """Conversations whose earlier turns the chat template renders differently once other turns
+    follow (models that drop their thinking): refuse, or make one sample per assistant turn."""
+
+
+class PreferenceSource(ChatRowsSource):
+    """Preferences, one a row: a prompt with a chosen and a rejected answer."""
+
+    kind: Literal["preference"]
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """A pair with a row longer than `training.sequence_length`: keep its beginning, or leave
+    the pair out."""
 
 
 class MegatronSource(Section):
@@ -194,8 +251,10 @@ class MegatronSource(Section):
     """Path of the pair of files, without `.bin`/`.idx`, relative to the recipe's file."""
 
 
+DocumentSource: TypeAlias = TextSource | HfSource | MegatronSource
+"""Text, of which all is trained."""
 Source: TypeAlias = Annotated[
-    TextSource | HfSource | MegatronSource, Field(discriminator="kind")
+    DocumentSource | ChatSource | PreferenceSource, Field(discriminator="kind")
 ]
 
 
@@ -215,17 +274,24 @@ class DataSection(Section):
     """Hub revision of the tokenizer."""
     special_tokens: Literal["text", "parse"] = "text"
     """How a special token that a document spells out, e.g. `<|endoftext|>`, is encoded:
-    `text`, as ordinary characters, or `parse`, as the token."""
+    `text`, as ordinary characters, or `parse`, as the token. In chats, `text` makes such a
+    row malformed."""
     isolate_documents: bool = False
     """true: a token attends only to its own document, and positions restart with each document
     of a sample. false: attention crosses the documents of a sample."""
+    chat_template: Annotated[str, Field(min_length=1, max_length=2**17)] | None = None
+    """For chats and preferences: a file with a Jinja template (relative to the recipe's file),
+    the template itself, or `chatml`. Default: the tokenizer's own."""
+    packing: Literal["none", "greedy"] = "none"
+    """For chats. `none`: one conversation a row. `greedy`: a row holds as many whole
+    conversations as fit, none of which attends to another."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 
     @property
     def isolates(self) -> bool:
         """Do the documents of a row not attend to each other?"""
-        return self.isolate_documents
+        return self.isolate_documents or self.packing == "greedy"
 
 
 class TrainingSection(Section):

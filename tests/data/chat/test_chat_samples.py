@@ -1,0 +1,424 @@
+"""From files with conversations to rows of micro batches, through the cache."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
+from toolkit.batch import IGNORE_INDEX
+from toolkit.data.build import TrainingData, build_data
+from toolkit.data.chat.dataset import ChatSamples
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection
+
+Row = dict[str, Any]
+
+
+def chat(question: str, *answers: str) -> Row:
+    turns = []
+    for answer in answers:
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": answer})
+    return {"messages": turns}
+
+
+def write(path: Path, rows: Sequence[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def build(base: Path, train: Row | None = None, length: int = 128, **data: Any) -> TrainingData:
+    """Data of `rows.jsonl`, tokenised by bytes with the shipped template."""
+    source = {"kind": "chat", "path": "rows.jsonl", **(train or {})}
+    section = {"train": source, "chat_template": "chatml", **data}
+    return build_data(
+        DataSection.model_validate(section),
+        sequence_length=length,
+        global_batch_size=1,
+        seed=1,
+        vocab_size=None,
+        base=base,
+    )
+
+
+def samples_of(data: TrainingData) -> ChatSamples:
+    assert isinstance(data.train, ChatSamples)
+    return data.train
+
+
+def texts(samples: ChatSamples, *, trained: bool = False) -> list[str]:
+    """Every conversation, or what is trained of it; `$` is the end of text."""
+    found = []
+    for index in range(len(samples)):
+        for one in samples.conversations(index):
+            ids = one.ids[one.trained] if trained else one.ids
+            found.append(bytes(36 if i == 256 else i for i in ids).decode())
+    return found
+
+
+def said(question: str, answer: str, end: str = "$") -> str:
+    asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return f"{asked}{answer}<|im_end|>\n{end}"
+
+
+def test_one_conversation_a_row(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("a", "b", "c")])
+    samples = samples_of(build(tmp_path))
+    assert texts(samples) == [said("Hi", "Hello"), said("a", "b", "") + said("a", "c")]
+    assert texts(samples, trained=True) == ["Hello<|im_end|>\n$", "b<|im_end|>\nc<|im_end|>\n$"]
+    (row,) = samples.rows(0)
+    assert row.segments is None and row.positions is None
+    n = len(said("Hi", "Hello"))
+    labels = row.labels[row.labels != IGNORE_INDEX]
+    assert bytes(labels[:-1].tolist()) == b"Hello<|im_end|>\n" and labels[-1] == 256
+    assert (row.labels[n - 1 :] == IGNORE_INDEX).all() and row.labels[n - 2] == 256
+    assert (row.input_ids[1:n] == np.append(samples.conversations(0)[0].ids[1:], [])).all()
+
+
+def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
+    tokenizer = build(tmp_path).tokenizer
+    prompt = tokenizer.apply_chat_template(
+        chat("Hi", "Hello")["messages"][:1], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "trained"),
+    [
+        ("last_assistant", ["c<|im_end|>\n$"]),
+        ("all", [said("a", "b", "") + said("a", "c")]),
+    ],
+)
+def test_loss_on(tmp_path: Path, loss_on: str, trained: list[str]) -> None:
+    write(tmp_path / "rows.jsonl", [chat("a", "b", "c")])
+    samples = samples_of(build(tmp_path, {"loss_on": loss_on}))
+    assert texts(samples, trained=True) == trained
+
+
+def test_completion_needs_a_prompt(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("a", "b")])
+    with pytest.raises(DataError, match="separates prompt and completion"):
+        build(tmp_path, {"loss_on": "completion"})
+    write(tmp_path / "rows.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    plain = build(tmp_path, {"loss_on": "completion"}, chat_template=None)
+    assert texts(samples_of(plain), trained=True) == ["4$"]
+
+
+@settings(
+    deadline=None,
+    max_examples=10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=40))
+def test_packed_rows_hold_the_same_labels(tmp_path: Path, lengths: list[int]) -> None:
+    rows = [chat("Hi", "x" * length) for length in lengths]
+    write(tmp_path / "rows.jsonl", rows)
+    apart = samples_of(build(tmp_path, length=200))
+    packed = samples_of(build(tmp_path, length=200, packing="greedy"))
+    assert sorted(texts(packed)) == sorted(texts(apart))
+    assert len(packed) <= len(apart)
+    for index in range(len(packed)):
+        (row,) = packed.rows(index)
+        assert row.segments is not None and row.positions is not None
+        assert row.segments.dtype == np.int32 and row.positions.dtype == np.int64
+        starts = np.flatnonzero(np.diff(row.segments, prepend=-1))
+        assert row.segments[starts].tolist() == list(range(len(starts)))
+        assert np.array_equal(row.positions, np.arange(200) - starts[row.segments])
+        # The row of each conversation alone, laid end to end.
+        chats = packed.stored_rows(index).tolist()
+        for start, number in zip(starts, chats, strict=False):
+            (alone,) = apart.rows(number)
+            n = len(apart.conversations(number)[0].ids)
+            assert np.array_equal(row.input_ids[start : start + n], alone.input_ids[:n])
+            assert np.array_equal(row.labels[start : start + n], alone.labels[:n])
+        assert len(starts) - len(chats) in (0, 1)
+        assert (row.labels[row.segments >= len(chats)] == IGNORE_INDEX).all()
+
+
+def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "x" * 200), chat("Hi", "short")])
+    for choice, n_samples in (("truncate", 2), ("drop", 1), ("split", 4)):
+        with caplog.at_level(logging.WARNING):
+            samples = samples_of(build(tmp_path, {"too_long": choice}, 100))
+        report = samples.chats.report
+        assert (report.rows, report.too_long, len(samples)) == (2, 1, n_samples)
+        assert f"1 too long and {choice.rstrip('e')}" in caplog.text
+    whole = said("Hi", "x" * 200)
+    assert texts(samples_of(build(tmp_path, length=100)))[0] == whole[:100]
+    pieces = samples_of(build(tmp_path, {"too_long": "split"}, 100))
+    # Every token is trained once: a piece begins with the last token of the one before.
+    assert texts(pieces)[0] + "".join(text[1:] for text in texts(pieces)[1:3]) == whole
+    labels = [label for i in range(3) for label in pieces.rows(i)[0].labels.tolist()]
+    assert sum(label != IGNORE_INDEX for label in labels) == 200 + len("<|im_end|>\n$")
+
+
+def test_pieces_without_trained_tokens_are_no_sign_of_a_wrong_mask(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("x" * 1000, "Hello")])
+    samples = samples_of(build(tmp_path, {"too_long": "split"}))
+    (text,) = texts(samples, trained=True)
+    assert text == "Hello<|im_end|>\n$" and samples.chats.report.untrained == 0
+
+
+def test_what_has_nothing_to_train(tmp_path: Path) -> None:
+    lonely = {"messages": [{"role": "user", "content": "Hi"}]}
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely])
+    report = samples_of(build(tmp_path)).chats.report
+    assert (report.samples, report.untrained) == (1, 1)
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), lonely, lonely])
+    with pytest.raises(DataError, match=r"2 of 3 samples have no trained token: .* no turn"):
+        build(tmp_path)
+    write(tmp_path / "rows.jsonl", [chat("Hi" * 100, "Hello")])
+    with pytest.raises(DataError, match=r"1 of 1 samples.* behind the first 128 tokens"):
+        build(tmp_path)
+    with pytest.raises(DataError, match="all 1 conversations are longer than 128"):
+        build(tmp_path, {"too_long": "drop"})
+    write(tmp_path / "rows.jsonl", [])
+    with pytest.raises(DataError, match="no rows"):
+        build(tmp_path)
+
+
+def test_malformed_rows_are_an_error_or_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = json.dumps(chat("Hi", "Hello"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{good}\n\n{{"messages": [{{"role": "user"}}]}}\n{{oops\n{good}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:3: message 0 has no content") as raised:
+        build(tmp_path)
+    assert "malformed: drop" in raised.value.fix
+    with caplog.at_level(logging.WARNING):
+        samples = samples_of(build(tmp_path, {"malformed": "drop"}))
+    assert (len(samples), samples.chats.report.malformed) == (2, 2)
+    assert "2 malformed rows dropped (the first: " in caplog.text
+    assert "rows.jsonl:3: message 0 has no content" in caplog.text
+    file.write_text("{oops\n")
+    with pytest.raises(DataError, match="all 1 rows are malformed"):
+        build(tmp_path, {"malformed": "drop"})
+
+
+def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("What is <|endoftext|>?", "A token.")])
+    with pytest.raises(DataError, match=r"spells out the special token <\|endoftext\|>"):
+        build(tmp_path)
+    samples = samples_of(build(tmp_path, special_tokens="parse"))
+    assert texts(samples)[0].count("$") == 2
+
+
+def test_preferences_share_the_mask_of_their_prompt(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "2+2?"}]
+    row = {
+        "prompt": prompt,
+        "chosen": [{"role": "assistant", "content": "four"}],
+        "rejected": [{"role": "assistant", "content": "no idea"}],
+    }
+    write(tmp_path / "rows.jsonl", [row] * 3)
+    samples = samples_of(build(tmp_path, {"kind": "preference"}))
+    assert (len(samples), samples.rows_per_sample, samples.n_documents) == (3, 2, 6)
+    chosen, rejected = samples.rows(1)
+    answers = ["four<|im_end|>\n$", "no idea<|im_end|>\n$"]
+    assert texts(samples, trained=True) == answers * 3
+    n_prompt = len(said("2+2?", "", "")) - len("<|im_end|>\n")
+    assert np.array_equal(chosen.input_ids[:n_prompt], rejected.input_ids[:n_prompt])
+    assert (chosen.labels[: n_prompt - 1] == IGNORE_INDEX).all()
+    assert chosen.labels[n_prompt - 1] == ord("f") and rejected.labels[n_prompt - 1] == ord("n")
+    # A pair is dropped as one.
+    long = {**row, "rejected": [{"role": "assistant", "content": "x" * 200}]}
+    write(tmp_path / "rows.jsonl", [row, long])
+    assert len(samples_of(build(tmp_path, {"kind": "preference", "too_long": "drop"}))) == 1
+    assert len(samples_of(build(tmp_path, {"kind": "preference"}))) == 2
+
+
+def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:
+    turns = chat("Hi", "one", "two")["messages"]
+    write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    template = str(TEMPLATES / "qwen3.jinja")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template changes message 1"):
+        build(tmp_path, chat_template=template)
+    samples = samples_of(
+        build(tmp_path, {"rewritten_history": "split"}, 256, chat_template=template)
+    )
+    assert texts(samples, trained=True) == [
+        f"<think>\n\n</think>\n\n{answer}<|im_end|>\n$" for answer in ("one", "two")
+    ]
+    assert samples.chats.report.rewritten == 1
+
+
+def test_held_out_rows_leave_no_piece_in_the_training_data(tmp_path: Path) -> None:
+    rows = [chat(f"Hi {i}", chr(ord("a") + i) * 200) for i in range(10)]
+    write(tmp_path / "rows.jsonl", rows)
+    for packing in ("none", "greedy"):
+        data = build(
+            tmp_path, {"too_long": "split"}, 100, validation_fraction=0.3, packing=packing
+        )
+        assert isinstance(data.validation, ChatSamples)
+        kept, held_out = (
+            {
+                int(source)
+                for i in range(len(side))
+                for source in side.chats.source_rows()[side.stored_rows(i)]
+            }
+            for side in (samples_of(data), data.validation)
+        )
+        assert len(held_out) == 3 and kept | held_out == set(range(1, 11))
+        assert not kept & held_out
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello", "again"), chat("a", "b")])
+    template = tmp_path / "t.jinja"
+    template.write_text(CHATML.template)
+    variants = [
+        build(tmp_path),
+        build(tmp_path, {"loss_on": "all"}),
+        build(tmp_path, {"too_long": "drop"}),
+        build(tmp_path, length=129),
+        build(tmp_path, packing="greedy"),
+        build(tmp_path, chat_template="t.jinja"),
+        build(tmp_path, special_tokens="parse"),
+        build(tmp_path, validation_fraction=0.5),
+    ]
+    assert len({data.fingerprint for data in variants}) == len(variants)
+    assert build(tmp_path).fingerprint == variants[0].fingerprint
+
+
+def test_every_file_kind_gives_the_same_samples(tmp_path: Path) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [chat("Hi", "Hello"), chat("a", "b", "c")]
+    write(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(
+        gzip.compress((tmp_path / "rows.jsonl").read_bytes())
+    )
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    expected = texts(samples_of(build(tmp_path)))
+    for name in ("rows.jsonl.gz", "rows.json", "rows.parquet"):
+        assert texts(samples_of(build(tmp_path, {"path": name}))) == expected
+    part = samples_of(build(tmp_path, {"split": "train[1:]"}))
+    assert texts(part) == expected[1:]
+    (tmp_path / "folder").mkdir()
+    for split, row in zip(("train", "validation"), rows, strict=True):
+        write(tmp_path / "folder" / f"{split}.jsonl", [row])
+        found = samples_of(build(tmp_path, {"path": "./folder", "split": split}))
+        assert texts(found) == [expected[rows.index(row)]]
+
+
+WARM = """
+import sys
+from pathlib import Path
+from toolkit.data.build import build_data
+from toolkit.recipe.schema import DataSection
+data = DataSection.model_validate({
+    "train": {"kind": "chat", "path": "rows.jsonl"}, "chat_template": "chatml",
+    "packing": "greedy"})
+built = build_data(data, sequence_length=128, global_batch_size=1, seed=1, vocab_size=None,
+                   base=Path(sys.argv[1]))
+built.train.rows(0)
+print(*sorted({"datasets", "torch"} & set(sys.modules)))
+"""
+
+
+def test_a_warm_start_reads_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("Hi", "x" * 200)])
+    first = build(tmp_path, packing="greedy")
+    monkeypatch.setattr("toolkit.data.chat.records.ChatRecords.__iter__", None)
+    with caplog.at_level(logging.WARNING):
+        again = build(tmp_path, packing="greedy")
+    assert texts(samples_of(again)) == texts(samples_of(first))
+    assert "1 too long and truncated" in caplog.text  # every start says so
+    finished = subprocess.run(
+        [sys.executable, "-c", WARM, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert finished.stdout.split() == []
+
+
+def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
+    build(tmp_path)
+    for report in (tmp_path / "dmt-cache" / "tokens").glob("*.json"):
+        report.unlink()
+    assert samples_of(build(tmp_path)).chats.report.samples == 1
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_trl_trains_the_same_tokens(tmp_path: Path) -> None:
+    """TRL's own tokenisation: `assistant_masks` for SFT, prompt and completion for DPO."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    template = (TEMPLATES / "chatml_generation.jinja").read_text()
+    tokenizer = make_tokenizer(("<|im_end|>", "<|im_start|>"), chat_template=template)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+    common = {"output_dir": str(tmp_path / "trl"), "report_to": "none", "use_cpu": True}
+    ours = {"tokenizer": "tokenizer", "chat_template": None, "length": 512}
+    rows: list[Row] = [{"messages": messages} for messages in conversations(CHATML, 20)]
+    write(tmp_path / "rows.jsonl", rows)
+    sft = SFTTrainer(
+        model,
+        SFTConfig(assistant_only_loss=True, bf16=False, **common),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    samples = samples_of(build(tmp_path, **ours))
+    for index, theirs in enumerate(sft.train_dataset):
+        (one,) = samples.conversations(index)
+        assert one.ids.tolist() == theirs["input_ids"]
+        wanted = theirs.get("assistant_masks") or [x != -100 for x in theirs["labels"]]
+        assert one.trained.tolist() == [bool(x) for x in wanted]
+
+    pairs = [
+        {"prompt": m[:-1], "chosen": m[-1:], "rejected": [{**m[-1], "content": "ok 12345"}]}
+        for m in (row["messages"] for row in rows)
+    ]
+    write(tmp_path / "rows.jsonl", pairs)
+    dpo = DPOTrainer(
+        model,
+        ref_model=deepcopy(model),
+        args=DPOConfig(bf16=False, **common),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+    )
+    samples = samples_of(build(tmp_path, {"kind": "preference"}, **ours))
+    for index, theirs in enumerate(dpo.train_dataset):
+        for one, name in zip(samples.conversations(index), ("chosen", "rejected"), strict=True):
+            assert one.ids[~one.trained].tolist() == theirs["prompt_ids"]
+            assert one.ids[one.trained].tolist() == theirs[f"{name}_ids"]
+
+
+def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> None:
+    from tests.recipe.good import GOOD
+    from toolkit.accelerate.samples import TrainingSamples
+    from toolkit.intake.load import load_recipe
+
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    source = f"{{kind: chat, path: {tmp_path / 'rows.jsonl'}}}"
+    data = f"data={{train: {source}, chat_template: chatml, packing: greedy}}"
+    recipe = load_recipe(tmp_path / "recipe.yaml", [data, "evaluation.every_steps=null"])
+    with pytest.raises(DataError, match="DMT's own training loop"):
+        TrainingSamples(recipe)

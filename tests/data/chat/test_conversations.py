@@ -1,0 +1,226 @@
+"""Every form in which people publish conversations, and every way to get one wrong."""
+
+import json
+from typing import Any
+
+import pytest
+
+from toolkit.data.chat.conversations import (
+    Conversation,
+    MalformedRow,
+    PlainText,
+    check_columns,
+    conversation_of,
+    preference_of,
+)
+from toolkit.data.chat.records import ChatRecord
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ChatSource, PreferenceSource
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+SYSTEM = {"role": "system", "content": "Be kind."}
+CALL = {"function": {"name": "add", "arguments": {"x": 1}}}
+
+
+def parse(row: object, **settings: Any) -> Any:
+    source = ChatSource.model_validate({"kind": "chat", "path": "x", **settings})
+    return conversation_of(ChatRecord("x:1", row), source)
+
+
+def pair(row: object, **settings: Any) -> Any:
+    source = PreferenceSource.model_validate({"kind": "preference", "path": "x", **settings})
+    return preference_of(ChatRecord("x:1", row), source)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "messages"),
+    [
+        ({"messages": [SYSTEM, USER, ANSWER]}, {}, (SYSTEM, USER, ANSWER)),
+        ({"dialog": [USER, ANSWER]}, {"columns": {"messages": "dialog"}}, (USER, ANSWER)),
+        (
+            {
+                "system": "Be kind.",
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ],
+            },
+            {},
+            (SYSTEM, USER, ANSWER),
+        ),
+        ({"conversations": [USER, ANSWER]}, {"format": "sharegpt"}, (USER, ANSWER)),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, {}, (USER, ANSWER)),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3", "system": "Be kind."},
+            {},
+            (
+                SYSTEM,
+                {"role": "user", "content": "Add.\n\n1, 2"},
+                {"role": "assistant", "content": "3"},
+            ),
+        ),
+        (
+            {"q": "Hi", "a": "Hello"},
+            {"format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
+            (USER, ANSWER),
+        ),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}, (USER, ANSWER)),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": "Hi"}]}, ANSWER]},
+            {},
+            (USER, ANSWER),
+        ),
+        # Arrow adds the keys that other rows have.
+        (
+            {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "name": None}]},
+            {},
+            (USER, ANSWER),
+        ),
+    ],
+)
+def test_forms(row: object, settings: dict[str, Any], messages: tuple[Any, ...]) -> None:
+    assert parse(row, **settings).messages == messages
+
+
+def test_prompt_and_completion() -> None:
+    assert parse({"prompt": [SYSTEM, USER], "completion": [ANSWER]}).n_prompt == 2
+    assert parse({"prompt": "2+2=", "completion": "4"}) == PlainText("2+2=", "4")
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
+def test_tools(arguments: object) -> None:
+    """Arguments that are a string of JSON would be written by a template as a string."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    turns = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        ANSWER,
+    ]
+    for stated in (tools, json.dumps(tools)):
+        found = parse({"messages": turns, "tools": stated})
+        assert found.tools == tuple(tools)
+        (called,) = found.messages[1]["tool_calls"]
+        assert called == {"id": "c1", "type": "function", "function": CALL["function"]}
+        assert found.messages[1]["content"] == ""
+
+
+def test_sharegpt_calls() -> None:
+    turns = [
+        {"from": "human", "value": "1+1?"},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "Two."},
+    ]
+    found = parse({"conversations": turns})
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1]["tool_calls"][0]["function"] == CALL["function"]
+
+
+def messages(*turns: object) -> dict[str, object]:
+    return {"messages": list(turns)}
+
+
+MALFORMED: list[tuple[object, str]] = [
+    ("{not json", "no JSON object"),
+    ({"messages": None}, "`messages` is missing or null"),
+    ({"messages": "Hi"}, "no list of messages"),
+    (messages(), "no messages"),
+    (messages("Hi"), "message 0 is no map"),
+    (messages({"content": "Hi"}, ANSWER), "message 0 has no role"),
+    (messages({"role": "robot", "content": "Hi"}), "the role 'robot'"),
+    (messages({"from": "robot", "value": "Hi"}), "the role 'robot'"),
+    (messages(USER, {"role": "assistant", "content": None}), "message 1 has no content"),
+    (messages(USER, {"role": "assistant"}), "message 1 has no content"),
+    (
+        messages(USER, {"role": "assistant", "content": " \n"}),
+        "message 1, an assistant turn, is",
+    ),
+    (messages({"role": "user", "content": None}, ANSWER), "message 0 has no content"),
+    (messages({"role": "user", "content": [{"type": "image"}]}), "no text"),
+    (messages({"role": "user", "content": 4}), "no text"),
+    (messages(SYSTEM, SYSTEM, USER, ANSWER), "message 1 is a system turn"),
+    (messages(USER, ANSWER, SYSTEM, USER, ANSWER), "message 2 is a system turn"),
+    (messages(USER, {"role": "tool", "content": "2"}), "no tool was called"),
+    (messages({**USER, "tool_calls": [CALL]}), "its role is user"),
+    (messages(USER, {**ANSWER, "tool_calls": "add"}), "no list"),
+    (messages(USER, {**ANSWER, "tool_calls": ["add"]}), "no JSON"),
+    (messages(USER, {**ANSWER, "tool_calls": [{"function": {}}]}), "names no function"),
+    (
+        messages(
+            USER, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}
+        ),
+        "arguments of a tool call of message 1",
+    ),
+    ({**messages(USER, ANSWER), "tools": "add"}, "`tools` is no JSON"),
+    ({"instruction": 3, "output": "x"}, "content of instruction is no text"),
+    ({"prompt": [], "completion": [ANSWER]}, "the prompt has no messages"),
+    ({"prompt": [USER], "completion": []}, "the completion has no messages"),
+    ({"prompt": [USER], "completion": [USER]}, "does not begin with an assistant turn"),
+    ({"prompt": "Hi", "completion": " "}, "the completion is empty"),
+    ({"prompt": "Hi", "completion": [ANSWER]}, "`prompt` is no list"),
+    ({"text": "Hi"}, "it has the columns text, and not `messages` or `conversations` or"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), MALFORMED)
+def test_malformed_rows(row: object, says: str) -> None:
+    with pytest.raises(MalformedRow, match=says):
+        parse(row)
+
+
+def test_preferences() -> None:
+    yes, no = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+    expected = (Conversation((USER, yes), (), 1), Conversation((USER, no), (), 1))
+    for row in (
+        {"prompt": [USER], "chosen": [yes], "rejected": [no]},
+        {"chosen": [USER, yes], "rejected": [USER, no]},
+        {"prompt": [USER], "chosen": [USER, yes], "rejected": [USER, no]},
+        {"prompt": "Hi", "chosen": [USER, yes], "rejected": [USER, no]},
+        {"prompt": "Hi", "chosen": [yes], "rejected": [no]},
+    ):
+        assert pair(row) == expected
+    plain = pair(
+        {"q": "Hi", "a": "y", "b": "n"}, columns={"prompt": "q", "chosen": "a", "rejected": "b"}
+    )
+    assert plain == (PlainText("Hi", "y"), PlainText("Hi", "n"))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "Hi", "chosen": "y"}, "`rejected` is missing"),
+        ({"prompt": "Hi", "chosen": "y", "rejected": [ANSWER]}, "not of one form"),
+        ({"chosen": "y", "rejected": "n"}, "`prompt` is missing"),
+        ({"chosen": [], "rejected": []}, "has no messages"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "has no messages"),
+    ],
+)
+def test_malformed_preferences(row: object, says: str) -> None:
+    with pytest.raises(MalformedRow, match=says):
+        pair(row)
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns", "says"),
+    [
+        ({}, ["text"], "it has the columns text"),
+        ({"format": "alpaca"}, ["instruction"], "has no column `output`"),
+        ({"columns": {"messages": "dialog"}, "format": "messages"}, ["messages"], "`dialog`"),
+        ({"columns": {"chosen": "x"}}, ["messages"], "`columns` names `chosen`"),
+        ({"columns": {"tools": "functions"}}, ["messages"], "no column `functions`"),
+    ],
+)
+def test_columns(settings: dict[str, Any], columns: list[str], says: str) -> None:
+    source = ChatSource.model_validate({"kind": "chat", "path": "x", **settings})
+    with pytest.raises(DataError, match=says) as raised:
+        check_columns(source, columns)
+    assert raised.value.fix
+
+
+def test_columns_of_preferences() -> None:
+    source = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
+    check_columns(source, ["good", "rejected"])
+    with pytest.raises(DataError, match="no column `good`; its columns are chosen, rejected"):
+        check_columns(source, ["chosen", "rejected"])

@@ -1,0 +1,334 @@
+"""Rows of a data set, in the forms that people publish them, become conversations.
+
+Everything is checked here, once: a template that meets a message without content, or a role
+that it does not know, would render something all the same.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from toolkit.data.chat.records import ChatRecord
+from toolkit.data.sources import TEXT
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ChatRowsSource, ChatSource, PreferenceSource
+
+Message: TypeAlias = dict[str, Any]
+
+_REQUIRED = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+}
+"""Columns that a format needs. The order decides which one `auto` tries first."""
+_OPTIONAL = {
+    "messages": ("tools",),
+    "sharegpt": ("tools", "system"),
+    "prompt_completion": ("tools",),
+    "alpaca": ("input", "system"),
+}
+_PREFERENCE = ("prompt", "chosen", "rejected", "tools")
+_ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_FUNCTION_CALL = "function_call"
+
+
+class MalformedRow(Exception):
+    """A row that is no conversation; the text says why."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in the order of speaking, checked: what a chat template renders."""
+
+    messages: tuple[Message, ...]
+    """`role` and `content` (a string) each; where there are any, also `tool_calls`,
+    `reasoning_content` and whatever else the row states."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Descriptions (JSON schemas) of the tools that the assistant may call."""
+    n_prompt: int | None = None
+    """Messages of the prompt, where the data separates prompt and completion."""
+
+    def assistant_turns(self) -> list[int]:
+        """Places of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def until(self, turn: int) -> "Conversation":
+        """The conversation as it was when message `turn` had just been written."""
+        return replace(self, messages=self.messages[: turn + 1])
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A prompt and its completion as they are, for no template."""
+
+    prompt: str
+    completion: str
+
+
+Example: TypeAlias = Conversation | PlainText
+
+
+def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
+    """Parse one row. Raises MalformedRow when it is no conversation of the source's format."""
+    row = _columns_of(record)
+    form = source.format if source.format != "auto" else _detected(row, source)
+    found = {
+        name: row.get(source.column(name)) for name in (*_REQUIRED[form], *_OPTIONAL[form])
+    }
+    missing = [source.column(n) for n in _REQUIRED[form] if found[n] is None]
+    if missing:
+        raise MalformedRow(f"`{missing[0]}` is missing or null")
+    tools = _tools(found.get("tools"))
+    if form == "alpaca":
+        messages = _alpaca(found)
+        return Conversation(messages, n_prompt=len(messages) - 1)
+    if form == "prompt_completion":
+        return _answered(found["prompt"], found["completion"], tools)
+    turns = found[_REQUIRED[form][0]]
+    if found.get("system"):
+        turns = [{"role": "system", "content": found["system"]}, *_list(turns, form)]
+    return Conversation(_messages(turns), tools)
+
+
+def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example, Example]:
+    """Parse one row into the chosen and the rejected example, which share their prompt.
+
+    Without a prompt, or where the answers repeat it, it is what both answers begin with.
+    Raises MalformedRow.
+    """
+    row = _columns_of(record)
+    prompt: Any
+    prompt, chosen, rejected, tools = (row.get(source.column(name)) for name in _PREFERENCE)
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if answer is None:
+            raise MalformedRow(f"`{source.column(name)}` is missing or null")
+    if type(chosen) is not type(rejected):
+        raise MalformedRow("`chosen` and `rejected` are not of one form")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        n_shared = _n_shared(chosen, rejected)
+        if isinstance(prompt, str) and not n_shared:
+            prompt = [{"role": "user", "content": prompt}]
+        elif not isinstance(prompt, list) or prompt == chosen[: max(len(prompt), 1)]:
+            prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
+    elif prompt is None:
+        raise MalformedRow("`prompt` is missing or null")
+    described = _tools(tools)
+    return _answered(prompt, chosen, described), _answered(prompt, rejected, described)
+
+
+def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
+    """Raise DataError unless a data set with these columns can be read as the recipe says."""
+    if isinstance(source, ChatSource):
+        try:
+            form = source.format if source.format != "auto" else _detected(columns, source)
+        except MalformedRow as error:
+            fix = "set `format`, and map its columns in `columns` (docs/chat.md)"
+            raise DataError(f"`{source.path}`: {error}", fix=fix) from error
+        needed, known = _REQUIRED[form], (*_REQUIRED[form], *_OPTIONAL[form])
+    else:
+        form, needed, known = "preference", ("chosen", "rejected"), _PREFERENCE
+    for stated in source.columns:
+        if stated not in known:
+            raise DataError(
+                f"`columns` names `{stated}`, which data of the form {form} does not have",
+                fix=f"map any of {', '.join(known)}, or remove it",
+            )
+    mapped = [name for name in known if name != source.column(name)]
+    for name in (*needed, *mapped):
+        if source.column(name) not in columns:
+            raise DataError(
+                f"`{source.path}` has no column `{source.column(name)}`; its columns are "
+                + (", ".join(columns) or "none"),
+                fix=f"name the column that holds it: `columns: {{{name}: …}}`",
+            )
+
+
+def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
+    """Whether rows with these columns are conversations rather than plain text.
+
+    `columns` says what each holds, as in `check_column` of `toolkit/data/sources.py`.
+    """
+    answer = "completion" if isinstance(source, ChatSource) else "chosen"
+    return columns.get(source.column(answer)) != TEXT
+
+
+def _columns_of(record: ChatRecord) -> dict[str, Any]:
+    if not isinstance(record.value, dict):
+        raise MalformedRow("it is no JSON object")
+    return record.value
+
+
+def _detected(columns: Collection[str], source: ChatSource) -> str:
+    """The format that has these columns."""
+    for form, required in _REQUIRED.items():
+        if all(source.column(name) in columns for name in required):
+            return form
+    forms = " or ".join(" and ".join(f"`{n}`" for n in names) for names in _REQUIRED.values())
+    raise MalformedRow(f"it has the columns {', '.join(columns) or 'none'}, and not {forms}")
+
+
+def _alpaca(found: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Instruction and input, with a blank line between them, are the user's message."""
+    asked = "\n\n".join(_text(found[n], n) for n in ("instruction", "input") if found[n])
+    turns = [{"role": "user", "content": asked}]
+    if found["system"]:
+        turns.insert(0, {"role": "system", "content": found["system"]})
+    return _messages([*turns, {"role": "assistant", "content": found["output"]}])
+
+
+def _answered(prompt: Any, completion: Any, tools: tuple[dict[str, Any], ...]) -> Example:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise MalformedRow("the completion is empty")
+        return PlainText(prompt, completion)
+    turns = [*_list(prompt, "prompt"), *_list(completion, "completion")]
+    n_prompt = len(turns) - len(completion)
+    if not completion or not n_prompt:
+        raise MalformedRow(f"the {'completion' if n_prompt else 'prompt'} has no messages")
+    messages = _messages(turns)
+    if messages[n_prompt]["role"] != "assistant":
+        raise MalformedRow("the completion does not begin with an assistant turn")
+    return Conversation(messages, tools, n_prompt)
+
+
+def _n_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """Messages with which both answers begin."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)) - 1)
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise MalformedRow(f"`{name}` is no list of messages")
+    return value
+
+
+def _messages(turns: object) -> tuple[Message, ...]:
+    """Checked messages of a list of turns."""
+    turns = _list(turns, "messages")
+    if not turns:
+        raise MalformedRow("it has no messages")
+    messages = tuple(_message(turn, f"message {i}") for i, turn in enumerate(turns))
+    roles = [message["role"] for message in messages]
+    if "system" in roles[1:]:
+        again = roles.index("system", 1)
+        raise MalformedRow(f"message {again} is a system turn; only message 0 may be one")
+    for i, message in enumerate(messages):
+        before = messages[i - 1] if i else {}
+        if roles[i] == "tool" and not (
+            before.get("tool_calls") or before.get("role") == "tool"
+        ):
+            raise MalformedRow(f"message {i} is a tool's answer, and no tool was called")
+        if roles[i] == "assistant" and not (
+            message["content"].strip() or message.get("tool_calls")
+        ):
+            raise MalformedRow(f"message {i}, an assistant turn, is empty")
+    return messages
+
+
+def _message(turn: object, name: str) -> Message:
+    if not isinstance(turn, dict):
+        raise MalformedRow(f"{name} is no map of role and content")
+    message = _without_nulls(turn)
+    if "from" in message:  # ShareGPT's names
+        stated = message.pop("from")
+        message = {"role": _SHAREGPT_ROLES.get(stated, stated), **message}
+        message["content"] = message.pop("value", None)
+        if stated == _FUNCTION_CALL:
+            calls = [message["content"]]
+            message = {"role": "assistant", "tool_calls": [_json(call, name) for call in calls]}
+    role = message.get("role")
+    if role is None:
+        raise MalformedRow(f"{name} has no role")
+    if role not in _ROLES:
+        raise MalformedRow(
+            f"{name} has the role {role!r}, which is none of {', '.join(_ROLES)}"
+        )
+    if "tool_calls" in message:
+        if role != "assistant":
+            raise MalformedRow(f"{name} has tool calls, and its role is {role}")
+        message["tool_calls"] = [
+            _tool_call(c, name) for c in _list(message["tool_calls"], name)
+        ]
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise MalformedRow(f"{name} has no content")
+    return {**message, "content": _text(message.get("content") or "", name)}
+
+
+def _text(content: object, name: str) -> str:
+    """The content as one string; a list of text parts (OpenAI's form) is joined."""
+    if isinstance(content, list) and content:
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(map(str, parts))
+    if not isinstance(content, str):
+        raise MalformedRow(f"the content of {name} is no text")
+    return content
+
+
+def _tool_call(call: object, name: str) -> dict[str, Any]:
+    """A call in OpenAI's form, its arguments as a map: templates write those as JSON."""
+    call = _json(call, name)
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MalformedRow(f"a tool call of {name} names no function")
+    arguments = _json(function.get("arguments", {}), f"the arguments of a tool call of {name}")
+    called = {"name": function["name"], "arguments": arguments}
+    return {
+        "type": "function",
+        **({"id": call["id"]} if "id" in call else {}),
+        "function": called,
+    }
+
+
+def _tools(tools: object) -> tuple[dict[str, Any], ...]:
+    if tools is None or tools == "":
+        return ()
+    with_text = tools
+    if isinstance(tools, str):
+        try:
+            with_text = json.loads(tools)
+        except ValueError as error:
+            raise MalformedRow("`tools` is no JSON") from error
+    return tuple(_json(_without_nulls(tool), "`tools`") for tool in _list(with_text, "tools"))
+
+
+def _json(value: object, name: str) -> dict[str, Any]:
+    """A map, given as such or as a string of JSON."""
+    found: Any = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError as error:
+            raise MalformedRow(f"{name}: no JSON: {value[:60]!r}") from error
+    if not isinstance(found, dict):
+        raise MalformedRow(f"{name}: no JSON object")
+    return dict(found)
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without keys that are null, which Arrow adds to make all rows alike."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def texts_of(example: Example) -> Iterator[str]:
+    """Every string that the data, rather than the template, puts into the text."""
+    if isinstance(example, PlainText):
+        yield from (example.prompt, example.completion)
+        return
+    pending: list[Any] = [*example.messages, *example.tools]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += [item for key, item in value.items() if key != "role"]
+        elif isinstance(value, list):
+            pending += value
+        elif isinstance(value, str):
+            yield value

@@ -1,0 +1,159 @@
+"""Stored chats as samples: rows of equal length, packed or not, and pairs of rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from toolkit.batch import IGNORE_INDEX
+from toolkit.data.chat.packing import pack
+from toolkit.data.chat.template import MarkedTokens
+from toolkit.data.chat.tokens import StoredChats
+from toolkit.data.files import fingerprint_of
+from toolkit.data.indexed import IndexedTokens, IndexedWriter
+from toolkit.data.rows import Int64Array, Row
+from toolkit.data.split import held_out_documents
+from toolkit.data.tokenized import cached_tokens
+
+_PADDING_ID = 0
+"""In every vocabulary; it is never a label, and no trained token attends to it."""
+_COUNTED_AT_ONCE = 4096
+"""Conversations."""
+
+
+class ChatSamples:
+    """Samples of conversations; see `Samples`.
+
+    A row of one conversation is padded at its end, where no token attends to the padding. A
+    packed row has `segments` and `positions`: a segment per conversation, one for the padding.
+    """
+
+    def __init__(
+        self,
+        chats: StoredChats,
+        numbers: Int64Array,
+        sequence_length: int,
+        rows_per_sample: int = 1,
+        packed: IndexedTokens | None = None,
+    ) -> None:
+        """Of `chats`, the stored rows `numbers`, ascending; a sample of two is two of them.
+
+        `packed`: which of `numbers`, by their places in it, share a row.
+        """
+        self.chats = chats
+        self.sequence_length = sequence_length
+        self.rows_per_sample = rows_per_sample
+        self._numbers = numbers
+        self._packed = packed
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        if self._packed is not None:
+            return self._packed.n_documents
+        return len(self._numbers) // self.rows_per_sample
+
+    @property
+    def n_documents(self) -> int:
+        """Number of conversations, or of answers in preferences."""
+        return len(self._numbers)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.lengths().sum())
+
+    def lengths(self) -> Int64Array:
+        """Tokens of each conversation, int64 [n_documents]."""
+        return self.chats.lengths()[self._numbers]
+
+    def rows(self, index: int) -> list[Row]:
+        """See `Samples.rows`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        if self._packed is not None:
+            return [self._packed_row(self.conversations(index))]
+        return [self._row([chat]) for chat in self.conversations(index)]
+
+    def conversations(self, index: int) -> list[MarkedTokens]:
+        """The conversations of sample `index`."""
+        return [self.chats.read(number) for number in self.stored_rows(index).tolist()]
+
+    def stored_rows(self, index: int) -> Int64Array:
+        """Which rows of the store make up sample `index`."""
+        if self._packed is None:
+            first = index * self.rows_per_sample
+            return self._numbers[first : first + self.rows_per_sample]
+        bounds = self._packed.document_starts(np.array([index, index + 1]))
+        return self._numbers[self._packed.tokens[bounds[0] : bounds[1]]]
+
+    def token_counts(self) -> Int64Array:
+        """How often each token id is trained, int64 [largest id + 1]."""
+        counts = np.zeros(0, dtype=np.int64)
+        for first in range(0, len(self._numbers), _COUNTED_AT_ONCE):
+            chats = map(
+                self.chats.read, self._numbers[first : first + _COUNTED_AT_ONCE].tolist()
+            )
+            trained = [chat.ids[1:][chat.trained[1:]] for chat in chats]
+            more = np.bincount(np.concatenate(trained), minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        return counts
+
+    def _row(self, chats: Sequence[MarkedTokens]) -> Row:
+        """Conversations end to end, and padding."""
+        input_ids = np.full(self.sequence_length, _PADDING_ID, dtype=np.int64)
+        labels = np.full(self.sequence_length, IGNORE_INDEX, dtype=np.int64)
+        at = 0
+        for chat in chats:
+            end = at + len(chat.ids)
+            input_ids[at:end] = chat.ids
+            labels[at : end - 1] = np.where(chat.trained[1:], chat.ids[1:], IGNORE_INDEX)
+            at = end
+        return Row(input_ids, labels)
+
+    def _packed_row(self, chats: Sequence[MarkedTokens]) -> Row:
+        row = self._row(chats)
+        lengths = [len(chat.ids) for chat in chats]
+        if padding := self.sequence_length - sum(lengths):
+            lengths.append(padding)
+        segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+        return Row(row.input_ids, row.labels, positions=positions, segments=segments)
+
+
+def chat_samples(
+    chats: StoredChats,
+    numbers: Int64Array,
+    sequence_length: int,
+    *,
+    rows_per_sample: int,
+    packing: str,
+    part: str,
+    cache: Path,
+) -> ChatSamples:
+    """Samples of the stored rows `numbers`; which of them share a row is kept in the cache.
+
+    `part` says which part of `chats` they are.
+    """
+    if packing == "none":
+        return ChatSamples(chats, numbers, sequence_length, rows_per_sample)
+    lengths = chats.lengths()[numbers]
+    prefix = cache / "tokens" / fingerprint_of([chats.fingerprint, "packed rows", part])
+
+    def write() -> None:
+        with IndexedWriter(prefix, np.int32) as writer:
+            for row in pack(lengths, sequence_length):
+                writer.append(row)
+                writer.end_document()
+            writer.commit()
+
+    packed = cached_tokens(prefix, write)
+    return ChatSamples(chats, numbers, sequence_length, packed=packed)
+
+
+def split_rows(chats: StoredChats, fraction: float, seed: int) -> tuple[Int64Array, Int64Array]:
+    """Stored rows to train on and those held out: whole rows of the data set, by the seed."""
+    sources, row_of = np.unique(chats.source_rows(), return_inverse=True)
+    held_out = np.zeros(len(sources), dtype=np.bool_)
+    held_out[held_out_documents(len(sources), fraction, seed)] = True
+    return np.flatnonzero(~held_out[row_of]), np.flatnonzero(held_out[row_of])

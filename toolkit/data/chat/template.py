@@ -1,0 +1,265 @@
+"""A chat template: what it makes of a conversation, and which characters of that are trained.
+
+The trained characters come from the template's `{% generation %}` blocks where it has them.
+Otherwise a turn of the assistant is what follows the rendering of the messages before it with
+a generation prompt: exactly what a model continues when it answers. Token ids play no role in
+this, so a padding token that equals the end-of-turn token does no harm.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.data.chat.conversations import Conversation, Example, MalformedRow, PlainText
+from toolkit.data.rows import Int64Array
+from toolkit.data.tokenizers import encoder, tokens_before_text
+from toolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Span: TypeAlias = tuple[int, int]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_TODAY = date(2024, 7, 26)
+"""The day that templates which write today's date are given, so that the same data gives the
+same tokens tomorrow; Llama's own default for programs without a clock."""
+
+
+class RewrittenHistory(Exception):
+    """The template renders an earlier turn differently once other turns follow."""
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """Text with the characters that are trained."""
+
+    text: str
+    spans: tuple[Span, ...]
+    """[start, end) of the trained characters, ascending."""
+
+
+@dataclass(frozen=True)
+class MarkedTokens:
+    """Tokens with those that are trained."""
+
+    ids: Int64Array
+    """[tokens]."""
+    trained: npt.NDArray[np.bool_]
+    """[tokens]: whether the token holds a trained character."""
+
+    def between(self, start: int, stop: int) -> "MarkedTokens":
+        """Tokens `start … stop - 1`."""
+        return MarkedTokens(self.ids[start:stop], self.trained[start:stop])
+
+
+class ChatTemplate:
+    """A template with the tokenizer that its special tokens belong to."""
+
+    def __init__(self, text: str | None, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Without a template (None), only plain text can be marked."""
+        self._missing = text is None
+        text = text or ""
+        self._text = _NOW.sub(lambda match: repr(_TODAY.strftime(match[2])), text)
+        self._marked = bool(_GENERATION.search(text))
+        self._variables = dict(tokenizer.special_tokens_map)
+        self._eos = str(tokenizer.eos_token)
+        self._backend = encoder(tokenizer, parse_special=True)
+        self._before_plain = "".join(
+            str(self._backend.id_to_token(token)) for token in tokens_before_text(self._backend)
+        )
+        added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+        known = {*added, *tokenizer.all_special_tokens}
+        tokens = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+        self.special = re.compile(tokens)
+        """Every special token of the tokenizer; there is one at least, its EOS token."""
+        self._next_special = re.compile(rf"\s*(?:{tokens})")
+        self._blank = re.compile(rf"(?:\s|{tokens})*")
+
+    def mark(self, example: Example, loss_on: str) -> MarkedText:
+        """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
+
+        Raises MalformedRow when the template refuses the conversation or leaves a part of it
+        out, RewrittenHistory when turns that are trained look different in the history, and
+        DataError when the template is of no use for training.
+        """
+        if isinstance(example, PlainText):
+            before = self._before_plain
+            prompt = example.prompt.removeprefix(before)
+            text = before + prompt + example.completion
+            start = 0 if loss_on == "all" else len(before + prompt)
+            return self._closed(text, [(start, len(text))])
+        if self._missing:
+            raise DataError(
+                "the tokenizer has no chat template",
+                fix="name one in `data.chat_template`: a file, or the shipped `chatml`; or use "
+                "the tokenizer of an instruct model",
+            )
+        text, generated = self._render(example)
+        self._check_complete(example, text)
+        if loss_on == "all":
+            spans = [(0, len(text))]
+        elif loss_on == "completion":
+            spans = [(self._completion_start(example, text), len(text))]
+        elif self._marked:
+            spans = self._generated(example, text, generated, loss_on)
+        else:
+            turns = example.assistant_turns()
+            turns = turns[-1:] if loss_on == "last_assistant" else turns
+            spans = [self._turn(example, text, turn) for turn in turns]
+        return self._closed(text, spans)
+
+    def encode(self, marked: Sequence[MarkedText]) -> list[MarkedTokens]:
+        """Tokens of the texts, all at once. The template has written what special tokens a
+        text begins with: the tokenizer adds none."""
+        encodings = self._backend.encode_batch(
+            [one.text for one in marked], add_special_tokens=False
+        )
+        return [
+            _tokens(encoding, one.spans)
+            for encoding, one in zip(encodings, marked, strict=True)
+        ]
+
+    def _render(
+        self, conversation: Conversation, until: int | None = None, *, prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """Text of the messages before `until`, and its generation blocks.
+
+        `prompt`: what the template writes before an answer of the assistant is added.
+        """
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, generated = render_jinja_template(
+                [list(conversation.messages[:until])],
+                tools=list(conversation.tools) or None,
+                chat_template=self._text,
+                return_assistant_tokens_mask=self._marked,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template has a syntax error in line {error.lineno}: {error.message}",
+                fix="correct it, or name another one in `data.chat_template`",
+            ) from error
+        except Exception as error:  # a template may do anything with what it is given
+            raise MalformedRow(f"the chat template refuses it: {error}") from error
+        return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
+
+    def _check_complete(self, conversation: Conversation, text: str) -> None:
+        """Refuse a text in which something that the row says is missing."""
+        for i, message in enumerate(conversation.messages):
+            said = message["content"].rpartition("</think>")[2].strip()
+            if message["role"] != "tool" and said not in text:
+                what = f"message {i} ({message['role']})"
+                raise MalformedRow(f"the chat template leaves out or changes {what}")
+            for call in message.get("tool_calls", ()):
+                if call["function"]["name"] not in text:
+                    raise MalformedRow(
+                        f"the chat template leaves out the tool call of message {i}"
+                    )
+        for tool in conversation.tools:
+            name = tool.get("function", tool).get("name")
+            if name is not None and name not in text:
+                raise MalformedRow("the chat template leaves out the descriptions of tools")
+
+    def _turn(self, conversation: Conversation, text: str, turn: int) -> Span:
+        """The characters of assistant turn `turn`, with its end-of-turn token."""
+        start = self._answer_start(conversation, text, turn)
+        part = text
+        if turn + 1 < len(conversation.messages):
+            part, _ = self._render(conversation, turn + 1)
+        shared = _n_shared(part, text)
+        ends = [found.end() for found in self.special.finditer(part, start, shared)]
+        if ends and self._blank.fullmatch(part, ends[-1]):
+            return start, ends[-1]
+        if shared < len(part.rstrip()):
+            raise RewrittenHistory(f"message {turn}")
+        return start, self._end_of_turn(text, start, shared)
+
+    def _answer_start(self, conversation: Conversation, text: str, turn: int) -> int:
+        """Where the model begins to write message `turn`."""
+        before, _ = self._render(conversation, turn, prompt=True)
+        if text.startswith(before):
+            return len(before)
+        history, _ = self._render(conversation, turn)
+        shared = _n_shared(history, text)
+        if shared < len(history) and not self._blank.fullmatch(history, shared):
+            raise RewrittenHistory(f"what is before message {turn}")
+        raise DataError(
+            f"the chat template prompts the assistant with {before[shared:][-60:]!r}, and "
+            f"writes its turns differently: {text[shared:][:60]!r}",
+            fix="name a template for training in `data.chat_template`, or mark what the "
+            "assistant writes by `{% generation %}` blocks",
+        )
+
+    def _completion_start(self, conversation: Conversation, text: str) -> int:
+        if conversation.n_prompt is None:
+            raise DataError(
+                "`loss_on: completion` needs data that separates prompt and completion",
+                fix="set `loss_on` to assistant or last_assistant",
+            )
+        return self._answer_start(conversation, text, conversation.n_prompt)
+
+    def _generated(
+        self, conversation: Conversation, text: str, generated: list[Span], loss_on: str
+    ) -> list[Span]:
+        """The template's own blocks, each with its end-of-turn token."""
+        said = [text[start:end] for start, end in generated]
+        *earlier, last = conversation.assistant_turns() or [0]
+        n_before = 0
+        if loss_on == "last_assistant":
+            n_before = len(self._render(conversation, last)[1]) if last else 0
+            earlier = []
+        for turn in earlier:
+            part, spans = self._render(conversation, turn + 1)
+            if [part[start:end] for start, end in spans] != said[: len(spans)]:
+                raise RewrittenHistory(f"message {turn}")
+        return [
+            (start, self._end_of_turn(text, start, end))
+            for start, end in generated[n_before:]
+            if start < end
+        ]
+
+    def _end_of_turn(self, text: str, start: int, end: int) -> int:
+        """`end`, or the end of the special token that follows: without an end-of-turn token
+        of its own, a turn is ended by the token that opens the next one."""
+        said = text[start:end].rstrip()
+        if any(found.end() == len(said) for found in self.special.finditer(said)):
+            return end
+        following = self._next_special.match(text, end)
+        return following.end() if following else end
+
+    def _closed(self, text: str, spans: list[Span]) -> MarkedText:
+        """A trained turn that ends the text without a special token gets the EOS token: the
+        model must learn to stop."""
+        if spans and not text[spans[-1][1] :].strip():
+            kept = text.rstrip()
+            if not any(found.end() == len(kept) for found in self.special.finditer(kept)):
+                text += self._eos
+                spans[-1] = (spans[-1][0], len(text))
+        return MarkedText(text, tuple(spans))
+
+
+def _tokens(encoding: Any, spans: Sequence[Span]) -> MarkedTokens:
+    starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(starts), dtype=np.bool_)
+    for start, end in spans:
+        trained |= (starts < end) & (ends > start)
+    return MarkedTokens(np.array(encoding.ids, dtype=np.int64), trained)
+
+
+def _n_shared(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(other))

@@ -1,0 +1,148 @@
+"""What people look at before they train: samples with what is trained, and statistics."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from toolkit.batch import IGNORE_INDEX
+from toolkit.data.build import TokenisedSamples, TrainingData
+from toolkit.data.chat.dataset import ChatSamples
+from toolkit.data.chat.template import MarkedTokens
+from toolkit.data.packing import PackedDataset
+from toolkit.data.rows import Int64Array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_MEASURED_TOKENS = 2**22
+"""The lengths of documents are those at the beginning of the data, up to so many tokens."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive tokens of which all are trained, or none."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document of a sample: a conversation, an answer of a pair, or a part of a text."""
+
+    tokens: int
+    trained_tokens: int
+    passages: tuple[Passage, ...]
+    """The beginning of it, up to a number of tokens."""
+    hidden_tokens: int
+    """Tokens behind that."""
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample of training."""
+
+    index: int
+    documents: tuple[ShownDocument, ...]
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents of similar length."""
+
+    up_to: int
+    """Tokens; the bin before ends where this one begins."""
+    documents: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Training data as people look at it."""
+
+    samples: tuple[ShownSample, ...]
+    n_samples: int
+    n_documents: int
+    sequence_length: int
+    trained_share: float
+    """Trained tokens per token, of all data."""
+    filled: float
+    """Share of the positions that hold a token rather than padding."""
+    lengths: tuple[LengthBin, ...]
+    counts: dict[str, int | str] | None
+    """What became of the rows of a chat data set (`ChatReport`)."""
+
+
+def preview(data: TrainingData, samples: int, tokens: int) -> Preview:
+    """The first samples of the training data, `tokens` of each document, and statistics."""
+    train = data.train
+    n_rows = len(train) * train.rows_per_sample
+    positions = n_rows * train.sequence_length
+    if isinstance(train, ChatSamples):
+        report = train.chats.report
+        counts = asdict(report)
+        share, filled = report.trained_tokens / report.tokens, train.n_tokens / positions
+        lengths = train.lengths()
+    else:
+        counts = None
+        # The stream gives all tokens but the first of each document as labels.
+        share, filled = 1 - train.n_documents / max(train.n_tokens, 1), 1.0
+        lengths = _document_lengths(train)
+    return Preview(
+        tuple(
+            ShownSample(
+                index,
+                tuple(_shown(one, data.tokenizer, tokens) for one in _documents(train, index)),
+            )
+            for index in range(min(samples, len(train)))
+        ),
+        len(train),
+        train.n_documents,
+        train.sequence_length,
+        share,
+        filled,
+        tuple(_bins(lengths)),
+        counts,
+    )
+
+
+def _documents(train: TokenisedSamples, index: int) -> Iterator[MarkedTokens]:
+    """The documents of a sample."""
+    if isinstance(train, ChatSamples):
+        yield from train.conversations(index)
+        return
+    (row,) = train.rows(index)
+    trained = np.append([False], row.labels[:-1] != IGNORE_INDEX)
+    starts = [0, *(np.flatnonzero(~trained[1:]) + 1).tolist(), len(trained)]
+    for start, stop in pairwise(starts):
+        yield MarkedTokens(row.input_ids[start:stop], trained[start:stop])
+
+
+def _shown(
+    document: MarkedTokens, tokenizer: "PreTrainedTokenizerFast", limit: int
+) -> ShownDocument:
+    ids, trained = document.ids[:limit], document.trained[:limit]
+    edges = [0, *(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(ids)]
+    passages = tuple(
+        Passage(tokenizer.decode(ids[start:stop].tolist()), bool(trained[start]))
+        for start, stop in pairwise(edges)
+    )
+    n_trained = int(document.trained.sum())
+    return ShownDocument(len(document.ids), n_trained, passages, len(document.ids) - len(ids))
+
+
+def _document_lengths(train: PackedDataset) -> Int64Array:
+    _, ends = train.stream.read(0, min(len(train.stream), _MEASURED_TOKENS))
+    return np.diff(ends, prepend=-1)
+
+
+def _bins(lengths: Int64Array) -> Iterator[LengthBin]:
+    """Documents by the power of two that bounds their length."""
+    exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    counts = np.bincount(exponents)
+    first = int(np.flatnonzero(counts)[0]) if len(lengths) else 0
+    for exponent, count in enumerate(counts.tolist()):
+        if exponent >= first:
+            yield LengthBin(2**exponent, count)
