@@ -105,7 +105,7 @@ def test_training_goes_on_from_an_export(tuned: Project) -> None:
     first, before = curve(tuned.folder / "more")[1][0], curve(tuned.folder / "moved")
     assert first < before[1][0] - 0.02
     changes = {"model.init": "checkpoint", "model.checkpoint": "moved"}
-    ended = tuned.launch("wrong", changes)
+    ended = tuned.launch("from-adapters", changes)
     assert ended.code == 2
     assert "step-00000006 holds adapters, not a model" in ended.err
     assert "adapter.folder" in ended.err
