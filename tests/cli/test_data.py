@@ -67,7 +67,7 @@ data:
   train: {kind: chat, path: chats.jsonl}
   chat_template: chatml
   packing: greedy
-training: {sequence_length: 96, global_batch_size: 1}
+training: {objective: sft, sequence_length: 96, global_batch_size: 1}
 model: {config: {max_position_embeddings: 96}}
 """
 

@@ -51,6 +51,7 @@ def hf(path: str, field: str = "text") -> str:
 
 SMALL = "model.config.vocab_size=257"
 TEXT_FIELD, TRAIN_PATH = "data.train.text_field", "data.train.path"
+SFT = "training.objective=sft"
 MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.tokenizer=./missing",), "data.tokenizer", "there is no folder"),
     (("data.tokenizer=./empty",), "data.tokenizer", "holds no tokenizer.json"),
@@ -72,7 +73,11 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
         for field in ("text", "messages")
     ),
     *(
-        ((f"data.train={{kind: chat, path: ./{file}, {more}}}", *others), f"data.{key}", says)
+        (
+            (f"data.train={{kind: chat, path: ./{file}, {more}}}", SFT, *others),
+            f"data.{key}",
+            says,
+        )
         for file, more, others, key, says in (
             ("no.jsonl", "", (), "train.path", "no file matches"),
             ("body.jsonl", "", (), "train.columns", "it has the columns body, id"),
@@ -122,7 +127,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
     ],
 )
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:
-    assert not judge(recipe, (override,)).problems
+    overrides = (override, SFT) if "kind: chat" in override else (override,)
+    assert not judge(recipe, overrides).problems
     on_a_volume = "launch.launcher=kubernetes", "data.train={kind: text, files: [./no.txt]}"
     assert not judge(recipe, (override, *on_a_volume)).problems
 

@@ -96,6 +96,21 @@ def test_fits_reports_adapters(tuned: Project) -> None:
     assert "adapter.rank: 4 then, 8 now" in ended.out
 
 
+def test_training_goes_on_from_an_export(tuned: Project) -> None:
+    """A new run begins with the adapters of an old one; not with its checkpoint as a model."""
+    adapter = "{rank: 4, alpha: 8, folder: moved/export}"
+    changes = LORA | {"model.hub": "base", "adapter": adapter, "training.steps": 1}
+    ended = tuned.launch("more", changes)
+    assert ended.code == 0, ended.err
+    first, before = curve(tuned.folder / "more")[1][0], curve(tuned.folder / "moved")
+    assert first < before[1][0] - 0.02
+    changes = {"model.init": "checkpoint", "model.checkpoint": "moved"}
+    ended = tuned.launch("from-adapters", changes)
+    assert ended.code == 2
+    assert "step-00000006 holds adapters, not a model" in ended.err
+    assert "adapter.folder" in ended.err
+
+
 def test_another_base_is_refused(tuned: Project) -> None:
     folder = tuned.folder
     weights = folder / "base" / "model.safetensors"

@@ -430,9 +430,9 @@ MISTAKES = {
     "preferences without a comparison": M(
         '    kind: text\n    files: ["{stdlib}/*.py"]',
         "    kind: preference\n    path: org/pairs",
-        "training.objective",
-        "one for pairs",
-        at="training:",
+        "data.train.kind",
+        "dpo or orpo",
+        at="kind: preference",
     ),
     "text to validate chats": M(
         '    kind: text\n    files: ["{stdlib}/*.py"]\n  validation_fraction: 0.05',
@@ -535,6 +535,7 @@ MISTAKES = {
     ),
 }  # fmt: skip
 EXTRA = {
+    "text to validate chats": ("seed: 1", "objective: sft\n  seed: 1"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
     "fsdp with half an offload": ("engine: auto", "engine: fsdp"),
     "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),

@@ -5,9 +5,10 @@ and every row of B is multiplied with the A·x of its own projection alone. Wher
 are split over the tensor ranks, B's are too and A is whole on each; where its columns are, A's
 are too and B is whole. What travels between ranks is A·x, `rank` values a token.
 
-The gradient of the whole factor is a sum over the tensor ranks. Without sequence parallel each
-rank has all of it, as A·x is the same on each; with sequence parallel each has its positions'
-part, and `sequence_parallel` marks it to be summed like a norm's.
+Without sequence parallel, the gradient of the whole factor is complete on every rank: what
+comes back to A·x is summed on its way, and a whole B meets the same A·x on each. With sequence
+parallel a rank has its positions' part of it, and the mark `sequence_parallel` says that these
+are to be summed, as for a norm.
 """
 
 import re

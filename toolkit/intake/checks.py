@@ -7,6 +7,7 @@ legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the mod
 are only asked.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,16 +35,18 @@ def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]
 
     The problems carry full dotted keys; file and line are left to the caller.
     """
-    wrong = tuple(wrong)
+    wrong = frozenset(wrong)
+    partly_wrong = {whole for key in wrong for whole in _wholes(key)}
     for rule in RULES:
-        if not any(_touch(read, key) for read in rule.reads for key in wrong):
+        if partly_wrong.isdisjoint(rule.reads) and not any(
+            wrong.intersection(_wholes(read)) for read in rule.reads
+        ):
             yield from rule.check(recipe)
 
 
-def _touch(one: str, other: str) -> bool:
-    """Is one setting the other, or a part of it?"""
-    shorter, longer = sorted((one, other), key=len)
-    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
+def _wholes(key: str) -> list[str]:
+    """The setting, and every section that it is a part of."""
+    return [key, *(key[: sign.start()] for sign in re.finditer(r"[.\[]", key))]
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -282,13 +285,12 @@ def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     """Packed text has no pairs, and conversations have tokens that are not to be trained."""
     objective = recipe.training.objective
     kinds = data_kinds(objective)
-    for side, source in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        if not kinds or source is None or source.kind in kinds:
-            continue
-        others = [name for name in OBJECTIVES.names if source.kind in data_kinds(name)]
+    kind = recipe.data.train.kind
+    if kinds and kind not in kinds:
+        others = [name for name in OBJECTIVES.names if kind in data_kinds(name)]
         fix = f"set training.objective to {' or '.join(others)}, or use other data"
-        found = f"{source.kind} with `objective: {objective}`"
-        yield Problem(f"data.{side}.kind", found, ", ".join(kinds), fix)
+        found = f"{kind} with `objective: {objective}`"
+        yield Problem("data.train.kind", found, ", ".join(kinds), fix)
 
 
 def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
@@ -365,7 +367,7 @@ RULES: tuple[Rule, ...] = (
         _validation_data,
     ),
     Rule(("training.objective", "dpo", "orpo"), _objective_settings),
-    Rule(("training.objective", "data.train", "data.validation"), _objective_data),
+    Rule(("training.objective", "data.train"), _objective_data),
     Rule(("data",), _chat_settings),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

@@ -14,7 +14,7 @@ from toolkit.models.config_keys import DROPOUT_KEYS
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.legality import DEGREES, table
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
@@ -78,9 +78,9 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
         )
     yield "data order", "global batch k follows from the seed and k, under any world size"
-    if recipe.data.isolate_documents:
+    if recipe.data.isolates:
         yield "isolated documents", "a token attends to its own only, and positions restart"
-    else:
+    elif not isinstance(recipe.data.train, ChatRowsSource):
         yield "packed documents", "attention crosses those of a sequence, in every layout"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""

@@ -163,6 +163,12 @@ class RunCheckpoints:
                 Path(start), lambda nbytes: phases.begin("verifying the checkpoint", nbytes)
             )
         )
+        if Manifest.read(saved.folder).adapter is not None:
+            raise CheckpointError(
+                f"model.checkpoint: {saved.folder} holds adapters, not a model",
+                fix=f"`dmt checkpoint export {saved.folder} DST --merged` and init: "
+                "pretrained with hub: DST; or export without --merged, and adapter.folder",
+            )
         if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",

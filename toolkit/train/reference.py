@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from toolkit.adapters.imported import PEFT_CONFIG, PEFT_WEIGHTS
 from toolkit.checkpoint.locate import locate
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.data.batches import batches_of
@@ -40,7 +41,7 @@ from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
-from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.recipe.schema import Recipe
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.phases import Phases
 from toolkit.untrusted import read_json
@@ -166,11 +167,18 @@ def _write(path: Path, values: Values) -> None:
         raise cache_not_writable(path.parent, error) from error
 
 
-def weights_fingerprint(model: ModelSection, seed: int, cache: Path) -> str:
-    """Identifies the weights that training begins with."""
+def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
+    """Identifies the weights that training begins with.
+
+    New adapters compute nothing, as B is 0: with them, the reference is the base model.
+    """
+    model, adapter = recipe.model, recipe.adapter
     source: list[str | int] = [model.init]
+    if adapter is not None and adapter.folder is not None:
+        folder = Path(adapter.folder)
+        source.append(content_fingerprint([folder / PEFT_CONFIG, folder / PEFT_WEIGHTS], cache))
     if model.init == "random":
-        source.append(seed)
+        source.append(recipe.training.seed)
     elif model.init == "pretrained":
         assert model.hub is not None, "checked at load"
         folder = hf.snapshot_folder(model.hub, model.revision)
@@ -222,8 +230,7 @@ class RunReference:
             self._tables.append(table("validation", data.validation, held_out))
 
     def _note_weights(self) -> str:
-        model, seed = self._recipe.model, self._recipe.training.seed
-        weights = weights_fingerprint(model, seed, self._cache)
+        weights = weights_fingerprint(self._recipe, self._cache)
         write_atomically(self._note, json.dumps({"weights": weights}))
         return weights
 
@@ -244,8 +251,7 @@ class RunReference:
 
     def check_weights(self) -> None:
         """Raise CheckpointError where the model that a run began with is no longer there."""
-        model, seed = self._recipe.model, self._recipe.training.seed
-        if _noted(self._note) != weights_fingerprint(model, seed, self._cache):
+        if _noted(self._note) != weights_fingerprint(self._recipe, self._cache):
             raise CheckpointError(
                 f"the reference log-probabilities are no longer in {self._cache}, and the "
                 "model that the run began with, by which they are computed, has changed",

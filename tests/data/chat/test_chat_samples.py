@@ -419,6 +419,7 @@ def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> N
     (tmp_path / "recipe.yaml").write_text(GOOD)
     source = f"{{kind: chat, path: {tmp_path / 'rows.jsonl'}}}"
     data = f"data={{train: {source}, chat_template: chatml, packing: greedy}}"
-    recipe = load_recipe(tmp_path / "recipe.yaml", [data, "evaluation.every_steps=null"])
-    with pytest.raises(DataError, match="DMT's own training loop"):
+    overrides = [data, "evaluation.every_steps=null", "training.objective=sft"]
+    recipe = load_recipe(tmp_path / "recipe.yaml", overrides)
+    with pytest.raises(DataError, match="isolates the documents or conversations"):
         TrainingSamples(recipe)

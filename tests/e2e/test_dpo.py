@@ -1,0 +1,115 @@
+"""A run of dpo from a file of preferences: the reference is computed once, and found again."""
+
+import json
+import random
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import RECIPE, WORDS, Project
+from tests.e2e.product import dmt, events, records, run, settings
+
+TEXT = '{kind: text, files: ["data/*.txt"]}'
+STEPS = 8
+CHANGES: dict[str, object] = {"training.steps": STEPS, "training.global_batch_size": 4}
+ZERO_3 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 3}
+COMPUTING = "computing the reference's log-probabilities"
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """40 pairs of answers of one to five words."""
+    folder = tmp_path_factory.mktemp("preferences")
+    chance = random.Random(1)
+
+    def turn(role: str, words: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": " ".join(chance.choices(WORDS, k=words))}]
+
+    lines = []
+    for _ in range(40):
+        answers = {
+            name: turn("assistant", chance.randint(1, 5)) for name in ("chosen", "rejected")
+        }
+        lines.append(json.dumps({"prompt": turn("user", 3), **answers}))
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    text = RECIPE.replace(TEXT, "{kind: preference, path: pairs.jsonl}")
+    text = text.replace("tokenizer: bytes", "tokenizer: bytes\n  chat_template: chatml")
+    text = text.replace("steps: 20", "steps: 8\n  objective: dpo")
+    text = text.replace("sequence_length: 32", "sequence_length: 128")
+    text = text.replace("max_position_embeddings: 64", "max_position_embeddings: 128")
+    assert text.count("preference") == text.count("objective: dpo") == 1
+    (folder / "recipe.yaml").write_text(text)
+    return Project(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(preferences: Project) -> Path:
+    """Run directory of an uninterrupted run."""
+    ended = preferences.launch("whole", CHANGES)
+    assert ended.code == 0, ended.err
+    return preferences.folder / "whole"
+
+
+def computed(run_dir: Path) -> list[bool]:
+    """Whether each start of a run computed the reference."""
+    return [COMPUTING in start["phases"] for start in events(run_dir, "start")]
+
+
+def check_equal(run_dir: Path, whole: Path) -> None:
+    for found, expected in zip(
+        records(run_dir / "metrics.jsonl"), records(whole / "metrics.jsonl"), strict=True
+    ):
+        for name in ("loss", "grad_norm", "rewards/chosen", "rewards/margins"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_the_first_rewards_are_0(whole: Path) -> None:
+    first, *_, last = records(whole / "metrics.jsonl")
+    assert first["loss"] == pytest.approx(0.6931471805599453, rel=1e-12)
+    assert {first[f"rewards/{name}"] for name in ("chosen", "rejected", "margins")} == {0.0}
+    assert last["loss"] < first["loss"] and last["rewards/margins"] > 0
+    (validation,) = events(whole, "evaluation")
+    assert validation["rewards/accuracies"] <= 1
+    assert computed(whole) == [True]
+
+
+@pytest.mark.slow
+def test_another_run_finds_the_reference(preferences: Project, whole: Path) -> None:
+    ended = preferences.launch("again", {**CHANGES, "parallel.engine": "megatron"})
+    assert ended.code == 0, ended.err
+    assert computed(preferences.folder / "again") == [False]
+    check_equal(preferences.folder / "again", whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_without_it_computes_it_by_the_first_weights(
+    preferences: Project, whole: Path
+) -> None:
+    begun = preferences.launch("half", {**CHANGES, "training.steps": 4})
+    assert begun.code == 0, begun.err
+    rmtree(preferences.folder / "cache" / "reference")
+    ended = preferences.launch("half", {**CHANGES, **ZERO_3})
+    assert ended.code == 0, ended.err
+    assert computed(preferences.folder / "half")[-1]
+    check_equal(preferences.folder / "half", whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"training.objective": "sft"}, "data.train.kind"),
+        ({"orpo.beta": 0.2}, "orpo"),
+        ({"dpo.loss": "ipo", "dpo.label_smoothing": 0.1}, "dpo.label_smoothing"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together(
+    preferences: Project, changes: dict[str, Any], key: str
+) -> None:
+    argv = dmt("check", preferences.recipe, *settings(changes))
+    ended = run(argv, preferences.folder)
+    assert ended.code == 2
+    assert f"  {key}\n" in ended.err, ended.err
