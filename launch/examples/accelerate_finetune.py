@@ -104,6 +104,11 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if recipe.adapter is not None or recipe.model.freeze:
+            raise PlanError(
+                "this script trains all weights; the recipe has `adapter` or `model.freeze`",
+                fix="remove it, or train with `dmt launch`",
+            )
         if recipe.model.init != "pretrained":
             raise PlanError(
                 f"{recipe.name} trains from random weights; this script fine-tunes",

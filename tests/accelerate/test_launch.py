@@ -79,6 +79,14 @@ def test_the_worker_under_every_other_file(
     worker_trains(name, finetune, worker_losses)
 
 
+@pytest.mark.parametrize("script", ["accelerate_finetune.py", "hf_trainer.py"])
+def test_scripts_that_train_all_weights_refuse_adapters(script: str, finetune: Project) -> None:
+    changes = settings({"adapter": "{rank: 4, alpha: 8}"})
+    argv = tool("python", ROOT / "launch" / "examples" / script, finetune.recipe, *changes)
+    ended = run(argv, finetune.folder)
+    assert ended.code == 2 and "trains all weights" in ended.err, ended.err
+
+
 def test_a_loop_of_ones_own_under_zero_2(finetune: Project, worker_losses: list[float]) -> None:
     """By the file of the recipe, as it is."""
     changes = settings(CHANGES["zero2"])

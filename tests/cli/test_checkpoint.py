@@ -109,7 +109,7 @@ def test_inspect(run: Path, capsys: Captured) -> None:
     code, out, _ = dmt(capsys, "inspect", run, "--tensors")
     assert code == 0
     for text in (
-        "recipe       small", "step         10", "40 sequences of 16, 500 trained tokens",
+        "recipe       small", "step         10", "40 samples of 16, 500 trained tokens",
         "ddp dp1, micro batch", "fp32; weights and moments in fp32", "torch 2.13.0",
     ):  # fmt: skip
         assert text in out

@@ -98,3 +98,18 @@ def test_other_engines_refuse_it(engine: str) -> None:
 def test_auto_is_then_deepspeed() -> None:
     wanted = recipe(cluster__gpus_per_node=2, parallel__zero={"extra": {"overlap_comm": True}})
     assert plan_recipe(adopt_engine_config(wanted)).engine == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("key", "frozen"),
+    [
+        ("model.freeze", {"model__freeze": ["*embed*"]}),
+        ("adapter", {"adapter__rank": 4, "adapter__alpha": 8.0}),
+    ],
+)
+def test_frozen_weights_are_not_rounded(key: str, frozen: dict[str, Any]) -> None:
+    zero = {"extra": {"zero_quantized_nontrainable_weights": True}}
+    wanted = recipe(parallel__engine="deepspeed", parallel__zero=zero, **frozen)
+    with pytest.raises(RecipeError) as caught:
+        BACKENDS["deepspeed"].render(wanted, plan_recipe(wanted).layout)
+    assert [problem.key for problem in caught.value.problems] == [key]

@@ -10,6 +10,7 @@ from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.rows import Row
 from toolkit.engines.distributed import join, leave
 from toolkit.engines.fake import FakeEngine
+from toolkit.errors import RunFailed
 from toolkit.layout import Layout
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.reference import ReferenceTable
@@ -85,6 +86,21 @@ def compute(path: Path, layout: Layout, needed: list[int], last: int = 1000) -> 
         found |= batches(table, layout)
     leave()
     return found
+
+
+def compute_unusable(path: Path) -> tuple[str, list[bool]]:
+    """An engine whose log-probability of one token is not a number."""
+    together = AllRanks(join(), lambda _: None)
+    table = ReferenceTable(Answers(), np.arange(SAMPLES), path, together)
+    engine = Counting()
+    engine.logits[:] = float("nan")
+    try:
+        table.compute(engine, Layout(micro_batch=4), lambda _: None)
+    except RunFailed as error:
+        return str(error), np.isnan(np.load(path)).all(axis=1).tolist()
+    finally:
+        leave()
+    return "", []
 
 
 def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.forked import run_ranks
-from tests.train.reference_ranks import SAMPLES, compute, expected
+from tests.train.reference_ranks import SAMPLES, compute, compute_unusable, expected
 from toolkit.layout import Layout
 
 ALL = list(range(SAMPLES))
@@ -67,3 +67,10 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
     found = run_ranks(compute, 1, path, Layout(micro_batch=4), ALL)[0]
     assert found["missing"] == SAMPLES
     assert np.isfinite(found["file"]).all()
+
+
+def test_a_reference_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    """Every batch that holds such a pair would be skipped."""
+    message, unknown = run_ranks(compute_unusable, 1, tmp_path / "key.npy")[0]
+    assert f"of {SAMPLES} samples is not finite" in message
+    assert all(unknown)

@@ -43,7 +43,7 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     length = training["sequence_length"]
     counted = manifest.consumed_tokens
     tokens = "" if counted is None else f", {counted:,} trained tokens"
-    yield "consumed", f"{manifest.consumed_samples:,} sequences of {length:,}{tokens}"
+    yield "consumed", f"{manifest.consumed_samples:,} samples of {length:,}{tokens}"
     yield "layout", layout_text(manifest.engine, manifest.model, manifest.layout)
     ranks = manifest.layout.world
     yield "ranks", f"{ranks:,}"

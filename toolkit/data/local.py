@@ -20,6 +20,7 @@ from toolkit.errors import DataError, PlanError, Problem
 from toolkit.models.safetensors_folder import INDEX, SINGLE
 from toolkit.plan.planner import model_config
 from toolkit.recipe.schema import (
+    AdapterSection,
     ChatRowsSource,
     ChatSource,
     DataSection,
@@ -47,6 +48,7 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     data = recipe.data
     yield from _weights_problems(recipe.model)
+    yield from _adapter_problems(recipe.adapter)
     yield from _tokenizer_problems(data, _vocabulary(recipe.model))
     for key, source in (("data.train", data.train), ("data.validation", data.validation)):
         if source is not None:
@@ -70,6 +72,20 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
         allowed = f"a folder with {SINGLE} or {INDEX}, for `init: pretrained`"
         fix = "use a model with safetensors weights, or set model.init to random"
         yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
+
+
+def _adapter_problems(adapter: AdapterSection | None) -> Iterator[Problem]:
+    if adapter is None or adapter.folder is None:
+        return
+    folder = Path(adapter.folder).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        allowed = "a folder that PEFT or `dmt checkpoint export` wrote"
+        yield Problem(
+            "adapter.folder",
+            f"{folder}, without adapter_config.json",
+            allowed,
+            "check the path",
+        )
 
 
 def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:

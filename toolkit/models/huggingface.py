@@ -303,6 +303,15 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
+def write_chat_template(template: str, folder: Path) -> None:
+    """Make `template` the one of the tokenizer in `folder`."""
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    stated = read_json(config) if config.is_file() else {}
+    if stated.pop("chat_template", None) is not None:
+        config.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+
+
 def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     """Replace transformers' defaults by what the model in `base` states."""
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

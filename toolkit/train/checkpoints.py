@@ -35,6 +35,13 @@ from toolkit.untrusted import read_json
 GB = 1e9
 
 
+_EXPORTED = (
+    "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
+    "without --merged, and adapter.folder: DST"
+)
+"""How another run takes the weights of a checkpoint of adapters."""
+
+
 class RunCheckpoints:
     """Finds, loads and saves the checkpoints of one run. Collective, but for `tell`.
 
@@ -118,10 +125,13 @@ class RunCheckpoints:
             assert self._saved is not None
             problems += shape_problems(self._saved.shapes, self._shapes(config))
         if problems:
+            weights = f"model.init: checkpoint and model.checkpoint: {found.folder}"
+            if found.manifest.adapter is not None:
+                weights = _EXPORTED.format(found.folder)
             raise CheckpointError(
                 f"{found.folder} belongs to another run: {'; '.join(problems)}",
                 fix="start in another directory (--run-dir OTHER); a run there can take these "
-                f"weights: model.init: checkpoint and model.checkpoint: {found.folder}",
+                f"weights: {weights}",
             )
 
     def _shapes(self, config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
@@ -166,8 +176,7 @@ class RunCheckpoints:
         if Manifest.read(saved.folder).adapter is not None:
             raise CheckpointError(
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
-                fix=f"`dmt checkpoint export {saved.folder} DST --merged` and init: "
-                "pretrained with hub: DST; or export without --merged, and adapter.folder",
+                fix=_EXPORTED.format(saved.folder),
             )
         if problems := [*shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
             raise CheckpointError(

@@ -116,7 +116,7 @@ class Pairing:
         if changed:
             return StateRow("data cursor", "refused", "; ".join(changed))
         consumed = self.manifest.consumed_samples
-        detail = f"continues after {consumed:,} sequences; a launch compares the data itself"
+        detail = f"continues after {consumed:,} samples; a launch compares the data itself"
         return StateRow("data cursor", "kept", detail)
 
     def _precision(self, changed: Sequence[str]) -> StateRow:

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from toolkit.data.files import (
 from toolkit.data.order import sample_indices
 from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.engines.base import Engine
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, DataError, RunFailed
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.dpo import REFERENCE
@@ -72,7 +73,6 @@ class WithReference:
     def rows(self, index: int) -> Sequence[Row]:
         """See `Samples.rows`."""
         values = self._values[index].tolist()
-        assert values == values, "computed before the first step"
         return [
             replace(row, extra={**row.extra, REFERENCE: value})
             for row, value in zip(self._samples.rows(index), values, strict=True)
@@ -96,7 +96,7 @@ class ReferenceTable:
     @property
     def missing(self) -> Int64Array:
         """The samples that are needed and not computed yet."""
-        return self._needed[np.isnan(self._values[self._needed]).any(axis=1)]
+        return self._needed[~np.isfinite(self._values[self._needed]).all(axis=1)]
 
     @property
     def samples(self) -> WithReference:
@@ -110,7 +110,10 @@ class ReferenceTable:
         tick: Callable[[int], None],
         save_every_s: float = SAVE_EVERY_S,
     ) -> None:
-        """Compute what is missing by an engine with the reference's weights, and save it."""
+        """Compute what is missing by an engine with the reference's weights, and save it.
+
+        Raises RunFailed where a log-probability is not finite.
+        """
         missing = self.missing
         rank = self._together.ranks.rank
         saved = time.monotonic()
@@ -128,10 +131,16 @@ class ReferenceTable:
             self._values[indices] = rows[: len(indices)].numpy()
             tick(len(indices))
             if rank == 0 and time.monotonic() - saved >= save_every_s:
-                _write(self._path, self._values)
+                with suppress(DataError):  # raised on all ranks by the last one
+                    _write(self._path, self._values)
                 saved = time.monotonic()
         if len(missing):
             self._together.rank_zero(lambda: _write(self._path, self._values))
+        if unusable := len(self.missing):
+            raise RunFailed(
+                f"the reference's log-probability of {unusable:,} samples is not finite",
+                fix="train in bf16 or fp32, or remove these samples",
+            )
 
 
 def _of_all_ranks(mine: torch.Tensor, layout: Layout, together: AllRanks) -> torch.Tensor:

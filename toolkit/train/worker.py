@@ -454,6 +454,8 @@ class _Worker:
             hf.copy_tokenizer(hf.snapshot_folder(name, revision), folder)
         else:
             data.tokenizer.save_pretrained(folder)
+        if recipe.data.chat_template is not None:
+            hf.write_chat_template(str(data.tokenizer.chat_template), folder)
 
     def _observed(
         self, engine: Engine, validation: Samples | None, checkpoints: RunCheckpoints

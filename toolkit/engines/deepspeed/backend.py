@@ -147,9 +147,12 @@ class DeepSpeedBackend(Backend):
         )
         rendered: dict[str, Any] = render(request)
         quantized = "zero_quantized_nontrainable_weights"
-        if recipe.model.freeze and rendered.get("zero_optimization", {}).get(quantized):
+        frozen = (
+            "model.freeze" if recipe.model.freeze else "adapter" if recipe.adapter else None
+        )
+        if frozen and rendered.get("zero_optimization", {}).get(quantized):
             problem = Problem(
-                "model.freeze",
+                frozen,
                 f"frozen parameters with {quantized}: true",
                 "weights that keep their values: DeepSpeed would replace them by rounded ones",
                 f"remove {quantized} from {zero.config}",
