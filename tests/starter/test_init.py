@@ -112,7 +112,7 @@ def test_comments_are_the_plans_numbers(
     days = 1_788_140 * step_s / 86400
     assert "# 8,030,261,248 parameters" in text
     assert "tokens: 15e12 " in text and "# 1,788,140 steps" in text
-    assert "# sequences; 8.39M tokens a step" in text
+    assert "# samples; 8.39M tokens a step" in text
     memory = f"{found.memory.total / GIB:.1f} of 79.1 GiB per GPU"
     assert f"# Planned: {memory}; {seconds(step_s)} a step, " in text
     assert f"MFU {found.time.mfu_causal:.0%}" in text

@@ -57,7 +57,7 @@ def write_peft(
 class Merged:
     """The weights of a base with those of its adapters added, in fp32.
 
-    Raises CheckpointError where the base is not the one beside which the adapters were trained.
+    Raises CheckpointError where the base is not the one that the adapters were trained on.
     """
 
     def __init__(self, state: SavedState, lora: Lora, manifest: Manifest) -> None:
@@ -110,7 +110,7 @@ def base_weights(manifest: Manifest) -> WeightSource:
 
 
 def check_base(base: str, manifest: Manifest, folder: Path) -> None:
-    """Raise CheckpointError unless the adapters in `folder` were trained beside the weights
+    """Raise CheckpointError unless the adapters in `folder` were trained on the weights
     with the fingerprint `base`."""
     if base != manifest.base:
         model = manifest.recipe["model"]

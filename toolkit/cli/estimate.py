@@ -102,7 +102,7 @@ def _print(name: str, plan: Plan, found: Estimate) -> None:
     split = " · ".join(f"{key} {getattr(layout, key):,}" for key in degrees)
     console.print(f"  {split} · zero {layout.zero_stage} · recompute {layout.recompute}")
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation} × dp"
-    console.print(f"  {batch} = {layout.global_batch:,} sequences\n")
+    console.print(f"  {batch} = {layout.global_batch:,} samples\n")
     for line in memory_lines(found):
         console.print(line, soft_wrap=True)
     console.print()

@@ -132,7 +132,7 @@ def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     below, above = batch // unit * unit, (batch // unit + 1) * unit
     micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
     return PlanError(
-        f"training.global_batch_size: {batch} sequences cannot be spread evenly over "
+        f"training.global_batch_size: {batch} samples cannot be spread evenly over "
         f"{dp} ranks{micro}{groups}",
         fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
     )

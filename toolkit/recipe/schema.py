@@ -366,7 +366,7 @@ class OrpoSection(Section):
 
 
 class AdapterSection(Section):
-    """Low-rank adapters (LoRA) beside frozen weights: only the adapters train. The function and
+    """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. The function and
     the tensors are PEFT's, in every layout (docs/lora.md)."""
 
     name: Literal["lora"] = "lora"

@@ -104,7 +104,7 @@ def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> I
 def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
     training = recipe.training
     tokens = training.global_batch_tokens
-    comments = {"global_batch_size": f"sequences; {_count(tokens)} tokens a step"}
+    comments = {"global_batch_size": f"samples; {_count(tokens)} tokens a step"}
     if (steps := training.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (
             f"{_count(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
