@@ -254,6 +254,71 @@ def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> 
     assert samples.chats.report.rewritten == 1
 
 
+@pytest.mark.parametrize(
+    ("loss_on", "trained"),
+    [
+        ("assistant", ["one", "two", "three"]),
+        ("completion", ["two", "three"]),
+        ("last_assistant", ["three"]),
+    ],
+)
+def test_a_split_trains_what_loss_on_says(
+    tmp_path: Path, loss_on: str, trained: list[str]
+) -> None:
+    turns = chat("Hi", "one", "two", "three")["messages"]
+    after = {"role": "user", "content": "Bye"}  # which rewrites the last turn as well
+    write(tmp_path / "rows.jsonl", [{"prompt": turns[:3], "completion": [*turns[3:], after]}])
+    settings = {"rewritten_history": "split", "loss_on": loss_on}
+    template = str(TEMPLATES / "qwen3.jinja")
+    samples = samples_of(build(tmp_path, settings, 256, chat_template=template))
+    answers = [
+        text.removeprefix("<think>\n\n</think>\n\n").split("<")[0]
+        for text in texts(samples, trained=True)
+    ]
+    assert answers == trained
+
+
+def test_a_preference_with_rewritten_history_is_told_what_it_can_do(tmp_path: Path) -> None:
+    turns = chat("Hi", "one", "two")["messages"]
+    other = [*turns[:3], {"role": "assistant", "content": "no"}]
+    row = {"prompt": turns[:1], "chosen": turns[1:], "rejected": other[1:]}
+    write(tmp_path / "rows.jsonl", [row])
+    template = str(TEMPLATES / "qwen3.jinja")
+    with pytest.raises(DataError, match="the chat template changes message 1") as raised:
+        build(tmp_path, {"kind": "preference"}, 256, chat_template=template)
+    assert "rewritten_history" not in raised.value.fix and "`prompt`" in raised.value.fix
+
+
+def test_a_surrogate_is_malformed(tmp_path: Path) -> None:
+    """JSON allows half of a pair; no tokenizer does."""
+    write(tmp_path / "rows.jsonl", [chat("\ud800", "Hello"), chat("Hi", "Hello")])
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* surrogate"):
+        build(tmp_path)
+    samples = samples_of(build(tmp_path, {"malformed": "drop"}))
+    assert (len(samples), samples.chats.report.malformed) == (1, 1)
+    write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "\udfff"}])
+    with pytest.raises(DataError, match="surrogate"):
+        build(tmp_path, chat_template=None)
+
+
+def test_an_optional_column_may_begin_late(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "user"}}]  # a name that is written
+    rows = [*[chat("Hi", "Hello")] * 513, {**chat("Hi", "Hello"), "fns": tools}]
+    write(tmp_path / "rows.jsonl", rows)
+    assert len(samples_of(build(tmp_path, {"columns": {"tools": "fns"}}))) == 514
+    with pytest.raises(DataError, match="has no column `functions`; its columns are messages"):
+        build(tmp_path, {"columns": {"tools": "functions"}})
+
+
+@pytest.mark.parametrize("start", ["\ufeff", "\n", "\ufeff \n\n  "])
+def test_json_may_begin_with_a_mark_or_blank_lines(tmp_path: Path, start: str) -> None:
+    rows = [chat("Hi", "Hello"), chat("a", "b")]
+    file = tmp_path / "rows.json"
+    for text in (json.dumps(rows), "\n".join(map(json.dumps, rows))):
+        file.write_text(start + text, encoding="utf-8")
+        assert len(samples_of(build(tmp_path, {"path": "rows.json"}))) == 2
+
+
 def test_held_out_rows_leave_no_piece_in_the_training_data(tmp_path: Path) -> None:
     rows = [chat(f"Hi {i}", chr(ord("a") + i) * 200) for i in range(10)]
     write(tmp_path / "rows.jsonl", rows)

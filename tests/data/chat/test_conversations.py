@@ -113,7 +113,8 @@ def test_sharegpt_calls() -> None:
         {"from": "observation", "value": "2"},
         {"from": "gpt", "value": "Two."},
     ]
-    found = parse({"conversations": turns})
+    found = parse({"conversations": turns, "tools": ['{"name": null}']})
+    assert found.tools == ({},)
     assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
     assert found.messages[1]["tool_calls"][0]["function"] == CALL["function"]
 
@@ -123,12 +124,16 @@ def messages(*turns: object) -> dict[str, object]:
 
 
 MALFORMED: list[tuple[object, str]] = [
-    ("{not json", "no JSON object"),
+    ("{not json", "it is not a JSON object"),
     ({"messages": None}, "`messages` is missing or null"),
-    ({"messages": "Hi"}, "no list of messages"),
+    ({"messages": "Hi"}, "not a list of messages"),
     (messages(), "no messages"),
-    (messages("Hi"), "message 0 is no map"),
+    (messages("Hi"), "message 0 is not a map"),
     (messages({"content": "Hi"}, ANSWER), "message 0 has no role"),
+    (messages({"from": ["a"], "value": "Hi"}, ANSWER), r"message 0 has the role \['a'\]"),
+    (messages({"role": ["a"], "content": "Hi"}, ANSWER), r"message 0 has the role \['a'\]"),
+    ({**messages(USER, ANSWER), "tools": [{"function": "f"}]}, "`tools`: tool 0 is not"),
+    ({**messages(USER, ANSWER), "tools": ['{"name": 3}']}, "`tools`: the name of tool 0"),
     (messages({"role": "robot", "content": "Hi"}), "the role 'robot'"),
     (messages({"from": "robot", "value": "Hi"}), "the role 'robot'"),
     (messages(USER, {"role": "assistant", "content": None}), "message 1 has no content"),
@@ -138,14 +143,14 @@ MALFORMED: list[tuple[object, str]] = [
         "message 1, an assistant turn, is",
     ),
     (messages({"role": "user", "content": None}, ANSWER), "message 0 has no content"),
-    (messages({"role": "user", "content": [{"type": "image"}]}), "no text"),
-    (messages({"role": "user", "content": 4}), "no text"),
+    (messages({"role": "user", "content": [{"type": "image"}]}), "is not text"),
+    (messages({"role": "user", "content": 4}), "is not text"),
     (messages(SYSTEM, SYSTEM, USER, ANSWER), "message 1 is a system turn"),
     (messages(USER, ANSWER, SYSTEM, USER, ANSWER), "message 2 is a system turn"),
     (messages(USER, {"role": "tool", "content": "2"}), "no tool was called"),
     (messages({**USER, "tool_calls": [CALL]}), "its role is user"),
-    (messages(USER, {**ANSWER, "tool_calls": "add"}), "no list"),
-    (messages(USER, {**ANSWER, "tool_calls": ["add"]}), "no JSON"),
+    (messages(USER, {**ANSWER, "tool_calls": "add"}), "not a list"),
+    (messages(USER, {**ANSWER, "tool_calls": ["add"]}), "message 1 is not JSON"),
     (messages(USER, {**ANSWER, "tool_calls": [{"function": {}}]}), "names no function"),
     (
         messages(
@@ -153,13 +158,13 @@ MALFORMED: list[tuple[object, str]] = [
         ),
         "arguments of a tool call of message 1",
     ),
-    ({**messages(USER, ANSWER), "tools": "add"}, "`tools` is no JSON"),
-    ({"instruction": 3, "output": "x"}, "content of instruction is no text"),
+    ({**messages(USER, ANSWER), "tools": "add"}, "`tools` is not JSON"),
+    ({"instruction": 3, "output": "x"}, "content of instruction is not text"),
     ({"prompt": [], "completion": [ANSWER]}, "the prompt has no messages"),
     ({"prompt": [USER], "completion": []}, "the completion has no messages"),
     ({"prompt": [USER], "completion": [USER]}, "does not begin with an assistant turn"),
     ({"prompt": "Hi", "completion": " "}, "the completion is empty"),
-    ({"prompt": "Hi", "completion": [ANSWER]}, "`prompt` is no list"),
+    ({"prompt": "Hi", "completion": [ANSWER]}, "`prompt` is not a list"),
     ({"text": "Hi"}, "it has the columns text, and not `messages` or `conversations` or"),
 ]
 
@@ -181,6 +186,15 @@ def test_preferences() -> None:
         {"prompt": "Hi", "chosen": [yes], "rejected": [no]},
     ):
         assert pair(row) == expected
+    asked = {"role": "user", "content": [{"type": "text", "text": "Hi "}]}
+    found, _ = pair({"prompt": "Hi", "chosen": [asked, yes], "rejected": [asked, no]})
+    assert found.messages == ({**USER, "content": "Hi "}, yes)
+    # A text that the answers only continue is the user's first turn.
+    later = {"role": "user", "content": "Really?"}
+    both = {name: [ANSWER, later, end] for name, end in (("chosen", yes), ("rejected", no))}
+    found, other = pair({"prompt": "Hi", **both})
+    assert found == Conversation((USER, ANSWER, later, yes), (), 3)
+    assert other == Conversation((USER, ANSWER, later, no), (), 3)
     plain = pair(
         {"q": "Hi", "a": "y", "b": "n"}, columns={"prompt": "q", "chosen": "a", "rejected": "b"}
     )
@@ -195,6 +209,11 @@ def test_preferences() -> None:
         ({"chosen": "y", "rejected": "n"}, "`prompt` is missing"),
         ({"chosen": [], "rejected": []}, "has no messages"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "has no messages"),
+        ({"prompt": "Hi", "chosen": [], "rejected": []}, "has no messages"),
+        (
+            {"prompt": "Bye", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "x": 1}]},
+            "`prompt` is not what both answers begin with",
+        ),
     ],
 )
 def test_malformed_preferences(row: object, says: str) -> None:
@@ -209,7 +228,6 @@ def test_malformed_preferences(row: object, says: str) -> None:
         ({"format": "alpaca"}, ["instruction"], "has no column `output`"),
         ({"columns": {"messages": "dialog"}, "format": "messages"}, ["messages"], "`dialog`"),
         ({"columns": {"chosen": "x"}}, ["messages"], "`columns` names `chosen`"),
-        ({"columns": {"tools": "functions"}}, ["messages"], "no column `functions`"),
     ],
 )
 def test_columns(settings: dict[str, Any], columns: list[str], says: str) -> None:

@@ -153,6 +153,16 @@ def test_a_template_that_drops_thinking_is_detected_and_split() -> None:
         assert marked.spans == ((len(history), len(history + said)),)
 
 
+def test_thinking_that_a_completion_loses_is_detected() -> None:
+    template = ChatTemplate(QWEN3, make_tokenizer(QWEN3_SPECIAL))
+    with pytest.raises(RewrittenHistory, match="message 1"):
+        template.mark(Conversation(tuple(THOUGHT), n_prompt=1), "completion")
+    # What a prompt loses is not trained.
+    marked = template.mark(Conversation(tuple(THOUGHT), n_prompt=3), "completion")
+    (said,) = [marked.text[start:end] for start, end in marked.spans]
+    assert said == "<think>\ndef\n</think>\n\nIt's two.<|im_end|>\n"
+
+
 def test_generated_thinking_conversations_split_as_documented() -> None:
     tokenizer = make_tokenizer(QWEN3_SPECIAL)
     template = ChatTemplate(QWEN3, tokenizer)

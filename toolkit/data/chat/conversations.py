@@ -5,7 +5,7 @@ that it does not know, would render something all the same.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -36,7 +36,7 @@ _FUNCTION_CALL = "function_call"
 
 
 class MalformedRow(Exception):
-    """A row that is no conversation; the text says why."""
+    """A row that is not a conversation; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,12 @@ class Conversation:
     n_prompt: int | None = None
     """Messages of the prompt, where the data separates prompt and completion."""
 
-    def assistant_turns(self) -> list[int]:
-        """Places of the assistant's messages."""
-        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+    def assistant_turns(self, loss_on: str = "assistant") -> list[int]:
+        """Places of the assistant's messages that are trained; `loss_on` as in `ChatSource`."""
+        first = self.n_prompt or 0 if loss_on == "completion" else 0
+        roles = [message["role"] for message in self.messages]
+        turns = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
+        return turns[-1:] if loss_on == "last_assistant" else turns
 
     def until(self, turn: int) -> "Conversation":
         """The conversation as it was when message `turn` had just been written."""
@@ -72,7 +75,7 @@ Example: TypeAlias = Conversation | PlainText
 
 
 def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
-    """Parse one row. Raises MalformedRow when it is no conversation of the source's format."""
+    """Parse one row. Raises MalformedRow when it is not a conversation of the source's format."""
     row = _columns_of(record)
     form = source.format if source.format != "auto" else _detected(row, source)
     found = {
@@ -108,11 +111,10 @@ def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example
     if type(chosen) is not type(rejected):
         raise MalformedRow("`chosen` and `rejected` are not of one form")
     if isinstance(chosen, list) and isinstance(rejected, list):
-        n_shared = _n_shared(chosen, rejected)
-        if isinstance(prompt, str) and not n_shared:
-            prompt = [{"role": "user", "content": prompt}]
-        elif not isinstance(prompt, list) or prompt == chosen[: max(len(prompt), 1)]:
-            prompt, chosen, rejected = chosen[:n_shared], chosen[n_shared:], rejected[n_shared:]
+        if not isinstance(prompt, list) or prompt == chosen[: max(len(prompt), 1)]:
+            shared = n_shared(chosen[:-1], rejected[:-1])
+            said, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+            prompt = _asked(prompt, said) if isinstance(prompt, str) else said
     elif prompt is None:
         raise MalformedRow("`prompt` is missing or null")
     described = _tools(tools)
@@ -120,7 +122,7 @@ def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example
 
 
 def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
-    """Raise DataError unless a data set with these columns can be read as the recipe says."""
+    """Raise DataError unless rows with these columns can be read as the recipe says."""
     if isinstance(source, ChatSource):
         try:
             form = source.format if source.format != "auto" else _detected(columns, source)
@@ -136,8 +138,21 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
                 f"`columns` names `{stated}`, which data of the form {form} does not have",
                 fix=f"map any of {', '.join(known)}, or remove it",
             )
-    mapped = [name for name in known if name != source.column(name)]
-    for name in (*needed, *mapped):
+    _check_there(source, needed, columns)
+
+
+def check_mapped(source: ChatSource | PreferenceSource, columns: Collection[str]) -> None:
+    """Raise DataError unless all that the recipe maps is among the columns of all rows.
+
+    An optional column may be missing in any one row.
+    """
+    _check_there(source, source.columns, columns)
+
+
+def _check_there(
+    source: ChatRowsSource, names: Iterable[str], columns: Collection[str]
+) -> None:
+    for name in names:
         if source.column(name) not in columns:
             raise DataError(
                 f"`{source.path}` has no column `{source.column(name)}`; its columns are "
@@ -157,7 +172,7 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
 
 def _columns_of(record: ChatRecord) -> dict[str, Any]:
     if not isinstance(record.value, dict):
-        raise MalformedRow("it is no JSON object")
+        raise MalformedRow("it is not a JSON object")
     return record.value
 
 
@@ -194,15 +209,30 @@ def _answered(prompt: Any, completion: Any, tools: tuple[dict[str, Any], ...]) -
     return Conversation(messages, tools, n_prompt)
 
 
-def _n_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """Messages with which both answers begin."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)) - 1)
+def _asked(prompt: str, shared: list[Any]) -> list[Any]:
+    """The messages of a prompt that is a text, where both answers begin with `shared`."""
+    first = {"role": "user", "content": prompt}
+    if not shared:
+        return [first]
+    messages = _messages(shared)
+    if any(m["role"] == "user" and prompt.strip() in m["content"] for m in messages):
+        return shared
+    if messages[0]["role"] != "assistant":
+        raise MalformedRow("`prompt` is not what both answers begin with")
+    return [first, *shared]
+
+
+def n_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """Items with which both begin."""
+    n = min(len(one), len(other))
+    if one[:n] == other[:n]:
+        return n
+    return next(i for i in range(n) if one[i] != other[i])
 
 
 def _list(value: object, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise MalformedRow(f"`{name}` is no list of messages")
+        raise MalformedRow(f"`{name}` is not a list of messages")
     return value
 
 
@@ -231,15 +261,14 @@ def _messages(turns: object) -> tuple[Message, ...]:
 
 def _message(turn: object, name: str) -> Message:
     if not isinstance(turn, dict):
-        raise MalformedRow(f"{name} is no map of role and content")
+        raise MalformedRow(f"{name} is not a map of role and content")
     message = _without_nulls(turn)
     if "from" in message:  # ShareGPT's names
         stated = message.pop("from")
-        message = {"role": _SHAREGPT_ROLES.get(stated, stated), **message}
+        message = {"role": _SHAREGPT_ROLES.get(str(stated), stated), **message}
         message["content"] = message.pop("value", None)
         if stated == _FUNCTION_CALL:
-            calls = [message["content"]]
-            message = {"role": "assistant", "tool_calls": [_json(call, name) for call in calls]}
+            message = {"role": "assistant", "tool_calls": [message["content"]]}
     role = message.get("role")
     if role is None:
         raise MalformedRow(f"{name} has no role")
@@ -265,7 +294,7 @@ def _text(content: object, name: str) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(map(str, parts))
     if not isinstance(content, str):
-        raise MalformedRow(f"the content of {name} is no text")
+        raise MalformedRow(f"the content of {name} is not text")
     return content
 
 
@@ -292,8 +321,19 @@ def _tools(tools: object) -> tuple[dict[str, Any], ...]:
         try:
             with_text = json.loads(tools)
         except ValueError as error:
-            raise MalformedRow("`tools` is no JSON") from error
-    return tuple(_json(_without_nulls(tool), "`tools`") for tool in _list(with_text, "tools"))
+            raise MalformedRow("`tools` is not JSON") from error
+    return tuple(_tool(tool, f"tool {i}") for i, tool in enumerate(_list(with_text, "tools")))
+
+
+def _tool(tool: object, name: str) -> dict[str, Any]:
+    """The description of a tool, in OpenAI's form or only the function of it."""
+    described: dict[str, Any] = _without_nulls(_json(tool, f"`tools`: {name}"))
+    function = described.get("function", described)
+    if not isinstance(function, dict):
+        raise MalformedRow(f"`tools`: {name} is not described by a map")
+    if not isinstance(function.get("name", ""), str):
+        raise MalformedRow(f"`tools`: the name of {name} is not text")
+    return described
 
 
 def _json(value: object, name: str) -> dict[str, Any]:
@@ -303,9 +343,9 @@ def _json(value: object, name: str) -> dict[str, Any]:
         try:
             found = json.loads(value)
         except ValueError as error:
-            raise MalformedRow(f"{name}: no JSON: {value[:60]!r}") from error
+            raise MalformedRow(f"{name} is not JSON: {value[:60]!r}") from error
     if not isinstance(found, dict):
-        raise MalformedRow(f"{name}: no JSON object")
+        raise MalformedRow(f"{name} is not a JSON object")
     return dict(found)
 
 

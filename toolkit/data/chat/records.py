@@ -100,7 +100,7 @@ def _json_suffix(file: Path) -> bool:
 
 def _open(file: Path) -> Any:
     try:
-        return OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8")
+        return OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8-sig")
     except OSError as error:
         raise _unreadable(file, error) from error
 
@@ -123,14 +123,14 @@ def _json_records(file: Path) -> Iterator[ChatRecord]:
     """The objects of a file: one list of them, or one object a line."""
     try:
         with _open(file) as stream:
-            if stream.read(1) == "[":
-                stream.seek(0)
+            first = next((line for line in stream if line.strip()), "")
+            stream.seek(0)
+            if first.lstrip().startswith("["):
                 rows = json.load(stream)
                 yield from (
                     ChatRecord(f"{file}, row {n}", row) for n, row in enumerate(rows, 1)
                 )
                 return
-            stream.seek(0)
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield ChatRecord(f"{file}:{number}", _json_value(line))

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.chat.conversations import Conversation, Example, MalformedRow, PlainText
+from toolkit.data.chat.conversations import (
+    Conversation,
+    Example,
+    MalformedRow,
+    PlainText,
+    n_shared,
+)
 from toolkit.data.rows import Int64Array
 from toolkit.data.tokenizers import encoder, tokens_before_text
 from toolkit.errors import DataError
@@ -110,8 +116,7 @@ class ChatTemplate:
         elif self._marked:
             spans = self._generated(example, text, generated, loss_on)
         else:
-            turns = example.assistant_turns()
-            turns = turns[-1:] if loss_on == "last_assistant" else turns
+            turns = example.assistant_turns(loss_on)
             spans = [self._turn(example, text, turn) for turn in turns]
         return self._closed(text, spans)
 
@@ -177,7 +182,7 @@ class ChatTemplate:
         part = text
         if turn + 1 < len(conversation.messages):
             part, _ = self._render(conversation, turn + 1)
-        shared = _n_shared(part, text)
+        shared = n_shared(part, text)
         ends = [found.end() for found in self.special.finditer(part, start, shared)]
         if ends and self._blank.fullmatch(part, ends[-1]):
             return start, ends[-1]
@@ -191,7 +196,7 @@ class ChatTemplate:
         if text.startswith(before):
             return len(before)
         history, _ = self._render(conversation, turn)
-        shared = _n_shared(history, text)
+        shared = n_shared(history, text)
         if shared < len(history) and not self._blank.fullmatch(history, shared):
             raise RewrittenHistory(f"what is before message {turn}")
         raise DataError(
@@ -207,7 +212,10 @@ class ChatTemplate:
                 "`loss_on: completion` needs data that separates prompt and completion",
                 fix="set `loss_on` to assistant or last_assistant",
             )
-        return self._answer_start(conversation, text, conversation.n_prompt)
+        turns = conversation.assistant_turns("completion")
+        # The first begins the completion; the others are looked at for what is rewritten.
+        (start, _), *_ = [self._turn(conversation, text, turn) for turn in turns]
+        return start
 
     def _generated(
         self, conversation: Conversation, text: str, generated: list[Span], loss_on: str
@@ -246,6 +254,10 @@ class ChatTemplate:
             if not any(found.end() == len(kept) for found in self.special.finditer(kept)):
                 text += self._eos
                 spans[-1] = (spans[-1][0], len(text))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise MalformedRow("a text holds half of a surrogate pair") from error
         return MarkedText(text, tuple(spans))
 
 
@@ -255,11 +267,3 @@ def _tokens(encoding: Any, spans: Sequence[Span]) -> MarkedTokens:
     for start, end in spans:
         trained |= (starts < end) & (ends > start)
     return MarkedTokens(np.array(encoding.ids, dtype=np.int64), trained)
-
-
-def _n_shared(one: str, other: str) -> int:
-    """Characters with which both begin."""
-    if other.startswith(one):
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), len(other))

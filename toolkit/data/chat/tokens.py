@@ -21,6 +21,7 @@ from toolkit.data.chat.conversations import (
     Example,
     MalformedRow,
     check_columns,
+    check_mapped,
     conversation_of,
     preference_of,
     texts_of,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 """Raise it whenever the same rows, template and tokenizer would give other samples."""
 _ROWS_AT_ONCE = 512
 """Rows that are tokenised together, in parallel."""
@@ -58,7 +59,7 @@ class ChatReport:
 
     rows: int = 0
     malformed: int = 0
-    """Rows that were dropped because they are no conversation."""
+    """Rows that were dropped because they are not conversations."""
     first_malformed: str = ""
     too_long: int = 0
     """Samples longer than a row: truncated, dropped or split."""
@@ -185,12 +186,12 @@ class _Maker:
     def samples(self, records: Iterable[ChatRecord]) -> Iterator[Int64Array]:
         """Stored rows of all samples: int64 [1 + tokens], see this module."""
         numbered = enumerate(records, start=1)
+        columns: dict[str, None] = {}
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
-            if not self.report.rows:
-                maps = (record.value for _, record in batch if isinstance(record.value, dict))
-                columns = dict.fromkeys(column for row in maps for column in row)
-                if columns:
-                    check_columns(self._source, list(columns))
+            maps = (record.value for _, record in batch if isinstance(record.value, dict))
+            columns |= dict.fromkeys(column for row in maps for column in row)
+            if columns and not self.report.rows:
+                check_columns(self._source, list(columns))
             self._count(rows=len(batch))
             made = [(row, marked) for row, record in batch for marked in self._marked(record)]
             tokens = iter(self._template.encode([text for _, texts in made for text in texts]))
@@ -202,6 +203,8 @@ class _Maker:
                         )
                         stored = np.where(one.trained, ~one.ids, one.ids)
                         yield np.concatenate([[row], stored])
+        if columns:
+            check_mapped(self._source, columns)
 
     def _marked(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
         """The texts of a row: of each sample, one, or the two of a preference."""
@@ -219,11 +222,13 @@ class _Maker:
             self._count(malformed=1)
             return []
         except RewrittenHistory as error:
+            fix = "set `rewritten_history: split` for one sample per assistant turn"
+            if isinstance(self._source, PreferenceSource):
+                fix = "put all but the last turn of the assistant in `prompt`"
             raise DataError(
                 f"{record.place}: the chat template changes {error} when other turns follow, "
                 "so what would be trained is not what the model writes",
-                fix="set `rewritten_history: split` (kind: chat) for one sample per assistant "
-                "turn, or name a template that keeps the history in `data.chat_template`",
+                fix=f"{fix}, or name a template that keeps the history in `data.chat_template`",
             ) from error
 
     def _texts(self, record: ChatRecord) -> list[tuple[MarkedText, ...]]:
@@ -241,7 +246,7 @@ class _Maker:
                 raise
         assert isinstance(example, Conversation), "plain text has no history"
         self._count(rewritten=1)
-        turns = [example.until(turn) for turn in example.assistant_turns()]
+        turns = [example.until(turn) for turn in example.assistant_turns(loss_on)]
         return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
 
     def _check_text(self, *examples: Example) -> None:
