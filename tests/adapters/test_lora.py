@@ -1,5 +1,6 @@
 """Which projections have an adapter, its tensors and their first values, what a plan counts."""
 
+import json
 from itertools import chain
 from math import sqrt
 from pathlib import Path
@@ -194,6 +195,7 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora is True"),
         ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
+        ({"bias": "all"}, "bias is 'all'"),
     ],
 )
 def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
@@ -201,12 +203,50 @@ def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> 
         PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
 
 
+@pytest.mark.parametrize(
+    ("edits", "told"),
+    [
+        # What the file does not say is what PEFT takes then, and not what the recipe says.
+        ({"r": None}, "r is 8, the recipe's is 4"),
+        ({"lora_alpha": None}, "lora_alpha is 8, the recipe's is 16"),
+        ({"use_rslora": None}, "use_rslora is False, the recipe's is True"),
+        ({"peft_type": None}, "peft_type is None"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"layers_to_transform": [0]}, r"layers_to_transform is \[0\]"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
+        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}, which the recipe cannot"),
+    ],
+)
+def test_a_configuration_with_another_function_is_refused(
+    tmp_path: Path, edits: dict[str, Any], told: str
+) -> None:
+    folder = peft_folder(tmp_path, lora_alpha=16, use_rslora=True)
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text()) | edits
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(DataError, match=told):
+        PeftWeights(folder, lora(config_of("llama"), alpha=16, rslora=True))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
+def test_first_values_that_leave_the_base_alone_are_read(tmp_path: Path, init: Any) -> None:
+    file = peft_folder(tmp_path) / "adapter_config.json"
+    kept = json.loads(file.read_text()) | {"init_lora_weights": init, "lora_dropout": 0.1}
+    del kept["use_rslora"], kept["bias"]
+    kept["use_dora"] = None
+    file.write_text(json.dumps(kept))
+    assert PeftWeights(tmp_path, lora(config_of("llama"))).shapes
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     adapters = lora(config_of("llama"))
     with pytest.raises(DataError, match=r"nowhere/adapter_config\.json cannot be read"):
         PeftWeights(tmp_path / "nowhere", adapters)
     (peft_folder(tmp_path) / "adapter_config.json").write_text("[]")
-    with pytest.raises(DataError, match="it is no map"):
+    with pytest.raises(DataError, match="it is not a map"):
         PeftWeights(tmp_path, adapters)
 
 

@@ -17,6 +17,20 @@ _FIX = "name a folder that PEFT wrote"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT's name of the model that it wraps."""
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none"}
+"""What PEFT takes for a key that its configuration lacks."""
+_WITHOUT_EFFECT = frozenset({
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out",
+    "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
+    "ensure_weight_tying",
+})  # fmt: skip
+"""Keys that leave the function of the stored tensors alone, or matter only where another key,
+which is looked at, says so. The tensors themselves tell what is adapted."""
+_FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
+"""`init_lora_weights` that leaves the base weights as they are. The others (pissa, olora, loftq,
+…) change them, so that the adapters fit no base but that one, or change the training."""
 
 
 class PeftWeights:
@@ -58,7 +72,7 @@ class PeftWeights:
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read: {error}", fix=_FIX) from error
         if not isinstance(config, dict):
-            raise DataError(f"{path} cannot be read: it is no map", fix=_FIX)
+            raise DataError(f"{path} cannot be read: it is not a map", fix=_FIX)
         return config
 
     def _differences(self, lora: Lora) -> Iterator[str]:
@@ -70,14 +84,17 @@ class PeftWeights:
             "lora_alpha": section.alpha,
             "use_rslora": section.rslora,
             "bias": "none",
-            **dict.fromkeys(("use_dora", "lora_bias"), False),
-            "rank_pattern": {},
-            "alpha_pattern": {},
         }
         for key, wanted in ours.items():
-            found = self._config.get(key, wanted)
-            if found != wanted and (found or wanted):
+            found = self._config.get(key)
+            found = _DEFAULTS.get(key) if found is None else found
+            if found != wanted:
                 yield f"{key} is {found!r}, the recipe's is {wanted!r}"
+        if (first := self._config.get("init_lora_weights")) not in _FIRST_VALUES:
+            yield f"init_lora_weights is {first!r}, which sets more than first values"
+        for key in sorted(self._config.keys() - ours.keys() - _WITHOUT_EFFECT):
+            if (found := self._config[key]) and key != "init_lora_weights":
+                yield f"{key} is {found!r}, which the recipe cannot say"
         names = {name.removeprefix(PEFT_PREFIX) for name in self._stored.files}
         if lacking := sorted(self.shapes.keys() - names):
             yield f"it lacks {lacking[0]}"
