@@ -75,7 +75,7 @@ Example: TypeAlias = Conversation | PlainText
 
 
 def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
-    """Parse one row. Raises MalformedRow when it is not a conversation of the source's format."""
+    """Parse one row. Raises MalformedRow unless it is a conversation of the source's format."""
     row = _columns_of(record)
     form = source.format if source.format != "auto" else _detected(row, source)
     found = {
