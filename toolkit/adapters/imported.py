@@ -29,8 +29,8 @@ _WITHOUT_EFFECT = frozenset({
 """Keys that leave the function of the stored tensors alone, or matter only where another key,
 which is looked at, says so. The tensors themselves tell what is adapted."""
 _FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
-"""`init_lora_weights` that leaves the base weights as they are. The others (pissa, olora, loftq,
-…) change them, so that the adapters fit no base but that one, or change the training."""
+"""`init_lora_weights` that says only what the adapters began with. The others change the base
+weights (pissa, olora, loftq, …), beside which alone the adapters are right, or the training."""
 
 
 class PeftWeights:
@@ -47,7 +47,8 @@ class PeftWeights:
         if found := [*self._differences(lora)]:
             raise DataError(
                 f"adapter.folder: {folder} holds other adapters: {'; '.join(found)}",
-                fix="state in the recipe's `adapter` what its adapter_config.json says",
+                fix="state in the recipe's `adapter` what its adapter_config.json says; "
+                "adapters that are more than plain LoRA cannot be imported",
             )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -91,7 +92,7 @@ class PeftWeights:
             if found != wanted:
                 yield f"{key} is {found!r}, the recipe's is {wanted!r}"
         if (first := self._config.get("init_lora_weights")) not in _FIRST_VALUES:
-            yield f"init_lora_weights is {first!r}, which sets more than first values"
+            yield f"init_lora_weights is {first!r}, which changes more than first values"
         for key in sorted(self._config.keys() - ours.keys() - _WITHOUT_EFFECT):
             if (found := self._config[key]) and key != "init_lora_weights":
                 yield f"{key} is {found!r}, which the recipe cannot say"
