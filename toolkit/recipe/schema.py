@@ -366,8 +366,8 @@ class OrpoSection(Section):
 
 
 class AdapterSection(Section):
-    """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. The function and
-    the tensors are PEFT's, in every layout (docs/lora.md)."""
+    """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. Function and
+    tensors are PEFT's, in every layout (docs/lora.md)."""
 
     name: Literal["lora"] = "lora"
     """Kind of adapter."""
