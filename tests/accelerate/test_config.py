@@ -155,7 +155,5 @@ def test_the_verb_writes_the_file(tmp_path: Path) -> None:
 def test_samples_of_isolated_documents_are_refused() -> None:
     """A loop that passes no positions, or a mask, would cross documents silently."""
     recipe, _ = planned("data.isolate_documents=true")
-    with pytest.raises(
-        DataError, match="isolate_documents: true, which a forward pass outside"
-    ):
+    with pytest.raises(DataError, match="which a forward pass outside `dmt launch` may"):
         TrainingSamples(recipe)

@@ -33,7 +33,7 @@ def test_check_and_plan_know_it(project: Project, installed: dict[str, str]) -> 
         assert ended.code == 0, ended.err
     unknown = run(dmt("check", project.recipe, *settings(TOY)), project.folder)
     assert unknown.code == 2, "without the package"
-    assert "found    toy\n      allowed  pretrain, sft, dpo, orpo\n" in unknown.err
+    assert "found    toy\n      allowed  one of pretrain, sft, dpo, orpo\n" in unknown.err
 
 
 def test_megatron_lm_is_not_given_another_objective(

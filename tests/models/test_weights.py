@@ -148,7 +148,7 @@ def test_recipe_that_disagrees_with_the_checkpoint_is_refused(tmp_path: Path) ->
     model = filled(section("llama"))
     model.save_pretrained(tmp_path)
     stated = {"model_type": "llama", "num_hidden_layers": 5}
-    with pytest.raises(PlanError, match=r"num_hidden_layers: the recipe says 5.*says 2"):
+    with pytest.raises(PlanError, match=r"num_hidden_layers: the recipe has 5.*has 2"):
         hf.build_config(ModelSection(hub=str(tmp_path), init="pretrained", config=stated))
 
 
