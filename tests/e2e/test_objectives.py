@@ -36,6 +36,23 @@ def test_check_and_plan_know_it(project: Project, installed: dict[str, str]) -> 
     assert "found    toy\n      allowed  one of pretrain, sft, dpo, orpo\n" in unknown.err
 
 
+@pytest.mark.slow
+def test_render_doctor_and_rehearse_know_it(
+    project: Project, installed: dict[str, str]
+) -> None:
+    """A rehearsal compares losses that it defines itself: it takes one of those."""
+    on_fsdp = {**TOY, "parallel.engine": "fsdp"}
+    for verb, changes, *more in (
+        ("render", on_fsdp),
+        ("doctor", TOY),
+        ("rehearse", TOY, "--layouts", "ddp"),
+    ):
+        argv = dmt(verb, project.recipe, *more, *settings(changes))
+        ended = run(argv, project.folder, installed)
+        assert ended.code == 0, (verb, ended.err, ended.out)
+    assert "objective toy → pretrain" in ended.out + ended.err
+
+
 def test_megatron_lm_is_not_given_another_objective(
     project: Project, installed: dict[str, str]
 ) -> None:
