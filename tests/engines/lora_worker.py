@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from tests.engines.parity_worker import (
     SEED,
     Case,
-    clipped,
     global_batches,
     micro_batches,
+    plain_loop,
     recipe,
     unmasked,
     write_state,
@@ -79,17 +79,9 @@ def reference(case: Case, **changes: Any) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
-    losses, norms = [], []
-    for inputs, labels in global_batches(STEPS):
-        logits = model(inputs).logits
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(clipped(model))
-        optimizer.step()
-        losses.append(loss.item())
+    curve = plain_loop(model, optimizer, STEPS)
     tensors = {name: parameter.detach() for name, parameter in trained.items()}
-    return {"loss": losses, "grad_norm": norms, "tensors": tensors}
+    return {**curve, "tensors": tensors}
 
 
 def short(name: str) -> str:

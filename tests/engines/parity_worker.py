@@ -248,9 +248,15 @@ def reference(
 ) -> dict[str, list[float]]:
     """A plain single-process transformers loop over whole global batches."""
     case = Case("ddp", GLOBAL_BATCH, wide=wide, family=family or {})
-    model, optimizer = reference_model(case, frozen)
+    return plain_loop(*reference_model(case, frozen))
+
+
+def plain_loop(
+    model: Any, optimizer: torch.optim.Optimizer, steps: int = STEPS
+) -> dict[str, list[float]]:
+    """Loss and gradient norm of each step of a loop over whole global batches."""
     losses, norms = [], []
-    for inputs, labels in global_batches(STEPS):
+    for inputs, labels in global_batches(steps):
         logits = model(inputs).logits
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         optimizer.zero_grad()

@@ -107,15 +107,15 @@ def fingerprint_of(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that readers see all of it or nothing.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that readers see all of it or nothing.
 
     Raises DataError when the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        unfinished.write_text(text)
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         unfinished.replace(path)
     except OSError as error:
         raise cache_not_writable(path.parent, error) from error

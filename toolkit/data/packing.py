@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.rows import Int64Array, Row
+from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
@@ -158,13 +158,8 @@ class PackedDataset:
         labels[document_ends] = IGNORE_INDEX
         if not self._isolates:
             return (Row(tokens[:-1], labels),)
-        starts = np.append(0, document_ends + 1)
-        places = np.arange(length)
-        segments = np.searchsorted(starts, places, side="right") - 1
-        positions = places - starts[segments]
-        return (
-            Row(tokens[:-1], labels, positions=positions, segments=segments.astype(np.int32)),
-        )
+        segments, positions = documents(np.append(0, document_ends + 1), length)
+        return (Row(tokens[:-1], labels, positions=positions, segments=segments),)
 
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the

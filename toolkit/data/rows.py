@@ -36,6 +36,13 @@ class Row:
         return replace(like, **blank, labels=labels, extra=dict.fromkeys(like.extra, 0.0))
 
 
+def documents(starts: Int64Array, length: int) -> tuple[npt.NDArray[np.int32], Int64Array]:
+    """Segments and positions [length] of a row whose documents start there, the first at 0."""
+    places = np.arange(length)
+    segments = np.searchsorted(starts, places, side="right") - 1
+    return segments.astype(np.int32), places - starts[segments]
+
+
 class Samples(Protocol):
     """Samples of equal form. The order of training permutes samples, never rows."""
 

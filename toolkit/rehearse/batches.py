@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.data.rows import documents
 from toolkit.layout import Layout
 from toolkit.recipe.schema import TrainingSection
 
@@ -46,14 +48,10 @@ def document_starts(training: TrainingSection, step: int) -> list[list[int]]:
 
 def isolated(batch: MicroBatch, starts: list[list[int]]) -> MicroBatch:
     """The batch with segments and positions of the documents that start there."""
-    places = torch.arange(batch.input_ids.shape[1])
-    segments, positions = [], []
-    for row in map(torch.tensor, starts):
-        segments.append(torch.searchsorted(row, places, right=True) - 1)
-        positions.append(places - row[segments[-1]])
-    return replace(
-        batch, segments=torch.stack(segments).int(), positions=torch.stack(positions)
-    )
+    length = batch.input_ids.shape[1]
+    rows = [documents(np.array(row, dtype=np.int64), length) for row in starts]
+    segments, positions = map(torch.from_numpy, map(np.stack, zip(*rows, strict=True)))
+    return replace(batch, segments=segments, positions=positions)
 
 
 def micro_batches(

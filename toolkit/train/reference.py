@@ -10,11 +10,11 @@ they are gone, an engine with the first weights is built once more to compute th
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,6 @@ from toolkit.data.batches import batches_of
 from toolkit.data.build import TrainingData
 from toolkit.data.files import (
     cache_folder,
-    cache_not_writable,
     content_fingerprint,
     fingerprint_of,
     write_atomically,
@@ -165,15 +164,9 @@ def _read(path: Path, shape: tuple[int, int]) -> Values:
 
 
 def _write(path: Path, values: Values) -> None:
-    """All of it or nothing, as readers see it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with unfinished.open("wb") as file:
-            np.save(file, values)
-        unfinished.replace(path)
-    except OSError as error:
-        raise cache_not_writable(path.parent, error) from error
+    file = BytesIO()
+    np.save(file, values)
+    write_atomically(path, file.getvalue())
 
 
 def weights_fingerprint(recipe: Recipe, cache: Path) -> str:

@@ -11,7 +11,7 @@ from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.files import fingerprint_of
 from toolkit.data.indexed import IndexedTokens, IndexedWriter
-from toolkit.data.rows import Int64Array, Row
+from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import cached_tokens
 
@@ -113,11 +113,9 @@ class ChatSamples:
 
     def _packed_row(self, chats: Sequence[MarkedTokens]) -> Row:
         row = self._row(chats)
-        lengths = [len(chat.ids) for chat in chats]
-        if padding := self.sequence_length - sum(lengths):
-            lengths.append(padding)
-        segments = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+        # Padding starts where the last conversation ends.
+        starts = np.cumsum([0, *(len(chat.ids) for chat in chats)], dtype=np.int64)
+        segments, positions = documents(starts, self.sequence_length)
         return Row(row.input_ids, row.labels, positions=positions, segments=segments)
 
 
