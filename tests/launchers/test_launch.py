@@ -12,6 +12,8 @@ import pytest
 
 from tests.launchers.watching import STAND_IN, alive
 from tests.processes import HANG_S, wait_until
+from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.run.ending import PEER_LOST
 
 LAUNCHERS = [
     "local",
@@ -92,6 +94,19 @@ def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, name, beha
     exit_code, errors = start(name, behaviour).end()
     assert exit_code == 4
     assert f"error: rank {behaviour[5]} failed with exit code 4" in errors
+
+
+@pytest.mark.parametrize("cause", [0, 1])
+def test_a_rank_that_lost_another_is_not_the_one_that_failed(tmp_path, capsys, cause):
+    words = {cause: "hang: nothing done for 5 s", 1 - cause: PEER_LOST}
+    for rank in (1 - cause, cause):
+        event = {"kind": "end", "rank": rank, "exit_code": 4, "error": words[rank]}
+        with (tmp_path / "events.jsonl").open("a") as events:
+            events.write(json.dumps(event) + "\n")
+    outcome = report_failure(tmp_path, 0, RankExit(1 - cause, 4))
+    assert outcome.reason == f"rank {cause} failed with exit code 4"
+    # Rank 0 has the terminal: it said so itself.
+    assert (f"error: {outcome.reason}" in capsys.readouterr().err) == (cause == 1)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

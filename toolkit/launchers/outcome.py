@@ -17,6 +17,7 @@ from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.run.ending import PEER_LOST
 from toolkit.terminal import tell
 
 _KEPT_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
@@ -51,9 +52,12 @@ def report_failure(run_dir: Path, offset: int, failed: RankExit) -> Outcome:
     """Name the rank and show the end of its log.
 
     Rank 0 has the terminal: what it printed there is not printed again. `offset`: where
-    the events of this launch begin.
+    the events of this launch begin. The rank that is seen to leave first may be one that
+    lost another: then the rank that says why is named.
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)
+    if _lost_another(events, failed):
+        failed = _first_failure(events) or failed
     if failed.rank == 0 and (failed.code in _KEPT_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
@@ -69,6 +73,10 @@ def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
         _is_end(event, failed.code) and event.get("rank") == failed.rank and "error" in event
         for event in events
     )
+
+
+def _lost_another(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
+    return any(e.get("rank") == failed.rank and e.get("error") == PEER_LOST for e in events)
 
 
 def _tail(path: Path) -> str:
@@ -129,8 +137,10 @@ def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:
 
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
-    for event in events:
-        code = event.get("exit_code", EXIT_DONE)
-        if event.get("kind") == "end" and code not in (EXIT_DONE, EXIT_RESUMABLE):
-            return RankExit(rank=int(event.get("rank", 0)), code=int(code))
-    return None
+    """The first rank that said why it failed, else the first that lost another."""
+    ends = [event for event in events if event.get("kind") == "end"]
+    failed = [e for e in ends if e.get("exit_code") not in (EXIT_DONE, EXIT_RESUMABLE, None)]
+    failed.sort(key=lambda event: event.get("error") == PEER_LOST)
+    if not failed:
+        return None
+    return RankExit(rank=int(failed[0].get("rank", 0)), code=int(failed[0]["exit_code"]))
