@@ -6,7 +6,8 @@ one are stopped (SIGSTOP) and those of the other go on. A shared machine whose s
 from minute to minute by a tenth does so for both. A run's step time is the time in which it
 ran, from the end of its first step to the end of its last, over the steps between: logging
 counts. Quoted is the median of the ratios within each pair: two runs of the same loop differ
-by up to 3%, by where their memory happens to lie.
+by up to 3%, by where their memory happens to lie. Processor time, user and system, is that of
+all processes of a run between the same two steps; other load on the machine hardly changes it.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import psutil
 
 RECIPE = Path("recipes/tiny/llama-bytes.yaml")
 LOGGED_EVERY = 10
+LOSS_TOLERANCE = 1e-5
 TURN_S = 1.0
 POLL_S = 0.01
 
@@ -46,6 +48,8 @@ class Run:
         self.command, self._last = command, last
         self.ran_s = 0.0
         """Since its first step."""
+        self.cpu_s = 0.0
+        """Of all its processes, from its first step to its last turn."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         started = time.perf_counter()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run ends
@@ -62,6 +66,7 @@ class Run:
             raise
         self.first_s = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
+        self._cpu_before_s = self._cpu_so_far_s()
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +90,7 @@ class Run:
             time.sleep(POLL_S)
         self.ran_s += time.perf_counter() - started
         self._signal(signal.SIGSTOP)
+        self.cpu_s = self._cpu_so_far_s() - self._cpu_before_s
         return done
 
     def end(self) -> None:
@@ -97,11 +103,20 @@ class Run:
             sys.exit(f"{' '.join(self.command)} ended with {code}:\n{text}")
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:
-            leader = psutil.Process(self._process.pid)
-            for process in (*leader.children(recursive=True), leader):
-                with suppress(psutil.NoSuchProcess):  # ended since it was listed
-                    process.send_signal(number)
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):  # ended since it was listed
+                process.send_signal(number)
+
+    def _cpu_so_far_s(self) -> float:
+        times = [process.cpu_times() for process in self._processes()]
+        return sum(time.user + time.system for time in times)
+
+    def _processes(self) -> list[psutil.Process]:
+        """Those that still run, the leader last."""
+        if self._process.poll() is not None:
+            return []
+        leader = psutil.Process(self._process.pid)
+        return [*leader.children(recursive=True), leader]
 
 
 @dataclass
@@ -111,31 +126,44 @@ class Pairs:
     other: str
     """What DMT is compared with: `bare` or `trainer`."""
     steps: int
+    recipe: Path = RECIPE
     ours: list[Run] = field(default_factory=list)
     theirs: list[Run] = field(default_factory=list)
 
     def run(self, overrides: Sequence[str], script: str) -> None:
         """One more pair: `dmt launch` of the recipe, and `benchmarks/SCRIPT`."""
         with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
-            ours = ends.enter_context(dmt(Path(name), overrides, self.steps))
+            ours = ends.enter_context(dmt(Path(name), self.recipe, overrides, self.steps))
             theirs = ends.enter_context(loop(Path(name), script, self.steps))
             running = [ours, theirs]
             while running:
                 running = [run for run in running if not run.turn()]
             for run in (ours, theirs):
                 run.end()
+            compare_losses(Path(name))
         self.ours.append(ours)
         self.theirs.append(theirs)
         print(
             f"pair {len(self.ours)}: step {self._step_s(ours) * 1e3:.1f} ms dmt, "
             f"{self._step_s(theirs) * 1e3:.1f} ms {self.other}, "
-            f"tokens/s ratio {self.ratios[-1]:.3f}; first step after {ours.first_s:.1f} s dmt, "
+            f"tokens/s ratio {self.ratios[-1]:.3f}; "
+            f"processor time {self._cpu_ms(ours):.1f} ms dmt, "
+            f"{self._cpu_ms(theirs):.1f} ms {self.other}, "
+            f"ratio {self.cpu_ratios[-1]:.3f}; first step after {ours.first_s:.1f} s dmt, "
             f"{theirs.first_s:.1f} s {self.other}",
             flush=True,
         )
 
     def _step_s(self, run: Run) -> float:
         return run.ran_s / (self.steps - 1)
+
+    def _cpu_ms(self, run: Run) -> float:
+        return 1e3 * run.cpu_s / (self.steps - 1)
+
+    @property
+    def cpu_ratios(self) -> list[float]:
+        """DMT's processor time over the other's, pair by pair."""
+        return [a.cpu_s / b.cpu_s for a, b in zip(self.ours, self.theirs, strict=True)]
 
     @property
     def ratios(self) -> list[float]:
@@ -146,12 +174,14 @@ class Pairs:
         """Ratios and medians, ready for JSON."""
         sides = {"dmt": self.ours, self.other: self.theirs}
         return {
-            f"tokens_per_s_ratio_dmt_to_{self.other}": {
-                "median": round(statistics.median(self.ratios), 4),
-                "pairs": [round(ratio, 4) for ratio in self.ratios],
-            },
+            f"tokens_per_s_ratio_dmt_to_{self.other}": _median_and_all(self.ratios),
             "milliseconds_per_step": {
                 name: round(1e3 * statistics.median(self._step_s(run) for run in runs), 2)
+                for name, runs in sides.items()
+            },
+            f"processor_time_ratio_dmt_to_{self.other}": _median_and_all(self.cpu_ratios),
+            "processor_milliseconds_per_step": {
+                name: round(statistics.median(self._cpu_ms(run) for run in runs), 2)
                 for name, runs in sides.items()
             },
             "seconds_to_first_step": {
@@ -159,6 +189,13 @@ class Pairs:
                 for name, runs in sides.items()
             },
         }
+
+
+def _median_and_all(ratios: Sequence[float]) -> dict[str, Any]:
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "pairs": [round(ratio, 4) for ratio in ratios],
+    }
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -170,8 +207,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def dmt(folder: Path, overrides: Sequence[str], steps: int) -> Run:
-    """`dmt launch` of the recipe, in the run directory `folder/dmt`."""
+def dmt(folder: Path, recipe: Path, overrides: Sequence[str], steps: int) -> Run:
+    """`dmt launch` of `recipe`, in the run directory `folder/dmt`."""
     run_dir = folder / "dmt"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [
@@ -179,7 +216,7 @@ def dmt(folder: Path, overrides: Sequence[str], steps: int) -> Run:
         "logging.wandb=null", "evaluation.every_steps=null", "checkpoint.every_steps=null",
         "checkpoint.export=false",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(RECIPE)]
+    command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(recipe)]
     command += ["--run-dir", str(run_dir), *(f"--set={text}" for text in overrides)]
     metrics = run_dir / "metrics.jsonl"
 
@@ -202,11 +239,27 @@ def loop(folder: Path, script: str, steps: int) -> Run:
     return Run(command, done.with_suffix(".first").exists, done.with_suffix(".last").exists)
 
 
-def report(result: dict[str, Any], packages: Sequence[str], out: Path | None) -> None:
+def compare_losses(folder: Path) -> None:
+    """Stop the benchmark where a loop that wrote its losses (DONE.losses, one per step) has
+    others than DMT's run: the two have then not done the same work.
+    """
+    written = folder / "loop.losses"
+    if not written.exists():
+        return
+    theirs = json.loads(written.read_text())
+    for line in (folder / "dmt" / "metrics.jsonl").read_text().splitlines():
+        step, loss = (json.loads(line)[key] for key in ("step", "loss"))
+        if not abs(loss - theirs[step - 1]) <= LOSS_TOLERANCE:
+            sys.exit(f"step {step}: loss {loss} dmt, {theirs[step - 1]} in its loop")
+
+
+def report(
+    result: dict[str, Any], packages: Sequence[str], out: Path | None, recipe: Path = RECIPE
+) -> None:
     """Print a result together with the machine and the versions, and write it where asked."""
     facts = {
         "date": datetime.now(UTC).date().isoformat(),
-        "recipe": str(RECIPE),
+        "recipe": str(recipe),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in packages},
