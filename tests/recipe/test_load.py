@@ -70,6 +70,20 @@ class TestExtends:
         config = load_recipe(path).model.config
         assert config == {"model_type": "gpt2", "n_embd": 64, "n_head": 4}
 
+    def test_of_several_files_a_later_one_is_on_top(self, tmp_path: Path) -> None:
+        """What both of them extend is below both."""
+        write(tmp_path, "a.yaml", "extends: good.yaml\nname: a\ntraining: {steps: 70}\n")
+        write(tmp_path, "b.yaml", "extends: ./good.yaml\nname: b\n")
+        top = write(tmp_path, "top.yaml", "extends: [a.yaml, b.yaml]\n")
+        assert (load_recipe(top).name, load_recipe(top).training.steps) == ("b", 70)
+
+    def test_a_mistake_below_two_files_is_one(self, tmp_path: Path) -> None:
+        write(tmp_path, "good.yaml", GOOD + "model: {}\n")
+        for name in "ab":
+            write(tmp_path, f"{name}.yaml", "extends: good.yaml\n")
+        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [a.yaml, b.yaml]\n"))
+        assert problem.file == str(tmp_path / "good.yaml")
+
     def test_blames_the_file_that_states_the_value(self, tmp_path: Path) -> None:
         base = write(tmp_path, "base.yaml", GOOD.replace("seed: 1", "seed: -1"))
         middle = write(tmp_path, "middle.yaml", "extends: base.yaml\nqqqqqq: 1\n")
@@ -96,14 +110,22 @@ class TestExtends:
         assert str(good) in problem.fix
 
     def test_not_a_file_name(self, tmp_path: Path) -> None:
-        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [a, b]\n"))
-        assert (problem.key, problem.allowed) == ("extends", "one file name")
+        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [good.yaml, 1]\n"))
+        assert (problem.key, problem.allowed) == ("extends", "a file name, or a list of them")
 
     def test_long_chain(self, tmp_path: Path) -> None:
         for index in range(30):
             write(tmp_path, f"{index}.yaml", f"extends: {index + 1}.yaml\n")
         (problem,) = mistakes(tmp_path / "0.yaml")
         assert "at most 16" in problem.allowed
+
+    def test_many_files(self, tmp_path: Path) -> None:
+        """Files that are read again count as well: the time to read a recipe is bounded."""
+        for index in range(12):
+            write(tmp_path, f"{index}.yaml", f"extends: [{index + 1}.yaml, {index + 1}.yaml]\n")
+        write(tmp_path, "12.yaml", GOOD)
+        (problem,) = mistakes(tmp_path / "0.yaml")
+        assert (problem.found, problem.allowed) == ("more files", "at most 16")
 
 
 class TestOverrides:

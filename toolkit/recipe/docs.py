@@ -22,9 +22,10 @@ _PREFACE = """\
 A recipe is one YAML file. `dmt check RECIPE` reports every mistake in it at once, each
 with file, line and fix. Every setting is listed here with what it accepts and its default.
 
-- `extends: ../base/pretrain.yml` at the top bases a recipe on another: maps are
-  merged deeply, lists and values replaced; a map with another `kind` (or, in
-  `model.config`, another `model_type`) is replaced whole.
+- `extends: ../base/pretrain.yml` at the top bases a recipe on another, `[a.yml, b.yml]` on
+  several, of which the last takes precedence: maps are merged deeply, lists and values
+  replaced; a map with another `kind` (or, in `model.config`, another `model_type`) is
+  replaced whole.
 - `--set KEY.PATH=VALUE` overrides any setting from the command line; the value is YAML.
 - Relative paths are relative to the file that states them; in `--set`, to the working
   directory. A value that may also be a hub id is a path when it begins with `./`, `../`,

@@ -1,8 +1,8 @@
 """From a recipe file to one merged tree: reading, `extends`, `--set`, relative paths.
 
-The tree is a chain of layers, each on top of the one that it extends, with the
-overrides of the command line on top of all. Every node still knows the file and line
-that state it.
+Each file is a layer on top of those that it extends, of which a later one is on top of
+an earlier one, with the overrides of the command line on top of all. Every node still
+knows the file and line that state it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from toolkit.suggest import closest
 
 OVERRIDE_FILE = "--set"
 """Stands for the file in problems of command-line overrides."""
-MAX_CHAIN = 16
-"""Longest `extends` chain."""
+MAX_FILES = 16
+"""Most files that a recipe may be made of."""
 
 _TAGS = ("kind", "model_type")
 """Keys that say what the other keys of their map mean."""
@@ -54,17 +54,15 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
     Raises RecipeError when a file cannot be read or is no YAML map.
     """
     problems: list[Problem] = []
-    trees: list[Mapping] = []
-    chain: list[Path] = []
-    next_file: Path | None = path
+    read: list[tuple[str, Mapping]] = []
     origin = Problem(WHOLE_FILE, "", "a readable file", file=str(path))
-    while next_file is not None:
-        tree, next_file, origin = _read_file(next_file, chain, origin, problems)
-        trees.append(tree)
-    root = trees[-1]
-    for tree in reversed(trees[:-1]):
+    _read_file(path, (), origin, read, problems)
+    # From the lowest layer to the highest; a file that two others extend is below both.
+    layers = dict(reversed(read))
+    root, *above = layers.values()
+    for tree in above:
         root = merge(root, tree)
-    files = [str(path), *(_shown(file) for file in chain[1:]), OVERRIDE_FILE]
+    trees, files = [*reversed(layers.values())], [*reversed(layers), OVERRIDE_FILE]
     if overrides:
         layer = _absolute_paths(_overrides(overrides, problems), Path.cwd())
         root = merge(root, layer)
@@ -93,35 +91,40 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
 
 
 def _read_file(
-    path: Path, chain: list[Path], origin: Problem, problems: list[Problem]
-) -> tuple[Mapping, Path | None, Problem]:
-    """One file's tree, the file that it extends, and where it says so.
+    path: Path,
+    chain: tuple[Path, ...],
+    origin: Problem,
+    read: list[tuple[str, Mapping]],
+    problems: list[Problem],
+) -> None:
+    """Append a file's name and tree to `read`, then those that it extends, the last one first.
 
-    `origin` is the place to blame when the file cannot be read.
+    `chain`: the files that led to this one. `origin` is the place to blame when it cannot be
+    read.
     """
     name = _shown(path) if chain else str(path)
     text = _read_text(path, name, origin, problems)
-    chain.append(path)
     try:
         node, found = yaml_nodes.parse(text, name)
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
-    problems.extend(found)
     if not isinstance(node, Mapping):
         raise RecipeError([*problems, _not_a_map(node, name)])
-    entry = node.entries.get("extends")
     own = {key: value for key, value in node.entries.items() if key != "extends"}
-    tree = _absolute_paths(Mapping(node.place, own), path.parent)
-    if entry is None:
-        return tree, None, origin
-    parent, origin = _extended(entry, path, chain, problems)
-    return tree, parent, origin
+    if name not in dict(read):
+        problems.extend(found)
+    read.append((name, _absolute_paths(Mapping(node.place, own), path.parent)))
+    if entry := node.entries.get("extends"):
+        for parent, origin in reversed(_extended(entry, path, (*chain, path), problems)):
+            if len(read) == MAX_FILES:
+                allowed = f"at most {MAX_FILES}"
+                raise _stop(problems, origin, "more files", allowed, "extend fewer files")
+            _read_file(parent, (*chain, path), origin, read, problems)
 
 
 def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) -> str:
     def stop(found: str, allowed: str, fix: str) -> RecipeError:
-        at = Problem(origin.key, found, allowed, fix, origin.file, origin.line)
-        return RecipeError([*problems, at])
+        return _stop(problems, origin, found, allowed, fix)
 
     try:
         if not path.exists():
@@ -146,30 +149,33 @@ def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) 
 
 
 def _extended(
-    entry: YamlEntry, path: Path, chain: list[Path], problems: list[Problem]
-) -> tuple[Path, Problem]:
-    """The file named by `extends`; raises RecipeError when it cannot be followed."""
-    node, place = entry.node, entry.node.place
-    value = node.value if isinstance(node, Scalar) else None
-    if not isinstance(value, str) or not value:
-        found = describe_node(node)
-        raise _stop(problems, place, found, "one file name", "extends: ../base/pretrain.yml")
-    parent = path.parent / value
-    if _real(parent) in map(_real, chain):
-        circle = " → ".join(_shown(file) for file in [*chain, parent])
-        raise _stop(
-            problems, place, f"a cycle: {circle}", "a chain that ends", "break the cycle"
-        )
-    if len(chain) >= MAX_CHAIN:
-        found = "a longer chain of files"
-        raise _stop(problems, place, found, f"at most {MAX_CHAIN}", "extend fewer files")
-    return parent, Problem("extends", "", "", file=place.file, line=place.line)
+    entry: YamlEntry, path: Path, chain: Sequence[Path], problems: list[Problem]
+) -> list[tuple[Path, Problem]]:
+    """The files named by `extends`, each with the place that names it.
+
+    Raises RecipeError when they cannot be followed.
+    """
+    stated = entry.node
+    parents = []
+    for node in stated.items if isinstance(stated, yaml_nodes.Sequence) else [stated]:
+        origin = Problem("extends", "", "", file=node.place.file, line=node.place.line)
+        value = node.value if isinstance(node, Scalar) else None
+        if not isinstance(value, str) or not value:
+            found, fix = describe_node(node), "extends: ../base/pretrain.yml"
+            raise _stop(problems, origin, found, "a file name, or a list of them", fix)
+        parent = path.parent / value
+        if _real(parent) in map(_real, chain):
+            circle = " → ".join(_shown(file) for file in [*chain, parent])
+            found, fix = f"a cycle: {circle}", "break the cycle"
+            raise _stop(problems, origin, found, "a chain that ends", fix)
+        parents.append((parent, origin))
+    return parents
 
 
 def _stop(
-    problems: list[Problem], place: Location, found: str, allowed: str, fix: str
+    problems: list[Problem], origin: Problem, found: str, allowed: str, fix: str
 ) -> RecipeError:
-    at = Problem("extends", found, allowed, fix, place.file, place.line)
+    at = Problem(origin.key, found, allowed, fix, origin.file, origin.line)
     return RecipeError([*problems, at])
 
 
