@@ -37,7 +37,7 @@ class DeepSpeedCost(EngineCost):
     """ZeRO with the buckets of `ds_configs`."""
 
     fp32_states = False
-    fp32_residual = False
+    autocast = False
     sums_whole_gradients = True
     gathers_beside_forward = False
     overlap = "overlap.deepspeed"

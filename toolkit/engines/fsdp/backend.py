@@ -20,7 +20,7 @@ _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 class FsdpCost(EngineCost):
     """FSDP2's shards, as `fully_shard` with one unit per decoder layer works."""
 
-    fp32_residual = False
+    autocast = False
     sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
     sends_fp32_weights = True
     # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),

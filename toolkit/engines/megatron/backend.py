@@ -19,7 +19,7 @@ class MegatronCost(EngineCost):
     """megatron-core's gradient buffers, distributed optimizer and schedules."""
 
     fp32_states = False
-    fp32_residual = False
+    autocast = False
     sums_whole_gradients = True
     reduces_beside_backward = False
     megatron_kernels = True

@@ -131,7 +131,7 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
 def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
     spec, width = workload.spec, compute_bytes(workload)
-    residual = FP32_BYTES if workload.cost.fp32_residual else width
+    residual = FP32_BYTES if workload.cost.autocast else width
     norm = residual * sizes.stream
     if _eager_norms(workload):
         norm += EAGER_RMS_NORM_BYTES * sizes.stream
@@ -202,7 +202,7 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    width = FP32_BYTES if workload.cost.fp32_residual else compute_bytes(workload)
+    width = FP32_BYTES if workload.cost.autocast else compute_bytes(workload)
     return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -17,8 +17,8 @@ class EngineCost:
 
     fp32_states: ClassVar[bool] = True
     """Weights, gradients and moments are fp32 at any precision (autocast)."""
-    fp32_residual: ClassVar[bool] = True
-    """Autocast keeps the residual stream in fp32: every branch's output is added to it."""
+    autocast: ClassVar[bool] = True
+    """Weights and the residual stream are fp32; products are computed with 16-bit copies."""
     sharded_weights_from: ClassVar[int] = 3
     """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
     sends_fp32_weights: ClassVar[bool] = False

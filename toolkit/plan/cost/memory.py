@@ -117,6 +117,7 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     logits = step.head if share.stage == layout.pp - 1 else 0.0
     layers = share.layers / layout.vpp
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
+    chunk += _frozen_copies(workload, layout, share)
     return Memory(
         stage=share.stage,
         parameters=parameters,
@@ -261,6 +262,16 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
         copies = 1 if layout.recompute == "full" else layers
         return (kinds + width * copies) * one
     return float(kinds * width * one)
+
+
+def _frozen_copies(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Bytes of frozen matrices in 16 bits: autocast casts them in the forward pass, and the
+    backward pass of each layer needs its own again."""
+    frozen = share.frozen
+    if frozen is None or workload.precision == "fp32" or not workload.cost.autocast:
+        return 0.0
+    layers = 0.0 if layout.recompute == "full" else frozen.dense + frozen.experts
+    return compute_bytes(workload) * (layers + frozen.output)
 
 
 @lru_cache(maxsize=4096)
