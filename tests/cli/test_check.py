@@ -205,7 +205,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         ("dmt checkpoint ver", {"verify"}),
         ("dmt checkpoint verify --js", {"--json"}),
         ("dmt init llama-3.1", {"llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"}),
-        ("dmt init llama-3.1-8b --task ", {"pretrain", "finetune"}),
+        ("dmt init llama-3.1-8b --task ", {"pretrain", "sft", "lora", "dpo"}),
     ],
 )
 def test_completion(

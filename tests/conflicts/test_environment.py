@@ -153,7 +153,7 @@ def test_nothing_is_silently_left_out(tiny: Planned) -> None:
 
 
 def test_offline_and_a_recipe_that_needs_the_hub() -> None:
-    path = TINY.parent.parent / "llama/llama-3.2-1b-finetune.yaml"
+    path = TINY.parent.parent / "llama/llama-3.2-1b-sft.yaml"
     planned = Planned.of(path)
     (source,) = environment.read(planned.recipe, {**NOWHERE, "HF_HUB_OFFLINE": "1"})
     rows = compare(source, facts(planned.recipe, planned.plan)).compared

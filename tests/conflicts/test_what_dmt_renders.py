@@ -48,7 +48,7 @@ def test_agrees(path: Path, tmp_path: Path) -> None:
     assert len(report.compared) >= (40 if planned.plan.engine == "megatron" else 12)
 
 
-@pytest.mark.parametrize("recipe", ["tiny/llama-bytes", "llama/llama-3.1-8b-finetune"])
+@pytest.mark.parametrize("recipe", ["tiny/llama-bytes", "llama/llama-3.1-8b-lora"])
 @pytest.mark.parametrize("engine", ["deepspeed", "ddp", "fsdp"])
 def test_accelerate_agrees(recipe: str, engine: str, tmp_path: Path) -> None:
     config = pytest.importorskip("toolkit.accelerate.config")

@@ -63,6 +63,11 @@ def test_every_shipped_size(
     assert recipe.parallel == ParallelSection()
     assert recipe.cluster.world_size == 64
     assert recipe.optimizer == shipped.optimizer
+    assert (recipe.adapter, recipe.dpo, recipe.data) == (
+        shipped.adapter,
+        shipped.dpo,
+        shipped.data,
+    )
     assert recipe.model == shipped.model
     assert recipe.training.sequence_length == shipped.training.sequence_length
     assert recipe.training.tokens == shipped.training.tokens
@@ -140,17 +145,35 @@ def test_a_folder_gets_usual_numbers(
     assert recipe.data.tokenizer == "bytes"  # the folder has none
 
 
-def test_fine_tuning_a_folder(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    byte_tokenizer().save_pretrained(folder)
+@pytest.mark.parametrize(
+    ("task", "objective", "kind", "learning_rate"),
+    [
+        ("sft", "sft", "chat", 2e-5),
+        ("lora", "sft", "chat", 2e-4),
+        ("dpo", "dpo", "preference", 5e-7),
+    ],
+)
+def test_post_training_of_a_folder(
+    task: str, objective: str, kind: str, learning_rate: float, folder: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The numbers of `recipes/base/`, with the tokenizer's own template if it has one."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").touch()
-    _, recipe = written(
-        tmp_path, capsys, str(folder), "--cluster", "8xa100-80gb", "--task", "finetune"
-    )
-    assert recipe.model.init == "pretrained"
-    assert recipe.optimizer.learning_rate == 2e-5
+    arguments = [str(folder), "--cluster", "8xa100-80gb", "--task", task]
+    text, recipe = written(tmp_path, capsys, *arguments)
+    assert (recipe.name, recipe.model.init) == (f"tinyllama-{task}", "pretrained")
+    assert (recipe.training.objective, recipe.data.train.kind) == (objective, kind)
+    assert recipe.optimizer.learning_rate == learning_rate
     assert recipe.data.tokenizer == str(folder)
+    assert recipe.data.chat_template == "chatml"
+    assert (recipe.adapter is not None) == (task == "lora")
+    assert (recipe.dpo is not None) == (task == "dpo")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    _, recipe = written(tmp_path, capsys, *arguments)
+    assert recipe.data.chat_template is None
 
 
 @pytest.mark.parametrize(
@@ -203,8 +226,8 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["no/such-model", "--cluster", "8xh100-80gb"], "not on the hub or in its cache"),
         (["no/such-model", "--cluster", "8xh100-80gb"], "llama-3.1-70b, llama-3.1-8b"),
         (
-            ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "finetune"],
-            "no shipped recipe to",
+            ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "lora"],
+            "no shipped recipe gpt2-124m-lora",
         ),
         (
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],

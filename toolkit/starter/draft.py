@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -19,7 +19,7 @@ from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.suggest import did_you_mean
 
-Task = Literal["pretrain", "finetune"]
+Task = Literal["pretrain", "sft", "lora", "dpo"]
 
 FOLDER = (Path(__file__).parent.parent / "recipes").resolve()
 """`recipes/` of the checkout (`toolkit/recipes` is a link to it); in an installed package,
@@ -33,7 +33,8 @@ _NOISE = set(GENERIC) - _KEPT
 _TOKENS_PER_PARAMETER = 20
 """The best use of a given amount of computation (Hoffmann et al. 2022, arXiv:2203.15556)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_LONGEST = {"pretrain": 4096, "finetune": 2048}
+_LONGEST = 4096
+"""Tokens of a sequence of a task whose shared part states none."""
 _SIZES = (
     # Brown et al. 2020, arXiv:2005.14165, table 2.1: parameters, tokens of a batch, peak
     # learning rate.
@@ -59,8 +60,8 @@ def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
     if model in shipped:
         if task not in shipped[model]:
             raise PlanError(
-                f"--task: there is no shipped recipe to {task} {model}",
-                fix=f"--task {', '.join(shipped[model])}, or name a hub id or a folder",
+                f"--task: there is no shipped recipe {model}-{task}",
+                fix=f"--task {' or '.join(shipped[model])}, or name a hub id or a folder",
             )
         recipe = load_recipe(shipped[model][task])
     else:
@@ -73,8 +74,8 @@ def shipped_sizes() -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     for file in sorted(FOLDER.glob("*/*.yaml")):
         size, _, task = file.stem.rpartition("-")
-        if task not in ("pretrain", "finetune"):
-            size, task = file.stem, "pretrain"  # the tiny ones
+        if task not in get_args(Task) or file.parent.name == "tiny":
+            size, task = file.stem, "pretrain"
         found.setdefault(size, {})[task] = file
     return found
 
@@ -86,24 +87,28 @@ def _own(model: str, task: Task) -> Recipe:
     config = _config(model, source)
     spec = model_spec(config)
     base = yaml_nodes.to_data(read_layers(FOLDER / "base" / f"{task}.yml", ()).root)
-    length = min(_LONGEST[task], config.get("max_position_embeddings") or _LONGEST[task])
+    longest = base["training"].get("sequence_length", _LONGEST)
+    length = min(longest, config.get("max_position_embeddings") or longest)
     data: dict[str, Any] = {
         **base,
         "name": _name(folder, task),
         "model": {
             "hub": source,
-            "init": "random" if task == "pretrain" else "pretrained",
+            "init": "random",
+            **base.get("model", {}),
             "config": {key: value for key, value in config.items() if key not in _NOISE},
         },
         "data": {**base["data"], "tokenizer": _tokenizer(folder, source)},
     }
     training = {"sequence_length": length}
-    optimizer = {"learning_rate": 2.0e-5}  # torchtune's full fine-tuning of 8B
+    optimizer: dict[str, float] = {}
     if task == "pretrain":
         training |= _length_of_run(spec, length)
         optimizer["learning_rate"] = _usual(spec)[1]
         schedule = {"warmup_steps": max(1, min(2000, training["steps"] // 100))}
         data["schedule"] = {**base["schedule"], **schedule}
+    else:
+        data["data"]["chat_template"] = None if _has_template(folder) else "chatml"
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
     try:
@@ -143,6 +148,14 @@ def _tokenizer(folder: Path, source: str) -> str:
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return "bytes"
     return source
+
+
+def _has_template(folder: Path) -> bool:
+    """Does the tokenizer have a chat template? Not known of a hub id: training then asks."""
+    stated = folder / "tokenizer_config.json"
+    if not folder.is_dir() or (folder / "chat_template.jinja").exists():
+        return True
+    return stated.is_file() and '"chat_template"' in stated.read_text(errors="replace")
 
 
 def _usual(spec: ModelSpec) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from toolkit.units import seconds
 COLUMN = 34
 """Where comments begin, unless the setting is longer."""
 SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
-_PLAIN = ("optimizer", "schedule", "evaluation", "checkpoint", "logging")
+_PLAIN = ("adapter", "dpo", "optimizer", "schedule", "evaluation", "checkpoint", "logging")
 """Sections without comments, each on one line."""
 
 
