@@ -279,9 +279,9 @@ def test_what_is_left_open_is_said() -> None:
 
 
 def test_pretrained_weights_are_to_be_converted() -> None:
-    path = RECIPES / "llama" / "llama-3.1-8b-finetune.yaml"
-    steps = ("training.epochs=null", "training.steps=1000")
-    notes = "\n".join(rendered(path, MEGATRON, "parallel.tensor=2", *steps).notes)
+    path = RECIPES / "llama" / "llama-3.1-8b-pretrain.yaml"
+    two_ranks = ("parallel.tensor=2", "cluster.nodes=1", "model.init=pretrained")
+    notes = "\n".join(rendered(path, MEGATRON, *two_ranks).notes)
     assert "dmt convert meta-llama/Llama-3.1-8B" in notes and "--vocab-multiple 2" in notes
 
 

@@ -18,7 +18,10 @@ def intent(**settings: Any) -> ParallelSection:
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
-LLAMA_8B = load_recipe(RECIPES / "llama/llama-3.1-8b-finetune.yaml")
+LLAMA_8B = load_recipe(
+    RECIPES / "llama/llama-3.1-8b-pretrain.yaml",
+    ("cluster.nodes=1", "training.sequence_length=2048", "training.global_batch_size=32"),
+)
 
 TINY = {
     "model_type": "llama",

@@ -162,7 +162,7 @@ def test_post_training_of_a_folder(
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").touch()
     arguments = [str(folder), "--cluster", "8xa100-80gb", "--task", task]
-    text, recipe = written(tmp_path, capsys, *arguments)
+    _, recipe = written(tmp_path, capsys, *arguments)
     assert (recipe.name, recipe.model.init) == (f"tinyllama-{task}", "pretrained")
     assert (recipe.training.objective, recipe.data.train.kind) == (objective, kind)
     assert recipe.optimizer.learning_rate == learning_rate
