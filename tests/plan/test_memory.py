@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.models.spec import ModelSpec
+from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.plan.cost.activations import LayerActivations, layer_activations
 from toolkit.plan.cost.memory import (
     GIB,
@@ -468,3 +468,46 @@ def test_masks_of_isolated_documents() -> None:
     assert added(windowed, Layout(), **core) == pytest.approx(2 * 4)
     waiting = Layout(pp=2, gradient_accumulation=4)
     assert added(UNTIED, waiting, **core) == pytest.approx(2 * 4), "two micro batches wait"
+
+
+def _saved_matrices() -> int:
+    """Bytes of 16-bit weights that autograd keeps of a frozen model under autocast."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**SHAPE, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    shapes = {tuple(weight.shape) for weight in model.parameters() if weight.ndim == 2}
+    saved = {}
+
+    def keep(tensor: Any) -> Any:
+        shape = tuple(tensor.shape)
+        if tensor.dtype == torch.bfloat16 and (shape in shapes or shape[::-1] in shapes):
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    inputs = torch.zeros(1, 7, 64, requires_grad=True)  # 7 tokens: no weight has such a shape
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        kept = model(inputs_embeds=inputs)
+    assert kept.logits.requires_grad
+    return sum(saved.values())
+
+
+def test_autocast_keeps_frozen_matrices_in_16_bits() -> None:
+    lora = replace(UNTIED, adapters=AdapterParameters(split=1, whole=1))
+
+    def added(layout: Layout, **fields: Any) -> float:
+        whole, adapters = (
+            peak_memory(workload(spec, **{"engine": "ddp"} | fields), layout)
+            for spec in (UNTIED, lora)
+        )
+        return adapters.activations - whole.activations
+
+    assert added(Layout()) == pytest.approx(_saved_matrices(), rel=0.01), "norms are counted"
+    assert added(Layout(recompute="full")) == pytest.approx(2 * EMBEDDING), "the head"
+    assert added(Layout(), precision="fp32") == 0
+    assert added(Layout(zero_stage=3), engine="fsdp") == 0
+    assert added(Layout(), engine="deepspeed") == 0
