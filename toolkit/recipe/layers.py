@@ -108,11 +108,10 @@ def _read_file(
         node, found = yaml_nodes.parse(text, name)
     except RecipeError as error:
         raise RecipeError([*problems, *error.problems]) from None
+    problems.extend(found)
     if not isinstance(node, Mapping):
         raise RecipeError([*problems, _not_a_map(node, name)])
     own = {key: value for key, value in node.entries.items() if key != "extends"}
-    if name not in dict(read):
-        problems.extend(found)
     read.append((name, _absolute_paths(Mapping(node.place, own), path.parent)))
     if entry := node.entries.get("extends"):
         for parent, origin in reversed(_extended(entry, path, (*chain, path), problems)):
