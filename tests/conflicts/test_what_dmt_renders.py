@@ -22,7 +22,10 @@ def engine_config(planned: Planned) -> dict[str, Any]:
 
 
 def rendered(planned: Planned, folder: Path) -> Path | None:
-    """The file that the recipe's own engine reads; None where Megatron-LM cannot say it."""
+    """The file that the recipe's own engine reads; None where it reads none (DDP) and where
+    Megatron-LM cannot say it."""
+    if planned.plan.engine == "ddp":
+        return None
     if planned.plan.engine == "deepspeed":
         file = folder / "ds_config.json"
         file.write_text(json.dumps(engine_config(planned), indent=1))
