@@ -1,5 +1,6 @@
 """Kills at random moments: a run that is started again becomes the undisturbed run."""
 
+import json
 import random
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Project
+from tests.e2e.conftest import WORDS, Project
 from tests.e2e.layouts import LAYOUTS, outcome
 from tests.e2e.product import checkpoints, events, steps_logged
 from tests.forked import ForkedRanks
@@ -20,9 +21,30 @@ from tests.processes import wait_until
 from toolkit.train.worker import train_recipe
 
 EVERY_STEPS = 4
-TRIALS = 10
-"""Per layout, half of them with asynchronous saving."""
-Undisturbed = Callable[[str], "Run"]
+SFT: dict[str, object] = {
+    "training.objective": "sft",
+    "data.train": "{kind: chat, path: answers.jsonl}",
+    "data.packing": "greedy",
+}
+LORA: dict[str, object] = {
+    "model.init": "pretrained",
+    "model.hub": "ddp/export",
+    "adapter": "{rank: 4, alpha: 8, dropout: 0.1}",
+}
+TASKS: dict[str, dict[str, object]] = {"pretrain": {}, "sft": SFT, "lora": SFT | LORA}
+TUNED = ("ddp", "fsdp3", "zero2", "megatron-tp2", "megatron-pp2")
+"""Layouts of the soak runs of sft and lora."""
+SOAK = [
+    *(("pretrain", layout, trial) for trial in range(10) for layout in LAYOUTS),
+    *(
+        (task, layout, trial)
+        for task in ("sft", "lora")
+        for trial in range(4)
+        for layout in TUNED
+    ),
+]
+"""Half of the trials of each layout save asynchronously."""
+Undisturbed = Callable[[str, str], "Run"]
 
 
 @dataclass(frozen=True)
@@ -34,28 +56,40 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project: Project) -> Undisturbed:
-    """The undisturbed run of a layout, made once."""
+def undisturbed(project: Project, ddp_run: Path) -> Undisturbed:
+    """The undisturbed run of a task in a layout, made once. Adapters are of what `ddp_run`
+    trained."""
+    write_answers(project.folder / "answers.jsonl")
     made: dict[str, Run] = {}
 
-    def of(layout: str) -> Run:
-        if layout not in made:
+    def of(task: str, layout: str) -> Run:
+        name = f"undisturbed-{task}-{layout}"
+        if name not in made:
             began = time.monotonic()
-            name = f"undisturbed-{layout}"
-            finish(project, name, changes(layout, asynchronous=True))
-            made[layout] = Run(outcome(project.folder / name), time.monotonic() - began)
-        return made[layout]
+            finish(project, name, changes(task, layout, asynchronous=True))
+            made[name] = Run(outcome(project.folder / name), time.monotonic() - began)
+        return made[name]
 
     return of
 
 
-def changes(layout: str, *, asynchronous: bool) -> dict[str, object]:
+def write_answers(path: Path) -> None:
+    """Prompts and completions of which several share a row."""
+    chance = random.Random(3)
+    lines = []
+    for _ in range(60):
+        prompt, completion = (" ".join(chance.choices(WORDS, k=k)) for k in (1, 2))
+        lines.append(json.dumps({"prompt": prompt, "completion": f" {completion}"}))
+    path.write_text("\n".join(lines))
+
+
+def changes(task: str, layout: str, *, asynchronous: bool) -> dict[str, object]:
     """Of the recipe, for a trial."""
     saving = {
         "checkpoint.every_steps": EVERY_STEPS,
         "checkpoint.asynchronous": str(asynchronous).lower(),
     }
-    return LAYOUTS[layout] | saving
+    return TASKS[task] | LAYOUTS[layout] | saving
 
 
 def start(project: Project, name: str, recipe: dict[str, object]) -> ForkedRanks:
@@ -72,25 +106,24 @@ def finish(project: Project, name: str, recipe: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "trial"),
+    ("task", "layout", "trial"),
     [
-        pytest.param("ddp", 99, marks=[pytest.mark.slow, pytest.mark.quick]),
-        pytest.param("zero3", 99, marks=pytest.mark.slow),
-        *(
-            pytest.param(layout, trial, marks=pytest.mark.soak)
-            for trial in range(TRIALS)
-            for layout in LAYOUTS
-        ),
+        pytest.param("pretrain", "ddp", 99, marks=[pytest.mark.slow, pytest.mark.quick]),
+        pytest.param("pretrain", "zero3", 99, marks=pytest.mark.slow),
+        pytest.param("lora", "megatron-tp2", 99, marks=pytest.mark.slow),
+        *(pytest.param(*trial, marks=pytest.mark.soak) for trial in SOAK),
     ],
 )
-def test_a_kill(project: Project, undisturbed: Undisturbed, layout: str, trial: int) -> None:
+def test_a_kill(
+    project: Project, undisturbed: Undisturbed, task: str, layout: str, trial: int
+) -> None:
     """kill -9 of a random rank at a random moment."""
     asynchronous = trial % 2 == 0
-    chance = random.Random(f"{layout}/{trial}")
-    recipe = changes(layout, asynchronous=asynchronous)
-    expected = undisturbed(layout)
+    chance = random.Random(f"{task}/{layout}/{trial}")
+    recipe = changes(task, layout, asynchronous=asynchronous)
+    expected = undisturbed(task, layout)
     for attempt in range(1, 10):
-        name = f"killed-{layout}-{trial}-{attempt}"
+        name = f"killed-{task}-{layout}-{trial}-{attempt}"
         run_dir = project.folder / name
         ranks = start(project, name, recipe)
         wait_for_a_moment(ranks, run_dir, chance, expected.seconds / attempt)
@@ -105,7 +138,7 @@ def test_a_kill(project: Project, undisturbed: Undisturbed, layout: str, trial: 
     assert resumed == ([saved] if saved else []), "the newest complete checkpoint"
     lost = done - saved
     print(
-        f"{layout} asynchronous={asynchronous}: rank {rank} killed at step {done}, "
+        f"{task} {layout} asynchronous={asynchronous}: rank {rank} killed at step {done}, "
         f"exit codes {codes}, {lost} steps lost"
     )
     # Asynchronously, a save may have been in flight, and the next one not yet begun.
@@ -158,7 +191,7 @@ def test_a_kill_in_the_third_save(
     """By the launcher; every place of a save on every rank is in tests/checkpoint."""
     name = f"third-{layout}-{place.partition('=')[0]}"
     run_dir = project.folder / name
-    recipe = changes(layout, asynchronous=True)
+    recipe = changes("pretrain", layout, asynchronous=True)
     ended = project.launch(name, recipe, env={"DMT_FAILPOINTS": f"checkpoint.{place},hit3"})
     assert ended.code == 4
     assert f"rank {place[-1]} was killed by SIGKILL" in ended.err
@@ -166,4 +199,4 @@ def test_a_kill_in_the_third_save(
     ended = project.launch(name, recipe)
     assert ended.code == 0, ended.err
     assert events(run_dir, "load")[-1]["step"] == newest
-    assert outcome(run_dir) == undisturbed(layout).outcome
+    assert outcome(run_dir) == undisturbed("pretrain", layout).outcome
