@@ -6,8 +6,10 @@ The data are pairs of token lists, or token lists with a mask, made without any 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import trl
 from datasets import Dataset
@@ -19,6 +21,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
+from toolkit.data.batches import batches_of
+from toolkit.data.chat.dataset import ChatSamples, chat_samples
+from toolkit.data.chat.packing import pack
+from toolkit.data.chat.tokens import ChatReport, StoredChats
+from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
@@ -27,13 +34,15 @@ from toolkit.models import huggingface as hf
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 
-STEPS = 6
+STEPS = 10
 SAMPLES = 6
 """Of a global batch: shares of one, two and three."""
 REWARDS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     "logps/chosen", "logps/rejected",
 )  # fmt: skip
+Conversation: TypeAlias = tuple[list[int], list[int]]
+"""Tokens, and 1 for each that is trained."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Objective:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
 
 def pairs(steps: int) -> list[list[Pair]]:
@@ -67,22 +77,67 @@ def pairs(steps: int) -> list[list[Pair]]:
     return [[pair() for _ in range(SAMPLES)] for _ in range(steps)]
 
 
-def conversations(steps: int) -> list[list[tuple[list[int], list[int]]]]:
-    """Global batches of token lists and masks; the second half of each batch has hardly any
-    trained token: none in every second batch."""
+def conversation(length: int, step: int, place: int, generator: Any) -> Conversation:
+    """One for this place of a global batch; in the second half of each batch, hardly any token
+    is trained: none in every second batch."""
+    tokens = torch.randint(2, parity.VOCABULARY, (length,), generator=generator)
+    share = (0.9, 0.5, 0.1, 0.0, 0.0, 0.3 * (step % 2))[place]
+    mask = (torch.rand(length, generator=generator) < share).int()
+    mask[1] = 1 if place == 0 else mask[1]
+    return tokens.tolist(), mask.tolist()
+
+
+def conversations() -> list[list[Conversation]]:
+    """Global batches."""
     generator = torch.Generator().manual_seed(12)
-    batches = []
-    for step in range(steps):
-        batch = []
-        for sample in range(SAMPLES):
-            length = int(torch.randint(4, parity.LENGTH + 1, (), generator=generator))
-            tokens = torch.randint(2, parity.VOCABULARY, (length,), generator=generator)
-            share = (0.9, 0.5, 0.1, 0.0, 0.0, 0.3 * (step % 2))[sample]
-            mask = (torch.rand(length, generator=generator) < share).int()
-            mask[1] = 1 if sample == 0 else mask[1]
-            batch.append((tokens.tolist(), mask.tolist()))
-        batches.append(batch)
-    return batches
+
+    def length() -> int:
+        return int(torch.randint(4, parity.LENGTH + 1, (), generator=generator))
+
+    return [
+        [conversation(length(), step, place, generator) for place in range(SAMPLES)]
+        for step in range(STEPS)
+    ]
+
+
+def packed_conversations() -> tuple[list[Conversation], list[list[int]]]:
+    """Conversations, and which of them share a row: of one to three, some with padding."""
+    generator = torch.Generator().manual_seed(13)
+    lengths = torch.tensor([5, 7, 9, 16])[torch.randint(4, (130,), generator=generator)]
+    rows = pack(lengths.numpy(), parity.LENGTH)
+    made = {
+        chat: conversation(int(lengths[chat]), *divmod(number, SAMPLES), generator)
+        for number, row in enumerate(rows)
+        for chat in row
+    }
+    return [made[chat] for chat in sorted(made)], rows
+
+
+def unpacked() -> list[list[Conversation]]:
+    """The conversations of each global batch of packed rows; untrained ones make them equally
+    many, as TRL wants it."""
+    chats, rows = packed_conversations()
+    batches = [
+        [chats[chat] for row in rows[first : first + SAMPLES] for chat in row]
+        for first in range(0, STEPS * SAMPLES, SAMPLES)
+    ]
+    most = max(map(len, batches))
+    return [batch + [([2, 2], [0, 0])] * (most - len(batch)) for batch in batches]
+
+
+def packed_samples(cache: Path) -> ChatSamples:
+    """The data set that DMT makes of `packed_conversations`."""
+    chats, _ = packed_conversations()
+    with IndexedWriter(cache / "chats", np.int32) as writer:
+        for tokens, mask in chats:
+            writer.append([0, *np.where(mask, np.invert(tokens), tokens)])
+            writer.end_document()
+        writer.commit()
+    stored = StoredChats(read_indexed(cache / "chats"), ChatReport(), "")
+    return chat_samples(
+        stored, np.arange(len(chats)), parity.LENGTH, rows_per_sample=1, packing="greedy",
+        part="train", cache=cache,
+    )  # fmt: skip
 
 
 def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +197,7 @@ def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
     plain["training"] |= {
         "global_batch_size": SAMPLES, "objective": objective.name, "steps": STEPS,
     }  # fmt: skip
+    plain["data"]["isolate_documents"] = objective.packed
     if objective.settings:
         plain[objective.name] = objective.settings
     return Recipe.model_validate(plain)
@@ -175,18 +231,48 @@ def shares(
         first += count
 
 
+Step: TypeAlias = tuple[MicroBatch, list[MicroBatch]]
+"""A global batch, and this rank's micro batches of it."""
+
+
+def packed_steps(layout: Layout, rank: int) -> Iterator[Step]:
+    with TemporaryDirectory() as cache:
+        samples = packed_samples(Path(cache))
+        used = np.arange(STEPS * SAMPLES)
+        whole = batches_of(samples, used, SAMPLES, 0, 1, SAMPLES)
+        share = layout.data_rank(rank), layout.dp, layout.micro_batch
+        for (batch,), mine in zip(
+            whole, batches_of(samples, used, SAMPLES, *share), strict=True
+        ):
+            yield batch, mine
+
+
+def steps_of(
+    case: parity.Case,
+    objective: Objective,
+    found: Sequence[Sequence[float]],
+    layout: Layout,
+    rank: int,
+) -> Iterator[Step]:
+    """`found` is the reference's log p of every row."""
+    if objective.packed:
+        yield from packed_steps(layout, rank)
+        return
+    uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
+    data = conversations() if objective.name == "sft" else pairs(STEPS)
+    for step, batch in enumerate(data):
+        reference = found[step] if objective.name == "dpo" else ()
+        yield micro_batch(batch), list(shares(batch, reference, layout, rank, uneven))
+
+
 def train(
     case: parity.Case, objective: Objective, ranks: Ranks, found: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """Train one case; what is logged of each step. `found` is the reference's log p."""
+    """Train one case; what is logged of each step."""
     engine, layout, wanted = new_engine(case, objective, ranks)
-    data = conversations(STEPS) if objective.name == "sft" else pairs(STEPS)
-    uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
     results = []
-    for step, batch in enumerate(data):
-        reference = found[step] if objective.name == "dpo" else ()
-        batches = list(shares(batch, reference, layout, ranks.rank, uneven))
-        count = float(wanted.objective().count(micro_batch(batch)))
+    for whole, batches in steps_of(case, objective, found, layout, ranks.rank):
+        count = float(wanted.objective().count(whole))
         results.append(engine.train_step(batches, count, 1e-3))
     engine.close()
     return {
@@ -300,17 +386,20 @@ def by_dpo_trainer(
     )
 
 
-def by_sft_trainer(folder: Path, model: torch.nn.Module) -> dict[str, list[float]]:
+def by_sft_trainer(
+    folder: Path, model: torch.nn.Module, batches: list[list[Conversation]]
+) -> dict[str, list[float]]:
     """TRL's SFTTrainer with labels as it makes them of masks, in this process."""
     samples = [
         {
             "input_ids": tokens,
             "labels": [t if m else IGNORE_INDEX for t, m in zip(tokens, mask, strict=True)],
         }
-        for batch in conversations(STEPS)
+        for batch in batches
         for tokens, mask in batch
     ]
-    arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS)
+    size = {"per_device_train_batch_size": len(batches[0])}
+    arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS | size)
     return logged(
         Sft(
             model=model,
@@ -322,11 +411,13 @@ def by_sft_trainer(folder: Path, model: torch.nn.Module) -> dict[str, list[float
     )
 
 
-def plain_sft(model: torch.nn.Module) -> tuple[list[float], list[float]]:
+def plain_sft(
+    model: torch.nn.Module, batches: list[list[Conversation]]
+) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step, by transformers and torch alone, without padding."""
     optimizer, _ = optimizer_of(model)
     losses, norms = [], []
-    for batch in conversations(STEPS):
+    for batch in batches:
         trained = sum(sum(mask[1:]) for _, mask in batch)
         optimizer.zero_grad()
         total = 0.0

@@ -19,12 +19,14 @@ from tests.engines.post_training_worker import (
     Objective,
     by_dpo_trainer,
     by_sft_trainer,
+    conversations,
     initial_model,
     log_probs_of,
     pairs,
     plain_sft,
     references,
     train_all,
+    unpacked,
 )
 from tests.forked import run_ranks
 
@@ -36,6 +38,9 @@ OTHER_SEED = 99
 BETA = 0.3
 
 SFT = Objective("sft")
+PACKED = Objective("sft", packed=True)
+CONVERSATIONS = {"sft": conversations, "packed": unpacked}
+"""What TRL and the plain loop are given: each conversation has a row of its own."""
 LOSSES = {
     loss: Objective("dpo", {"loss": loss, "beta": BETA}) for loss in ("sigmoid", "ipo", "hinge")
 }
@@ -71,37 +76,41 @@ def reference_log_probs() -> list[list[float]]:
 
 @cache
 def by_trl(objective: str) -> dict[str, list[float]]:
-    """What TRL logs: `sft`, or dpo with a loss of this name."""
+    """What TRL logs: `sft` or `packed`, or dpo with a loss of this name."""
     with TemporaryDirectory() as folder:
         model = initial_model(**LAYERS)
-        if objective == "sft":
-            return by_sft_trainer(Path(folder), model)
+        if objective in CONVERSATIONS:
+            return by_sft_trainer(Path(folder), model, CONVERSATIONS[objective]())
         reference = initial_model(OTHER_SEED, **LAYERS)
         return by_dpo_trainer(Path(folder), model, reference, loss=objective, beta=BETA)
 
 
 @cache
 def trained(world: int) -> dict[tuple[str, str], dict[str, list[float]]]:
-    """Every case of so many processes, with sft and dpo; the first with every loss of dpo."""
+    """Every case of so many processes with sft, packed or not, and with dpo; the first with
+    every loss of dpo."""
     cases = [case for case, size in ALL if size == world]
-    jobs = [(case, objective) for case in cases for objective in (SFT, SIGMOID)]
+    jobs = [(case, objective) for case in cases for objective in (SFT, PACKED, SIGMOID)]
     if world == 2:
         jobs += [(cases[0], LOSSES[loss]) for loss in ("ipo", "hinge")]
     found, *others = run_ranks(train_all, world, jobs, reference_log_probs())
     assert all(other == found for other in others), "every rank logs the same"
-    names = [(case.name, o.settings.get("loss", o.name)) for case, o in jobs]
+    names = [
+        (case.name, "packed" if o.packed else o.settings.get("loss", o.name))
+        for case, o in jobs
+    ]
     return dict(zip(names, found, strict=True))
 
 
 def check(found: dict[str, list[float]], objective: str) -> None:
     expected = by_trl(objective)
-    metrics = () if objective == "sft" else REWARDS
+    metrics = () if objective in CONVERSATIONS else REWARDS
     for name in ("loss", "grad_norm", *metrics):
         assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE), name
 
 
 @pytest.mark.parametrize(("case", "world"), ALL, ids=lambda value: getattr(value, "name", ""))
-@pytest.mark.parametrize("objective", ["sft", "sigmoid"])
+@pytest.mark.parametrize("objective", ["sft", "packed", "sigmoid"])
 def test_steps_equal_trl(case: Case, world: int, objective: str) -> None:
     check(trained(world)[case.name, objective], objective)
 
@@ -111,9 +120,10 @@ def test_losses_of_dpo_equal_trl(loss: str) -> None:
     check(trained(2)[TRANSFORMERS[0].name, loss], loss)
 
 
-def test_sft_equals_a_plain_loop() -> None:
-    losses, norms = plain_sft(initial_model(**LAYERS))
-    found = trained(2)[TRANSFORMERS[0].name, "sft"]
+@pytest.mark.parametrize("objective", CONVERSATIONS)
+def test_sft_equals_a_plain_loop(objective: str) -> None:
+    losses, norms = plain_sft(initial_model(**LAYERS), CONVERSATIONS[objective]())
+    found = trained(2)[TRANSFORMERS[0].name, objective]
     assert found["loss"] == pytest.approx(losses, rel=TOLERANCE)
     assert found["grad_norm"] == pytest.approx(norms, rel=TOLERANCE)
 
