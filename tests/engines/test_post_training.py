@@ -4,12 +4,14 @@ What a step logs must be equal: loss, gradient norm, rewards. Outside of pipelin
 their shares into micro batches of one and two pairs, each in another order.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
 from tests.engines.cases import LAYERS, TOLERANCE, megatron, zero
 from tests.engines.parity_worker import Case
@@ -65,6 +67,15 @@ FOUR = [
     *(replace(zero(stage), micro_batch=micro) for stage, micro in ((1, 1), (2, 3))),
 ]
 ALL = [*((case, 2) for case in (*TRANSFORMERS, *IN_MEGATRON)), *((case, 4) for case in FOUR)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For TRL and the plain loop: on a busy machine, two would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @cache
