@@ -179,6 +179,12 @@ def test_a_spike_is_measured_against_the_median(dataset: PackedDataset) -> None:
     assert hooks.calls[-1] == ("evaluate", STEPS)
 
 
+def test_a_median_of_0_makes_no_loss_a_spike(dataset: PackedDataset) -> None:
+    remembered = Progress(15, 60, (0.0,) * 15)
+    guard = GuardSection(spike_factor=2.0)
+    assert 16 not in skipped_steps(dataset, SpoiledEngine({0: 9.0}), remembered, guard)[0]
+
+
 def test_without_a_factor_only_a_loss_that_is_no_number_is_skipped(
     dataset: PackedDataset,
 ) -> None:

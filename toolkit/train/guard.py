@@ -24,11 +24,15 @@ class StepGuard:
         """Why each of the last steps was skipped; empty after one that was not."""
 
     def max_loss(self, recent_losses: Sequence[float]) -> float:
-        """Loss (nats) above which a step is a spike, after steps of `recent_losses`."""
+        """Loss (nats) above which a step is a spike, after steps of `recent_losses`.
+
+        A median of 0 is no measure: a hinge loss is 0 wherever all pairs keep their margin.
+        """
         factor = self.section.spike_factor
         if factor is None or len(recent_losses) < ENOUGH_STEPS:
             return math.inf
-        return factor * statistics.median(recent_losses)
+        median = statistics.median(recent_losses)
+        return factor * median if median > 0 else math.inf
 
     def check(self, step: int, result: StepResult) -> None:
         """Count skipped steps. Raises RunFailed after `max_skips_in_a_row` of them."""
