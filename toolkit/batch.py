@@ -62,3 +62,12 @@ class MicroBatch:
             segments=moved(self.segments),
             extra={name: t.to(device, non_blocking=True) for name, t in self.extra.items()},
         )
+
+
+def row_log_probs(log_probs: "torch.Tensor") -> "torch.Tensor":
+    """log p of the trained tokens of each row together: fp32 [rows] from fp32 [rows, sequence].
+
+    Rounded to fp32, in which those of DPO's reference are kept: where policy and reference are
+    equal, so are these, to the bit.
+    """
+    return log_probs.double().sum(dim=1).float()

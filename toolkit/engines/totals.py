@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.batch import MicroBatch
+from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.engines.base import EvalResult
 from toolkit.engines.distributed import to_device
-from toolkit.objectives import preference
 from toolkit.objectives.base import Objective
 
 
@@ -47,7 +46,7 @@ def sequence_log_probs(
 ) -> Tensor:
     """See `Engine.sequence_log_probs`."""
     batches = (to_device(batch, device) for batch in micro_batches)
-    return torch.cat([preference.sequence_log_probs(log_probs(b)) for b in batches]).cpu()
+    return torch.cat([row_log_probs(log_probs(b)) for b in batches]).cpu()
 
 
 def evaluate(

@@ -15,7 +15,7 @@ arXiv:2404.19733, equation 1). The loss is the mean over the pairs of the global
 
 from typing import TYPE_CHECKING, Literal
 
-from toolkit.batch import MicroBatch
+from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.objectives import preference
 from toolkit.objectives.base import LossTerms
 
@@ -53,7 +53,7 @@ class Dpo(preference.PairObjective):
 
     def loss(self, log_probs: "Tensor", batch: MicroBatch) -> LossTerms:
         """See `Objective.loss`."""
-        policy = preference.sequence_log_probs(log_probs)
+        policy = row_log_probs(log_probs)
         ratios = (policy - batch.extra[REFERENCE]).double()
         losses = self._losses(ratios, batch)
         if self._sft_weight:

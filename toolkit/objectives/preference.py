@@ -23,15 +23,6 @@ class PairObjective:
         return counted(batch).sum()
 
 
-def sequence_log_probs(log_probs: "Tensor") -> "Tensor":
-    """log p of the trained tokens of each row together: fp32 [rows] from fp32 [rows, sequence].
-
-    Rounded to fp32, in which the reference's are kept: where policy and reference are equal,
-    so are these, to the bit.
-    """
-    return log_probs.double().sum(dim=1).float()
-
-
 def split(values: "Tensor") -> tuple["Tensor", "Tensor"]:
     """[rows] → those of the chosen and those of the rejected answers, [pairs] each."""
     return values[0::2], values[1::2]

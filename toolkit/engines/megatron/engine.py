@@ -29,7 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 from toolkit.adapters.megatron import attach
-from toolkit.batch import MicroBatch
+from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
@@ -45,7 +45,6 @@ from toolkit.models.megatron.model import (
     log_probs,
     seed_dropout,
 )
-from toolkit.objectives import preference
 
 _Terms = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Of a micro batch and the last chunk's output: its summed loss, a count that is not used, and
@@ -236,7 +235,7 @@ class MegatronEngine:
     def _sequences(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `_terms`, for `sequence_log_probs`: no loss."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
-        sums = preference.sequence_log_probs(log_probs(losses, batch))
+        sums = row_log_probs(log_probs(losses, batch))
         return losses.sum(), unused, sums
 
     def _terms(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
