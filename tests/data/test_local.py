@@ -84,6 +84,8 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
             ("chat.parquet", "format: alpaca", (), "train.columns", "no column `instruction`"),
             ("chat.json", "columns: {messages: talk}, format: messages", (), "train.columns",
              "no column `talk`"),
+            *((f"chat.{kind}", "columns: {tools: functions}", (), "train.columns",
+               "no column `functions`") for kind in ("jsonl", "json", "parquet")),
             ("chat.jsonl", "", (), "chat_template", "`bytes` has no template"),
             ("chat.jsonl", "", ("data.chat_template=./no.jinja",), "chat_template",
              "cannot read"),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.chat.conversations import check_columns, needs_template
+from toolkit.data.chat.conversations import check_columns, check_mapped, needs_template
 from toolkit.data.chat.named import stated_template
 from toolkit.data.chat.records import OPENERS
 from toolkit.data.files import find_files
@@ -109,7 +109,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, RowsSource):
             setting, allowed = "path", "a hub id, or data files that can be read"
             files = local_files(source, Path.cwd()) or []
-            columns = _columns(files)
+            columns, all_seen = _columns(files)
             if isinstance(source, HfSource):
                 setting, allowed = "text_field", "the name of a column of text"
                 if columns:
@@ -117,6 +117,8 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
             elif isinstance(source, ChatSource | PreferenceSource) and columns:
                 setting, allowed = "columns", "columns of a known format (docs/chat.md)"
                 check_columns(source, list(columns))
+                if all_seen:
+                    check_mapped(source, columns)
         elif isinstance(source, TextSource):
             setting, allowed = "files", "files and globs that each match a file"
             find_files(source.files, Path.cwd(), source.exclude)
@@ -132,7 +134,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         if data.chat_template is not None:
             stated_template(data.chat_template, Path.cwd())
         elif data.tokenizer == BYTES:
-            columns = _columns(local_files(source, Path.cwd()) or [])
+            columns, _ = _columns(local_files(source, Path.cwd()) or [])
             if columns and needs_template(source, columns):
                 found = "nothing, and the tokenizer `bytes` has no template of its own"
                 yield Problem(key, found, allowed, "write `chat_template: chatml` under `data`")
@@ -140,38 +142,44 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
         yield Problem(key, error.message, allowed, error.fix)
 
 
-def _columns(files: list[Path]) -> dict[str, str]:
-    """Columns of the first files, with what they hold; empty where that is not known."""
+def _columns(files: list[Path]) -> tuple[dict[str, str], bool]:
+    """Columns of the first files, with what they hold, empty where that is not known; and
+    whether no row has others."""
     columns: dict[str, str] = {}
     if any(file.name == "README.md" for file in files):
-        return columns  # The card decides which files are read.
+        return columns, False  # The card decides which files are read.
+    all_seen = len(files) <= _FILES_OF_A_FOLDER
     for file in files[:_FILES_OF_A_FOLDER]:
-        found = _columns_of(file)
+        found, whole = _columns_of(file)
         if not found:
-            return {}
+            return {}, False
         columns = {**found, **columns}
-    return columns
+        all_seen = all_seen and whole
+    return columns, all_seen
 
 
-def _columns_of(file: Path) -> dict[str, str]:
+def _columns_of(file: Path) -> tuple[dict[str, str], bool]:
     name = file.with_suffix("") if file.suffix in OPENERS else file
     if name.suffix == ".txt":
-        return {"text": TEXT}
+        return {"text": TEXT}, True
     try:
         if file.suffix == ".parquet":
             from pyarrow.parquet import read_schema
 
-            return arrow_kinds(read_schema(file))
+            return arrow_kinds(read_schema(file)), True
         if name.suffix in (".json", ".jsonl"):
             with OPENERS.get(file.suffix, open)(file, "rb") as stream:
-                return _json_columns(stream.read(_BEGINNING).decode(errors="replace"))
+                beginning = stream.read(_BEGINNING)
+            columns, whole = _json_columns(beginning.decode(errors="replace"))
+            return columns, whole and len(beginning) < _BEGINNING
     except (OSError, ValueError, EOFError, ImportError):
         pass  # `datasets` says what is wrong with a file.
-    return {}
+    return {}, False
 
 
-def _json_columns(text: str) -> dict[str, str]:
-    """Columns of the objects, one a line or in a list, that a text begins with."""
+def _json_columns(text: str) -> tuple[dict[str, str], bool]:
+    """Columns of the objects, one a line or in a list, that a text begins with; and whether it
+    holds nothing else."""
     columns: dict[str, str] = {}
     decoder, at = json.JSONDecoder(), 0
     with suppress(ValueError, RecursionError):  # the last object is cut short
@@ -181,11 +189,11 @@ def _json_columns(text: str) -> dict[str, str]:
                 continue
             row, at = decoder.raw_decode(text, at)
             if not isinstance(row, dict):
-                return {}
+                return {}, False
             for column, value in row.items():
                 if columns.get(column, "null") == "null":
                     columns[column] = _json_kind(value)
-    return columns
+    return columns, at == len(text)
 
 
 def _json_kind(value: object) -> str:
