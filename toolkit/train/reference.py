@@ -170,7 +170,9 @@ def _write(path: Path, values: Values) -> None:
 
 
 def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
-    """Identifies the weights that training begins with.
+    """Identifies the weights that training begins with, by all of their bytes: where some
+    embeddings differ, which samples of `toolkit.adapters.weights.fingerprint` may miss, the
+    reference's log-probabilities differ.
 
     New adapters compute nothing, as B is 0: with them, the reference is the base model.
     """
