@@ -19,7 +19,7 @@ from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.recipe.schema import ChatRowsSource, Recipe
+from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ChatRowsSource, Recipe
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ RULES: tuple[Rule, ...] = (
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
     ),
-    Rule(("training.objective", "dpo", "orpo"), _objective_settings),
+    Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
     Rule(("training.objective", "data.train"), _objective_data),
     Rule(("data",), _chat_settings),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),

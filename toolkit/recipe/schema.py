@@ -118,14 +118,12 @@ AdapterTargets: TypeAlias = (
     Literal["all-linear", "attention", "mlp"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
+ColumnName: TypeAlias = Literal[
+    "messages", "conversations", "tools", "system", "prompt", "completion",
+    "instruction", "input", "output", "chosen", "rejected",
+]  # fmt: skip
 ColumnNames: TypeAlias = Annotated[
-    dict[
-        Literal[
-            "messages", "conversations", "tools", "system", "prompt", "completion",
-            "instruction", "input", "output", "chosen", "rejected",
-        ],
-        NonEmpty,
-    ],
+    dict[ColumnName, NonEmpty],
     Wording("a map from messages, conversations, tools, system, prompt, completion, "
             "instruction, input, output, chosen, rejected to a column's name"),
 ]  # fmt: skip
@@ -212,9 +210,9 @@ class ChatRowsSource(RowsSource):
     """A row that is no conversation, or no pair: an error that names file and row, or drop and
     count."""
 
-    def column(self, name: str) -> str:
+    def column(self, name: ColumnName) -> str:
         """What the data calls the column `name` of the format."""
-        return next((theirs for ours, theirs in self.columns.items() if ours == name), name)
+        return self.columns.get(name, name)
 
 
 class ChatSource(ChatRowsSource):
@@ -660,6 +658,10 @@ class LaunchSection(Section):
     """For `launcher: ray`."""
 
 
+OBJECTIVE_SECTIONS = "dpo", "orpo"
+"""Sections of objectives that have settings, under the objective's name."""
+
+
 class Recipe(Section):
     """One training run, from model to logging."""
 
@@ -686,7 +688,7 @@ class Recipe(Section):
     @property
     def objective_sections(self) -> dict[str, Section | None]:
         """The sections of objectives with settings, by the objective's name."""
-        return {"dpo": self.dpo, "orpo": self.orpo}
+        return {name: getattr(self, name) for name in OBJECTIVE_SECTIONS}
 
     def objective(self) -> Objective:
         """What is minimised, with the settings of its section."""

@@ -12,24 +12,25 @@ from typing import Any, TypeAlias
 from toolkit.data.chat.records import ChatRecord
 from toolkit.data.sources import TEXT
 from toolkit.errors import DataError
-from toolkit.recipe.schema import ChatRowsSource, ChatSource, PreferenceSource
+from toolkit.recipe.schema import ChatRowsSource, ChatSource, ColumnName, PreferenceSource
 
 Message: TypeAlias = dict[str, Any]
 
-_REQUIRED = {
+_REQUIRED: dict[str, tuple[ColumnName, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
 """Columns that a format needs. The order decides which one `auto` tries first."""
-_OPTIONAL = {
+_OPTIONAL: dict[str, tuple[ColumnName, ...]] = {
     "messages": ("tools",),
     "sharegpt": ("tools", "system"),
     "prompt_completion": ("tools",),
     "alpaca": ("input", "system"),
 }
-_PREFERENCE = ("prompt", "chosen", "rejected", "tools")
+_ANSWERS: tuple[ColumnName, ...] = ("chosen", "rejected")
+_PREFERENCE: tuple[ColumnName, ...] = ("prompt", *_ANSWERS, "tools")
 _ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _FUNCTION_CALL = "function_call"
@@ -105,8 +106,8 @@ def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example
     row = _columns_of(record)
     prompt: Any
     prompt, chosen, rejected, tools = (row.get(source.column(name)) for name in _PREFERENCE)
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if answer is None:
+    for name in _ANSWERS:
+        if row.get(source.column(name)) is None:
             raise MalformedRow(f"`{source.column(name)}` is missing or null")
     if type(chosen) is not type(rejected):
         raise MalformedRow("`chosen` and `rejected` are not of one form")
@@ -131,7 +132,7 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
             raise DataError(f"`{source.path}`: {error}", fix=fix) from error
         needed, known = _REQUIRED[form], (*_REQUIRED[form], *_OPTIONAL[form])
     else:
-        form, needed, known = "preference", ("chosen", "rejected"), _PREFERENCE
+        form, needed, known = "preference", _ANSWERS, _PREFERENCE
     for stated in source.columns:
         if stated not in known:
             raise DataError(
@@ -150,7 +151,7 @@ def check_mapped(source: ChatSource | PreferenceSource, columns: Collection[str]
 
 
 def _check_there(
-    source: ChatRowsSource, names: Iterable[str], columns: Collection[str]
+    source: ChatRowsSource, names: Iterable[ColumnName], columns: Collection[str]
 ) -> None:
     for name in names:
         if source.column(name) not in columns:
@@ -166,7 +167,7 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
 
     `columns` says what each holds, as in `check_column` of `toolkit/data/sources.py`.
     """
-    answer = "completion" if isinstance(source, ChatSource) else "chosen"
+    answer: ColumnName = "completion" if isinstance(source, ChatSource) else "chosen"
     return columns.get(source.column(answer)) != TEXT
 
 
@@ -185,7 +186,7 @@ def _detected(columns: Collection[str], source: ChatSource) -> str:
     raise MalformedRow(f"it has the columns {', '.join(columns) or 'none'}, and not {forms}")
 
 
-def _alpaca(found: Mapping[str, Any]) -> tuple[Message, ...]:
+def _alpaca(found: Mapping[ColumnName, Any]) -> tuple[Message, ...]:
     """Instruction and input, with a blank line between them, are the user's message."""
     asked = "\n\n".join(_text(found[n], n) for n in ("instruction", "input") if found[n])
     turns = [{"role": "user", "content": asked}]
