@@ -33,6 +33,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
         (tmp_path / f"{name}.json").write_text(json.dumps(lines, indent=1))
         pa.parquet.write_table(pa.Table.from_pylist(lines), tmp_path / f"{name}.parquet")
+    lines = [json.dumps({"messages": CHAT}), "{", json.dumps({"messages": CHAT, "fns": None})]
+    (tmp_path / "malformed.jsonl").write_text("\n".join(lines))
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(rows["text"][1]))
     (tmp_path / "half.bin").touch()
@@ -125,6 +127,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         "data.train={kind: hf, path: some/dataset}",
         "data={train: {kind: chat, path: ./chat.jsonl}, tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: some/dataset}}",
+        "data={train: {kind: chat, path: ./malformed.jsonl, columns: {tools: fns}}, "
+        "tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: ./plain.jsonl}}",
     ],
 )
