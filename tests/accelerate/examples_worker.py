@@ -33,7 +33,7 @@ SWITCHES = ("ACCELERATE_", "FSDP_")
 
 def finetuned(recipe: Recipe, _output: Path) -> tuple[str, str]:
     """What the own loop printed, and what its model became."""
-    example = runpy.run_path(str(EXAMPLES / "accelerate_finetune.py"))
+    example = runpy.run_path(str(EXAMPLES / "accelerate_loop.py"))
     accelerator = toolkit.accelerate.accelerator(recipe)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -15,7 +15,7 @@ from toolkit.accelerate.config import COMMON
 pytestmark = pytest.mark.slow
 
 WORKER = ROOT / "launch" / "train.py"
-LOOP = ROOT / "launch" / "examples" / "accelerate_finetune.py"
+LOOP = ROOT / "launch" / "examples" / "accelerate_loop.py"
 TRAINER = ROOT / "launch" / "examples" / "hf_trainer.py"
 CHANGES: dict[str, dict[str, object]] = {
     "ddp": {"parallel.engine": "ddp"},
@@ -79,7 +79,7 @@ def test_the_worker_under_every_other_file(
     worker_trains(name, finetune, worker_losses)
 
 
-@pytest.mark.parametrize("script", ["accelerate_finetune.py", "hf_trainer.py"])
+@pytest.mark.parametrize("script", ["accelerate_loop.py", "hf_trainer.py"])
 def test_scripts_that_train_all_weights_refuse_adapters(script: str, finetune: Project) -> None:
     changes = settings({"adapter": "{rank: 4, alpha: 8}"})
     argv = tool("python", ROOT / "launch" / "examples" / script, finetune.recipe, *changes)

@@ -1,7 +1,7 @@
 """Fine-tune a model in a loop of your own, under Accelerate, with a recipe's parallelism.
 
     accelerate launch --config_file launch/accelerate/zero2.yaml --num_processes 2 \\
-        launch/examples/accelerate_finetune.py RECIPE [--set KEY=VALUE …]
+        launch/examples/accelerate_loop.py RECIPE [--set KEY=VALUE …]
 
 The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`. Engine and ZeRO stage are
 the recipe's; the loop is the same for all of them, and so are the losses: those of
