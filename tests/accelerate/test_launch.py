@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerate.conftest import STEPS
+from tests.accelerate.launched import common, launch
 from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.conftest import Project
 from tests.e2e.product import Ended, curve, dmt, run, settings, tool
@@ -38,16 +39,6 @@ CHANGES: dict[str, dict[str, object]] = {
 """What a recipe must say to run on what a common file starts."""
 SAME = {"zero2_offload": 1e-4, "zero3_offload": 1e-4}
 """Largest relative difference of losses: DeepSpeed's own AdamW on CPUs; others 1e-5."""
-
-
-def launch(project: Project, file: Path, script: Path, *arguments: str | Path) -> Ended:
-    """Start a script by a file of `launch/accelerate/`, on two processes."""
-    start = tool("accelerate", "launch", "--config_file", file, "--num_processes", "2")
-    return run([*start, str(script), *map(str, arguments)], project.folder)
-
-
-def common(name: str) -> Path:
-    return ROOT / "launch" / "accelerate" / f"{name}.yaml"
 
 
 def printed_losses(ended: Ended) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.accelerate.examples_worker import ENGINES
-from tests.accelerate.test_launch import common, launch
+from tests.accelerate.launched import common, launch
 from tests.accelerate.trl_example_ranks import (
     BATCH,
     BETA,
