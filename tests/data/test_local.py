@@ -64,6 +64,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
     ((hf("empty"),), TRAIN_PATH, "holds no .json"),
+    ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
     *(
         ((hf(f"body.{kind}", field),), TEXT_FIELD, says)
         for kind in ("jsonl", "json", "parquet")
@@ -122,6 +123,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         *(hf(f"text.{kind}") for kind in ("jsonl", "json", "parquet")),
         *(hf(f"body.{kind}", "body") for kind in ("jsonl", "json", "parquet")),
         hf("folder"),
+        hf("folder, split: test"),
+        hf("text.jsonl, split: 'train[:50%]'"),
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",
         "data.train={kind: hf, path: some/dataset}",

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
+_OF_FILES = re.compile(r"(train|all)\b")
+"""Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
 TEXT = "text"
 MESSAGES = "lists of messages"
 _MESSAGE = re.compile(r"struct<.*\b(content|value): ")
@@ -145,10 +147,17 @@ def local_files(source: RowsSource, base: Path) -> list[Path] | None:
     A local folder wins over a hub id of the same name, as in `datasets`.
     """
     files = _local_files(source, base)
-    if files is not None and source.revision is not None:
+    if files is None:
+        return None
+    if source.revision is not None:
         raise DataError(
             f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
             fix="remove `revision`; it chooses a version of a hub dataset",
+        )
+    if not _local_path(source, base).is_dir() and not _OF_FILES.match(source.split):
+        raise DataError(
+            f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
+            fix="write `split: train` next to `path`; other splits are those of hubs and folders",
         )
     return files
 
