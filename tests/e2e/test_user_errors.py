@@ -1,5 +1,7 @@
 """A mistake of the user, through the real commands: one message, exit code 2, soon."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.e2e.conftest import Project
@@ -41,10 +43,22 @@ def test_seen_before_anything_is_started(project: Project, change, message, fix)
     assert not (project.folder / "never").exists()
 
 
-def test_seen_by_both_workers(project: Project):
-    ended = project.launch("too-little", {"training.global_batch_size": 4096})
-    assert_one_message(ended, "the training data has", "use more data")
-    (end,) = events(project.folder / "too-little", "end")
+@pytest.mark.parametrize(
+    ("change", "message", "fix"),
+    [
+        ({"training.global_batch_size": 4096}, "the training data has", "use more data"),
+        (
+            {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999},
+            "schedule.warmup_steps: found 9999 of",
+            "set schedule.warmup_steps to",
+        ),
+    ],
+    ids=["data", "steps of an epoch"],
+)
+def test_seen_by_both_workers(project: Project, tmp_path: Path, change, message, fix):
+    ended = project.launch(str(tmp_path / "run"), change)
+    assert_one_message(ended, message, fix)
+    (end,) = events(tmp_path / "run", "end")
     assert (end["exit_code"], end["rank"]) == (2, 0)
 
 

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from toolkit.data.build import build_data
 from toolkit.data.order import sample_indices
 from toolkit.errors import DataError
+from toolkit.intake.checks import steps_with
 from toolkit.models.huggingface import build_config
 from toolkit.recipe.schema import Recipe
 
@@ -53,11 +54,9 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         )
         self._packed = data.train
         self._seed = training.seed
-        steps = training.total_steps(len(data.train))
-        assert steps is not None, "known once the data is"
-        self.steps = steps
+        self.steps = steps_with(recipe, len(data.train))
         """Optimizer steps of the run."""
-        self._length = steps * training.global_batch_size
+        self._length = self.steps * training.global_batch_size
 
     def __len__(self) -> int:
         return self._length

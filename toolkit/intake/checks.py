@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from toolkit.errors import PlanError, Problem
+from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec
@@ -19,7 +19,7 @@ from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ChatRowsSource, Recipe
+from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ChatRowsSource, Recipe, ScheduleSection
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,19 @@ def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]
             yield from rule.check(recipe)
 
 
+def steps_with(recipe: Recipe, samples: int) -> int:
+    """Optimizer steps of a run with so many samples of training data.
+
+    Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
+    time that their steps are known.
+    """
+    steps = recipe.training.total_steps(samples)
+    assert steps is not None
+    if problems := [*_schedule_in(recipe.schedule, steps)]:
+        raise RecipeError(problems)
+    return steps
+
+
 def _wholes(key: str) -> list[str]:
     """The setting, and every section that it is a part of."""
     return [key, *(key[: sign.start()] for sign in re.finditer(r"[.\[]", key))]
@@ -61,9 +74,11 @@ def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
-    steps, schedule = recipe.training.total_steps(), recipe.schedule
-    if steps is None:
-        return
+    if (steps := recipe.training.total_steps()) is not None:
+        yield from _schedule_in(recipe.schedule, steps)
+
+
+def _schedule_in(schedule: ScheduleSection, steps: int) -> Iterator[Problem]:
     if schedule.warmup_steps > steps:
         fix = f"set schedule.warmup_steps to {max(steps // 10, 1)}, or train longer"
         found = f"{schedule.warmup_steps} of {steps} steps"

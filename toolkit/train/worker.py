@@ -40,6 +40,7 @@ from toolkit.errors import (
     Stopped,
 )
 from toolkit.failpoints import failpoint
+from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
@@ -189,8 +190,7 @@ class _Worker:
         if recipe.model.init != "pretrained":
             config.eos_token_id = data.tokenizer.eos_token_id
             config.bos_token_id = data.tokenizer.bos_token_id
-        steps = recipe.training.total_steps(len(data.train))
-        assert steps is not None, "known once the data is"
+        steps = self.together.run(lambda: steps_with(recipe, len(data.train)))
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))
         engine: Engine | None = None
