@@ -227,7 +227,7 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["no/such-model", "--cluster", "8xh100-80gb"], "llama-3.1-70b, llama-3.1-8b"),
         (
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "lora"],
-            "no shipped recipe gpt2-124m-lora",
+            "no recipe of gpt2-124m for lora is shipped",
         ),
         (
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],
@@ -244,6 +244,15 @@ def test_mistakes_are_one_error(
     printed = capsys.readouterr()
     assert expected in printed.err
     assert printed.out == "" and "Traceback" not in printed.err
+
+
+def test_weights_without_their_tokenizer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes are right for a new model only."""
+    assert main(["init", str(folder), "--cluster", "2xcpu", "--task", "sft"]) == 2
+    printed = capsys.readouterr()
+    assert "holds no tokenizer" in printed.err and printed.out == ""
 
 
 def test_a_folder_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

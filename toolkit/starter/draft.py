@@ -60,7 +60,7 @@ def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
     if model in shipped:
         if task not in shipped[model]:
             raise PlanError(
-                f"--task: there is no shipped recipe {model}-{task}",
+                f"--task: no recipe of {model} for {task} is shipped",
                 fix=f"--task {' or '.join(shipped[model])}, or name a hub id or a folder",
             )
         recipe = load_recipe(shipped[model][task])
@@ -74,8 +74,10 @@ def shipped_sizes() -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     for file in sorted(FOLDER.glob("*/*.yaml")):
         size, _, task = file.stem.rpartition("-")
-        if task not in get_args(Task) or file.parent.name == "tiny":
+        if task not in get_args(Task):
             size, task = file.stem, "pretrain"
+        if file.parent.name == "tiny":
+            size = file.stem
         found.setdefault(size, {})[task] = file
     return found
 
@@ -98,7 +100,7 @@ def _own(model: str, task: Task) -> Recipe:
             **base.get("model", {}),
             "config": {key: value for key, value in config.items() if key not in _NOISE},
         },
-        "data": {**base["data"], "tokenizer": _tokenizer(folder, source)},
+        "data": {**base["data"], "tokenizer": _tokenizer(folder, source, task)},
     }
     training = {"sequence_length": length}
     optimizer: dict[str, float] = {}
@@ -144,10 +146,15 @@ def _config(model: str, source: str) -> Mapping[str, Any]:
         ) from error
 
 
-def _tokenizer(folder: Path, source: str) -> str:
-    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return "bytes"
-    return source
+def _tokenizer(folder: Path, source: str, task: Task) -> str:
+    if not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return source
+    if task != "pretrain":
+        raise PlanError(
+            f"MODEL: {folder} holds no tokenizer, and its weights know only their own",
+            fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
+        )
+    return "bytes"
 
 
 def _has_template(folder: Path) -> bool:
