@@ -5,8 +5,8 @@
 
 The recipe says `model: {hub: FOLDER_OR_HUB_ID, init: pretrained}`, and by `training.objective`
 (`sft` or `dpo`) which trainer it is. Engine, ZeRO stage, batch, optimizer, adapters and the
-settings of the objective are the recipe's. TRL reads the JSON lines of `data.train.path`
-itself, in its own order; `loss_on: assistant` needs a template with generation blocks.
+settings of the objective are the recipe's. TRL gets the rows of `data.train` as they are, in
+its own order, and masks them: `loss_on: assistant` needs a template with generation blocks.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -23,6 +22,7 @@ from toolkit.accelerate import training_arguments
 from toolkit.adapters.huggingface import peft_config
 from toolkit.adapters.lora import Lora
 from toolkit.data.chat.named import template_text
+from toolkit.data.sources import load_rows, local_files
 from toolkit.data.tokenizers import load_tokenizer
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
@@ -35,6 +35,7 @@ TRAINERS = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
 
 def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
     """The trainer of the recipe's objective; `more` are arguments of its config."""
+    data = recipe.data.train
     trainer, config_class = TRAINERS[recipe.training.objective]
     arguments = training_arguments(
         recipe, config_class=config_class, **objective_settings(recipe), **more
@@ -53,7 +54,7 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
     return trainer(
         model=model,
         args=arguments,
-        train_dataset=load_dataset("json", data_files=recipe.data.train.path, split="train"),
+        train_dataset=load_rows(data, Path(), tuple(local_files(data, Path()) or ())),
         processing_class=tokenizer,
         peft_config=lora and peft_config(lora, recipe.model.hub),
     )
@@ -77,6 +78,7 @@ def check(recipe: Recipe) -> None:
     wrong = {
         f"training.objective: {objective}": (objective not in TRAINERS, "sft or dpo"),
         f"model.init: {recipe.model.init}": (recipe.model.init != "pretrained", "pretrained"),
+        "data.train.columns": (bool(getattr(data.train, "columns", None)), "{}"),
         "model.freeze": (bool(recipe.model.freeze), "null"),
         f"data.packing: {data.packing}": (data.packing != "none", "none"),
         "adapter.folder": (bool(recipe.adapter and recipe.adapter.folder), "null"),

@@ -3,6 +3,8 @@
 import runpy
 from pathlib import Path
 
+import pyarrow.json
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -46,7 +48,7 @@ model:
   init: pretrained
   config: {{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2}}
 data:
-  train: {{path: ./{objective}.jsonl}}
+  train: {{path: ./{objective}.parquet}}
   chat_template: {template}
   packing: none
 training:
@@ -70,6 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for objective in OBJECTIVES:
         rows = (TINY / ROWS[objective]).read_text(encoding="utf-8").splitlines()
         (folder / f"{objective}.jsonl").write_text("\n".join(rows[: STEPS * BATCH * 2]))
+        table = pyarrow.json.read_json(folder / f"{objective}.jsonl")
+        pyarrow.parquet.write_table(table, folder / f"{objective}.parquet")
         text = RECIPE.format(
             tiny=TINY, objective=objective, template=template, steps=STEPS, length=LENGTH,
             batch=BATCH, seed=SEED, rate=RATE, eps=EPS,
@@ -139,6 +143,7 @@ REFUSED = {
     "training.objective": "pretrain",
     "model.init": "random",
     "data.packing": "greedy",
+    "data.train.columns": "{messages: talk}",
     "data.train.loss_on": "last_assistant",
     "adapter.folder": "./start",
 }

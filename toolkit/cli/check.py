@@ -168,7 +168,7 @@ def human(number: float) -> str:
 def _length(recipe: Recipe) -> str:
     training, steps = recipe.training, recipe.training.total_steps()
     if steps is None:
-        return f"{training.epochs:g} epochs"
+        return f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
     tokens = steps * training.global_batch_tokens
     return f"{human(tokens)} tokens in {steps} steps"
 

@@ -157,7 +157,7 @@ def local_files(source: RowsSource, base: Path) -> list[Path] | None:
     if not _local_path(source, base).is_dir() and not _OF_FILES.match(source.split):
         raise DataError(
             f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
-            fix="write `split: train` next to `path`; other splits are those of hubs and folders",
+            fix="write `split: train` next to `path`; folders and hub ids have other splits",
         )
     return files
 
