@@ -103,8 +103,8 @@ def pretrain(console: Console) -> Iterator[bool]:
         run,
         f"demo: {seconds:.0f} s of training",
         "nats per byte",
-        {"unigram entropy of the text": data.unigram_entropy_nats()},
-        {"exported model in transformers": validation_loss(run, data, model)},
+        ("unigram entropy of the text", data.unigram_entropy_nats()),
+        ("exported model in transformers", validation_loss(run, data, model)),
     )
     megatron = launch(console, PRETRAIN, "megatron", *MEGATRON)
     yield check_first_steps(console, "the same recipe, the same losses", run, megatron)
@@ -126,8 +126,8 @@ def finetune(console: Console, base: Path) -> Iterator[bool]:
         run,
         f"chat fine-tune: {adapter.name}, {adapter.stat().st_size / 1000:.0f} kB",
         "nats per byte of held-out answers",
-        {"the model before, in transformers": before},
-        {"exported adapter in PEFT": validation_loss(run, data, model)},
+        ("the model before, in transformers", before),
+        ("exported adapter in PEFT", validation_loss(run, data, model)),
     )
     print_answers(console, data, said_before, answers(model, data))
     megatron = launch(console, FINETUNE, "lora-megatron", *from_base, *MEGATRON)
@@ -154,8 +154,8 @@ def check_training(
     run: Path,
     title: str,
     unit: str,
-    compared: dict[str, float],
-    reloaded: dict[str, float],
+    compared: tuple[str, float],
+    reloaded: tuple[str, float],
 ) -> bool:
     """Did the model learn, and is the export what was trained?
 
@@ -164,8 +164,7 @@ def check_training(
     """
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     trained = [event["loss"] for event in events if event["kind"] == "evaluation"][-1]
-    ((comparison, higher),) = compared.items()
-    ((name, exported),) = reloaded.items()
+    (comparison, higher), (name, exported) = compared, reloaded
     difference = abs(exported - trained) / trained
 
     table = Table(title=title, title_justify="left")
