@@ -16,7 +16,7 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
 from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
-from toolkit.models.families import FAMILIES
+from toolkit.models.families import family_of
 
 COMPANIONS = "hf"
 """Folder in a checkpoint with what a Hugging Face folder has besides weights."""
@@ -106,4 +106,4 @@ def _entries(
         def pieces(name: str = name) -> Iterator[Tensor]:
             return (piece.to(dtype) for piece in state.in_pieces("weight", name))
 
-        yield TensorToWrite(FAMILIES[model_type].published_name(name), dtype, shape, pieces)
+        yield TensorToWrite(family_of(model_type).published_name(name), dtype, shape, pieces)

@@ -5,14 +5,22 @@ empty list means that `families.model_spec` may be called.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from re import fullmatch
+from re import fullmatch, search
+from typing import TYPE_CHECKING
 
 from toolkit.errors import Problem
 from toolkit.models.config_keys import FOREIGN_NAMES, LARGEST, ROPE_NEEDS, ROPE_VALUES
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
+from toolkit.models.families.generic import build_config, model_types
 from toolkit.suggest import did_you_mean
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_OR_GENERIC = (
+    ", or another causal language model of transformers, which trains with parallel.model hf"
+)
 _LOOKED_UP = 100
 """Unknown keys that are compared with the known ones; more of them would take seconds."""
 
@@ -23,10 +31,11 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
     Keys are the config's own, dotted inside a map (`rope_scaling.factor`).
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or not model_type:
         found = shown(model_type) if "model_type" in config else "nothing"
-        known = ", ".join(sorted(FAMILIES))
-        return [Problem("model_type", found, known, did_you_mean(model_type, FAMILIES))]
+        return [Problem("model_type", found, ", ".join(sorted(FAMILIES)) + _OR_GENERIC)]
+    if model_type not in FAMILIES:
+        return _check_generic(model_type, config)
     settings = settings_of(config)
     problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
@@ -35,6 +44,45 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
         if not wrong & set(map(settings.family.name_of, names)):
             problems.extend(check(settings))
     return problems
+
+
+def _check_generic(model_type: str, config: Mapping[str, object]) -> list[Problem]:
+    """What transformers' own config class says of a model without a family file."""
+    if model_type not in model_types():
+        known = ", ".join(sorted(FAMILIES)) + _OR_GENERIC
+        fix = did_you_mean(model_type, [*FAMILIES, *sorted(model_types())])
+        return [Problem("model_type", shown(model_type), known, fix)]
+    settings = settings_of(config)
+    if problems := _check_keys(settings):
+        return problems
+    try:
+        built = build_config(config)
+    except Exception as error:  # a strict config class raises what it likes
+        return [_refused(settings, error)]
+    return [*_check_kind(built)]
+
+
+def _refused(settings: Settings, error: Exception) -> Problem:
+    """What a config class of transformers objects to, under the key that it names."""
+    text = " ".join(str(error).split())
+    named = search(r"[Ff]ield '(\w+)'|`(\w+)`", text)
+    key = next((name for name in named.groups() if name), "") if named else ""
+    if key not in settings.stated:
+        key = "model_type"
+    return Problem(key, shown(settings.stated[key]), f"what transformers accepts: {text[:300]}")
+
+
+def _check_kind(config: "PretrainedConfig") -> Iterable[Problem]:
+    """DMT trains decoders that see the past and text alone."""
+    towers = [name for name in config.sub_configs if name != "text_config"]
+    if towers:
+        found = f"{config.model_type!r}, which has {', '.join(towers)} besides its text model"
+        allowed = "a model of text alone"
+        fix = "take the model_type and the keys of its text_config"
+        yield Problem("model_type", found, allowed, fix)
+    if getattr(config, "is_decoder", True) is False:
+        allowed = "true: else each token sees the ones that it is to predict"
+        yield Problem("is_decoder", "false, which is its default", allowed, "add is_decoder: true")
 
 
 def _check_keys(settings: Settings) -> list[Problem]:

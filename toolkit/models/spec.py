@@ -78,6 +78,17 @@ class AdapterParameters:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What was counted on a model that has no family file, whose formulas would be others."""
+
+    parameters: ParameterCounts
+    flops: float
+    """Of a forward pass per token, without attention's scores."""
+    score_flops: float
+    """Of a forward pass per query and key, in all layers together."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only language model. Sizes are in elements."""
 
@@ -125,6 +136,8 @@ class ModelSpec:
     """What `model.freeze` keeps from training; None: everything trains."""
     adapters: AdapterParameters | None = None
     """Of every layer; with them, nothing else trains."""
+    counted: Counted | None = None
+    """For a model without a family file; None: what follows from the shape is exact."""
 
     @property
     def total(self) -> int:
@@ -146,6 +159,8 @@ class ModelSpec:
     @property
     def parameters(self) -> ParameterCounts:
         """Exact parameter counts by part."""
+        if self.counted is not None:
+            return self.counted.parameters
         expert = self._mlp_weights(self.expert_intermediate)
         dense_layers = self.layers - self.moe_layers
         dense = self._mlp_weights(self.intermediate)
@@ -209,6 +224,13 @@ class ModelSpec:
         """
         if sequence_length < 1:
             raise ValueError(f"sequence_length must be 1 or more, found {sequence_length}")
+        keys = self.sliding_layers * _keys_per_query(
+            sequence_length, self.sliding_window, causal=causal
+        ) + (self.layers - self.sliding_layers) * _keys_per_query(
+            sequence_length, None, causal=causal
+        )
+        if self.counted is not None:
+            return self.counted.flops + self.counted.score_flops * keys / self.layers
         mlp = (self.layers - self.moe_layers) * self._mlp_weights(self.intermediate)
         experts = self.moe_layers * (
             self.experts * self.hidden
@@ -216,11 +238,6 @@ class ModelSpec:
         )
         logits = self.vocab * self.hidden
         weights = self.layers * self._attention_weights + mlp + experts + logits
-        keys = self.sliding_layers * _keys_per_query(
-            sequence_length, self.sliding_window, causal=causal
-        ) + (self.layers - self.sliding_layers) * _keys_per_query(
-            sequence_length, None, causal=causal
-        )
         return 2 * weights + 4 * self.heads * self.head_dim * keys
 
     @property

@@ -15,7 +15,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import Layout
 from toolkit.models.config_check import check_config
-from toolkit.models.families import settings_of
+from toolkit.models.families import attention
 from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
@@ -192,7 +192,7 @@ def plan_of(found: Search) -> Plan:
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
-        attention=settings_of(job.config).family.attention,
+        attention=attention(job.config),
         loss_scale=first_loss_scale(training.precision),
         remedies=changes,
     )

@@ -1,15 +1,16 @@
 """Model families: what a Hugging Face config means, for the planner and for megatron-core.
 
-One file per family; to add one, write it and list it here. A `config` here is a dict for
-which `check_config` found no problem.
+One file per family; to add one, write it and list it here. Every other causal language model
+of transformers is `generic`. A `config` here is a dict for which `check_config` found no problem.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from toolkit.errors import PlanError
-from toolkit.models.families.base import Family, MegatronModel, Settings
+from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
 from toolkit.models.families.gemma2 import GEMMA2
+from toolkit.models.families.generic import generic
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.llama import LLAMA
@@ -27,17 +28,28 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
     )
 }  # fmt: skip
-"""Every supported `model_type`."""
+"""Every `model_type` with a family file: megatron-core's too, and planned without torch."""
 
 __all__ = [
-    "FAMILIES", "MegatronModel", "mapped", "megatron_model", "model_spec", "settings_of",
+    "FAMILIES", "MegatronModel", "attention", "family_of", "mapped", "megatron_model", "model_spec", "settings_of",
     "unsupported",
 ]  # fmt: skip
 
 
 def settings_of(config: Mapping[str, object]) -> Settings:
     """The config with its family's defaults; only its `model_type` has to be right."""
-    return Settings(FAMILIES[str(config["model_type"])], config)
+    return Settings(family_of(str(config["model_type"])), config)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a `model_type`: its own file's, or what transformers says of it."""
+    return FAMILIES.get(model_type) or generic(model_type)
+
+
+def attention(config: Mapping[str, object]) -> Attention:
+    """The fastest implementation that computes this model's attention exactly."""
+    settings = settings_of(config)
+    return settings.family.attention(settings)
 
 
 def model_spec(config: Mapping[str, object]) -> ModelSpec:

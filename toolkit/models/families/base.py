@@ -112,8 +112,10 @@ class Family:
     """Other spellings that transformers accepts, and the key each one stands for."""
     strict_heads: bool = False
     """transformers refuses hidden_size % heads != 0 even where head_dim is given."""
-    attention: Attention = "sdpa"
-    """The fastest implementation that computes this family's attention exactly."""
+    attention: Callable[[Settings], Attention] = lambda _: "sdpa"
+    """The fastest implementation that computes this model's attention exactly."""
+    shape: Callable[[Settings], ModelSpec] | None = None
+    """The model's shape; None where its keys and the traits below say it."""
     freezes_padding: bool = True
     """transformers does not train the input embedding of `pad_token_id`."""
     published_names: tuple[tuple[str, str], ...] = ()

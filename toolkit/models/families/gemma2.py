@@ -77,7 +77,7 @@ GEMMA2 = Family(
     model,
     unsupported,
     strict_heads=True,
-    attention="eager",  # sdpa has no soft-capping
+    attention=lambda _: "eager",  # sdpa has no soft-capping
     norms_per_layer=4,
     sliding=even_layers,
 )

@@ -9,6 +9,8 @@ from toolkit.models.spec import ModelSpec
 def shape(settings: Settings) -> ModelSpec:
     """The ModelSpec of a config for which `check_config` found no problem."""
     family = settings.family
+    if family.shape is not None:
+        return family.shape(settings)
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     sliding = len(sliding_layers(settings))
     moe_layers = _moe_layers(settings)

@@ -1,0 +1,224 @@
+"""What a transformers model without a family file is: shape, parameters, FLOPs, tensors.
+
+Parameters are counted on the model without storage; FLOPs are those of the matrix products and
+attention operators of two forward passes over it, of two lengths: what grows with the length
+of a sequence is attention's. Which part of the model a parameter belongs to is read from its
+module and its name, so the sums are exact and their division into parts is by custom.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.models.families.base import Instance, MegatronModel
+from toolkit.models.families.generic import build_config
+from toolkit.models.families.tensors import TensorMap, whole
+from toolkit.models.huggingface import decoder_layers, meta_model
+from toolkit.models.spec import Counted, ModelSpec, ParameterCounts
+from toolkit.models.weights import checkpoint_names
+
+_LENGTHS = (64, 128)
+"""Of the two forward passes, in tokens."""
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "intermediate": ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff"),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
+    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
+}
+"""What the config classes of transformers call a size, in the order of preference."""
+_ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
+_LAYER = re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
+_UNBOUNDED = 2**31 - 1
+"""Positions of a model whose config states no limit."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was found out about one config."""
+
+    spec: ModelSpec
+    tensors: MegatronModel
+    supports_sdpa: bool
+
+
+@lru_cache(maxsize=16)
+def count(config: str) -> Count:
+    """Count the model of a config, given as JSON for which `check_config` found no problem."""
+    built = build_config(json.loads(config))
+    model = meta_model(built)
+    supports_sdpa = bool(model._supports_sdpa)
+    return Count(_spec(built, model), _tensors(model), supports_sdpa)
+
+
+def _spec(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
+    vocab, hidden = _embedding(model).weight.shape
+    heads = _size(config, "num_attention_heads") or 1
+    sizes = {ours: _first(config, names) for ours, names in _NAMES.items()}
+    names = dict(model.named_parameters())
+    moe_layers = {match[1] for name in names if _EXPERT.search(name) and (match := _LAYER.search(name))}
+    layers = len(decoder_layers(model)) or _size(config, "num_hidden_layers") or 1
+    kinds = list(getattr(config, "layer_types", None) or ())
+    window = _size(config, "sliding_window") or None
+    parts = _parameters(model, sizes["experts"] or 0, sizes["experts_per_token"] or 0)
+    return ModelSpec(
+        family=config.model_type,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=sizes["kv_heads"] or heads,
+        head_dim=_size(config, "head_dim") or max(1, hidden // heads),
+        intermediate=sizes["intermediate"] or 4 * hidden,
+        vocab=vocab,
+        max_positions=sizes["max_positions"] or _UNBOUNDED,
+        tied_embeddings=parts.lm_head == 0,
+        sliding_window=window,
+        sliding_layers=min(kinds.count("sliding_attention"), layers) if window else 0,
+        experts=(sizes["experts"] or 0) if moe_layers else 0,
+        experts_per_token=(sizes["experts_per_token"] or 0) if moe_layers else 0,
+        expert_intermediate=(sizes["expert_intermediate"] or 0) if moe_layers else 0,
+        moe_layers=min(len(moe_layers), layers),
+        gated_mlp=any("gate" in name for name in names),
+        learned_positions=parts.position_embedding > 0,
+        query_key_norm=any(re.search(r"\b(q|k|query|key)_(layer)?norm", name) for name in names),
+        layer_norm=any("norm" in name and name.endswith(".bias") for name in names),
+        counted=Counted(parts, *_flops(model, parts, layers, heads)),
+    )
+
+
+def _size(config: PretrainedConfig, name: str) -> int | None:
+    """A size that the config states; the largest, where it states one per layer."""
+    value = getattr(config, name, None)
+    if isinstance(value, list | tuple):
+        value = max((one for one in value if isinstance(one, int)), default=None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    return next((size for name in names if (size := _size(config, name))), None)
+
+
+def _embedding(model: PreTrainedModel) -> nn.Embedding:
+    found = model.get_input_embeddings()
+    if isinstance(found, nn.Embedding):
+        return found
+    return next(part for part in model.modules() if isinstance(part, nn.Embedding))
+
+
+def _parameters(model: PreTrainedModel, experts: int, active: int) -> ParameterCounts:
+    """The model's parameters by part."""
+    found: Counter[str] = Counter()
+    embedding, head = _embedding(model).weight, model.get_output_embeddings()
+    for name, parameter in model.named_parameters():
+        found[_part(name, parameter, embedding, getattr(head, "weight", None))] += parameter.numel()
+    idle = found["experts"] * (experts - active) // experts if experts else 0
+    return ParameterCounts(**{part: found[part] for part in _PARTS}, inactive_experts=idle)
+
+
+_PARTS = (
+    "embedding", "position_embedding", "attention", "mlp", "router", "experts", "norms",
+    "lm_head",
+)  # fmt: skip
+
+
+def _part(
+    name: str, parameter: nn.Parameter, embedding: nn.Parameter, head: nn.Parameter | None
+) -> str:
+    """The part of the model that a parameter belongs to; a field of `ParameterCounts`."""
+    if parameter is embedding:
+        return "embedding"
+    if parameter is head:
+        return "lm_head"
+    if re.search(r"\b(wpe|embed_positions|position_embeddings?)\b", name):
+        return "position_embedding"
+    if _EXPERT.search(name):
+        return "experts"
+    if re.search(r"(router|\bgate)\.(weight|bias)$", name):
+        return "router"
+    if "norm" in name or re.search(r"\bln_", name):
+        return "norms"
+    return "attention" if _ATTENTION.search(name) else "mlp"
+
+
+def _flops(
+    model: PreTrainedModel, parts: ParameterCounts, layers: int, heads: int
+) -> tuple[float, float]:
+    """Forward FLOPs per token besides attention's scores, and per query and key in all layers.
+
+    A model that looks at the numbers in its input cannot run without storage: then 2 FLOPs per
+    weight that a token uses, and attention in every layer.
+    """
+    try:
+        per_token = [_forward_flops(model, length) / length for length in _LENGTHS]
+    except Exception:  # a model's own code raises what it likes
+        hidden = _embedding(model).weight.shape[1]
+        lookup = parts.embedding if parts.lm_head else 0
+        used = parts.active - lookup - parts.position_embedding - parts.norms
+        return 2.0 * used, 4.0 * layers * hidden
+    scores = (per_token[1] - per_token[0]) / (_LENGTHS[1] - _LENGTHS[0])
+    return per_token[0] - scores * _LENGTHS[0], scores
+
+
+def _forward_flops(model: PreTrainedModel, length: int) -> int:
+    """FLOPs of one forward pass over one sequence, each query with each key."""
+    # Of these two, no code asks for a number of the input.
+    model.config._attn_implementation = "eager"
+    model.config._experts_implementation = "batched_mm"
+    tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    return counter.get_total_flops()
+
+
+class _Tensors(MegatronModel):
+    """The tensors of a model that megatron-core does not know: each stands for itself."""
+
+    def instances(self) -> Any:
+        """Every tensor, with the layer and the expert that its name says."""
+        for tensor in self.tensors:
+            name = tensor.stacks[0][0].tensor
+            layer, expert = _LAYER.search(name), _EXPERT.search(name)
+            numbers = [int(m[1]) if m and m[1] else None for m in (layer, expert)]
+            yield Instance(tensor, *numbers)
+
+
+def _tensors(model: PreTrainedModel) -> MegatronModel:
+    """The checkpoint's tensors under names that say what they are, as megatron-core's do."""
+    linear = {
+        f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)
+    }
+    embedding, head = _embedding(model).weight, model.get_output_embeddings()
+    tensors = []
+    for name, parameter in model.named_parameters():
+        part = _part(name, parameter, embedding, getattr(head, "weight", None))
+        for piece in checkpoint_names(name, tuple(parameter.shape)):
+            tensors.append(_tensor(piece.name, piece.shape, part, is_linear=name in linear))
+    return _Tensors({"num_layers": 0}, {}, tuple(tensors))
+
+
+def _tensor(name: str, shape: tuple[int, ...], part: str, *, is_linear: bool) -> TensorMap:
+    rows, columns = shape[0] if shape else 1, None
+    if len(shape) > 1:
+        columns = int(torch.Size(shape[1:]).numel())
+    kind = {
+        "embedding": "embedding.word_embeddings",
+        "position_embedding": "embedding.position_embeddings",
+        "lm_head": "output_layer",
+        "norms": "norm",
+        "router": ".router",
+        "attention": ".self_attention",
+    }.get(part, ".mlp")
+    return whole(f"{kind}.linear_{name}" if is_linear else f"{kind}.{name}", name, rows, columns)

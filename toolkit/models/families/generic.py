@@ -1,0 +1,95 @@
+"""A model type without a family file: what transformers itself says of it.
+
+A family file is what megatron-core, conversion and planning without torch need. Every other
+causal language model of transformers trains on transformers' own implementation: its config
+class knows its keys, and its shape is counted on the model itself, without storage. Nothing
+here imports transformers or torch before it is asked for such a model.
+"""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from toolkit.models.config_keys import ROPE, Key, Kind
+from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
+from toolkit.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ANY = Kind("what transformers accepts", lambda value: True)
+_PUBLISHED = ("torch_dtype", "use_cache", "model_type", "_name_or_path")
+"""Keys of published configs that no config class lists."""
+
+
+@cache
+def model_types() -> frozenset[str]:
+    """Every `model_type` of which transformers has a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@cache
+def generic(model_type: str) -> Family:
+    """The family of a type of `model_types`, in the words of its config class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[model_type]
+    keys = {name: Key(_ANY) for name in (*_PUBLISHED, *ROPE)}
+    for field in fields(config):
+        default = None if field.default is MISSING else field.default
+        keys[field.name] = Key(_ANY, default)
+    return Family(
+        model_type,
+        keys,
+        _tensors,
+        _unsupported,
+        aliases=dict(config.attribute_map),
+        shape=_shape,
+        attention=_attention,
+    )
+
+
+def build_config(config: Mapping[str, Any]) -> "PretrainedConfig":
+    """transformers' own config object; raises what its class raises."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**deepcopy(dict(config)))
+
+
+def _key(settings: Settings) -> str:
+    """The config as text, by which what was counted is remembered."""
+    return json.dumps(settings.stated, sort_keys=True, default=str)
+
+
+def _shape(settings: Settings) -> ModelSpec:
+    from toolkit.models.counting import count
+
+    return count(_key(settings)).spec
+
+
+def _tensors(spec: ModelSpec, settings: Settings) -> MegatronModel:
+    from toolkit.models.counting import count
+
+    del spec
+    return count(_key(settings)).tensors
+
+
+def _attention(settings: Settings) -> Attention:
+    """As fast as transformers has it for this model, and exact: soft-capping is in `eager`."""
+    from toolkit.models.counting import count
+
+    capped = settings["attn_logit_softcapping"] is not None
+    return "sdpa" if count(_key(settings)).supports_sdpa and not capped else "eager"
+
+
+def _unsupported(spec: ModelSpec, settings: Settings) -> str:
+    del spec
+    return (
+        f"DMT has no map between {settings.family.model_type} and megatron-core's model; "
+        "transformers' own trains on the engines of parallel.model hf"
+    )
