@@ -5,6 +5,7 @@ config class of the same `model_type`. They are static, so that checking a recip
 neither torch nor transformers; tests compare them with the real classes.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,14 +181,13 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 """Rotary variants and the keys that each one needs."""
 
-DROPOUT_KEYS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "embd_pdrop",
-    "hidden_dropout",
-    "resid_pdrop",
-)
-"""Dropout probabilities of the supported families; 0 unless the recipe sets them."""
+_DROPOUT = re.compile(r"(?!classifier|summary).*(dropout|pdrop|layerdrop)")
+
+
+def is_dropout(name: str) -> bool:
+    """Is this config key a dropout probability? They are 0 unless the recipe sets them."""
+    return _DROPOUT.match(name) is not None
+
 
 FOREIGN_NAMES: Mapping[str, str] = {
     # Megatron-LM and megatron-core

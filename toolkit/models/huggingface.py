@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
 from toolkit.models.log_probs import label_log_probs
@@ -92,8 +92,8 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             _compare(stated, config, model.hub)
     else:
         config = AutoConfig.for_model(**stated)
-    for key in DROPOUT_KEYS:
-        if hasattr(config, key) and key not in stated:
+    for key in filter(is_dropout, config.to_dict()):
+        if key not in stated:
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
         raise PlanError(
@@ -106,8 +106,12 @@ def build_config(model: ModelSection) -> PretrainedConfig:
     return config
 
 
-_UNPLANNED_KEYS = (*DROPOUT_KEYS, "use_cache")
-"""Keys that a recipe may state differently from the pretrained model that it trains."""
+
+def _is_unplanned(key: str) -> bool:
+    """May a recipe state this key differently from the pretrained model that it trains?"""
+    return key == "use_cache" or is_dropout(key)
+
+
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 """Old and new spellings of what transformers keeps as `rope_parameters`."""
 
@@ -116,7 +120,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
     """Refuse a recipe whose config, by which it was planned, is not the checkpoint's."""
     planned = AutoConfig.for_model(**stated)
     for key, value in stated.items():
-        if key in _UNPLANNED_KEYS:
+        if _is_unplanned(key):
             setattr(config, key, value)
             continue
         name = "rope_parameters" if key in _ROPE_KEYS else key
@@ -319,7 +323,7 @@ def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     old_name = "torch_dtype" in config and "dtype" not in config
     config["torch_dtype" if old_name else "dtype"] = written["dtype"]
     config["architectures"] = written["architectures"]
-    config |= {key: value for key, value in stated.items() if key in _UNPLANNED_KEYS}
+    config |= {key: value for key, value in stated.items() if _is_unplanned(key)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, folder / GENERATION)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from toolkit.backend import ANY, Pair
 from toolkit.layout import padded_vocab
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.legality import DEGREES, table
@@ -46,7 +46,7 @@ def ledger(
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")
     # A dropout of the hub's is not taken over: only a recipe's own is trained with.
-    random = {key: settings.get(key) for key in DROPOUT_KEYS} | {"router_jitter_noise": jitter}
+    random = {key: settings[key] for key in settings if is_dropout(key)} | {"router_jitter_noise": jitter}
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
     found = {
         "exact": _exact(recipe, plan, spec),

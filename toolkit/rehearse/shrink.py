@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.base import Settings
 from toolkit.models.frozen import matching, names_of
@@ -90,8 +90,8 @@ def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Random streams differ between layouts, so with them there is nothing to compare.
     """
-    noise = {name: 0.0 for name in (*DROPOUT_KEYS, "router_jitter_noise") if config.get(name)}
-    return {**config, **noise}
+    noisy = [name for name in config if is_dropout(name) or name == "router_jitter_noise"]
+    return {**config, **{name: 0.0 for name in noisy if config[name]}}
 
 
 def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:

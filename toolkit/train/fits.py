@@ -11,7 +11,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
 from toolkit.run import jsonl
@@ -134,7 +134,7 @@ class Pairing:
 
     def _random_streams(self) -> StateRow:
         config = self.recipe.model.config or {}
-        drawn = [f"{key} {config[key]:g}" for key in DROPOUT_KEYS if config.get(key)]
+        drawn = [f"{key} {config[key]:g}" for key in config if is_dropout(key) and config[key]]
         if self.recipe.adapter is not None and self.recipe.adapter.dropout:
             drawn.append(f"adapter.dropout {self.recipe.adapter.dropout:g}")
         if not drawn:

@@ -9,8 +9,8 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.layout import Layout
-from toolkit.models.config_keys import DROPOUT_KEYS
-from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
+from toolkit.models.config_keys import is_dropout
+from toolkit.models.families import MegatronModel, family_of, megatron_model
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.plan.planner import first_loss_scale, model_config
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
@@ -42,9 +42,9 @@ def render_model(model: MegatronModel, layout: Layout, precision: str) -> dict[s
 def trained_config(model: ModelSection) -> dict[str, Any]:
     """The Hugging Face config that is trained: dropout is 0 unless the recipe states it."""
     config = dict(model_config(model))
-    known = FAMILIES[config["model_type"]].keys
+    known = family_of(config["model_type"]).keys
     stated = model.config or {}
-    return config | {key: 0.0 for key in DROPOUT_KEYS if key in known and key not in stated}
+    return config | {key: 0.0 for key in known if is_dropout(key) and key not in stated}
 
 
 def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronModel:

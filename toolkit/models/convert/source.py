@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
 from toolkit.models.families.base import Family, Instance
@@ -204,7 +204,7 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
             f"{path}: quantized weights are not converted", fix="use the unquantized model"
         )
     # A checkpoint does not depend on dropout, and Megatron has fewer kinds of it.
-    config = {k: v for k, v in stated.items() if k in known and k not in DROPOUT_KEYS}
+    config = {k: v for k, v in stated.items() if k in known and not is_dropout(k)}
     if problems := check_config(config):
         lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
         raise DataError("\n  ".join([f"{path} does not fit:", *lines]))

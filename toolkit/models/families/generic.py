@@ -7,10 +7,13 @@ here imports transformers or torch before it is asked for such a model.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.models.config_keys import ROPE, Key, Kind
@@ -39,7 +42,7 @@ def generic(model_type: str) -> Family:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type]
-    keys = {name: Key(_ANY) for name in (*_PUBLISHED, *ROPE)}
+    keys = {name: Key(_ANY) for name in (*_PUBLISHED, *ROPE, *_read_keys(config))}
     for field in fields(config):
         default = None if field.default is MISSING else field.default
         keys[field.name] = Key(_ANY, default)
@@ -51,7 +54,18 @@ def generic(model_type: str) -> Family:
         aliases=dict(config.attribute_map),
         shape=_shape,
         attention=_attention,
+        freezes_padding=False,
     )
+
+
+def _read_keys(config: type) -> list[str]:
+    """Keys that the model reads although its config class does not list them (`head_dim`)."""
+    module = config.__module__.replace(".configuration_", ".modeling_")
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        return []
+    source = Path(found.origin).read_text(encoding="utf-8")
+    return re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", source)
 
 
 def build_config(config: Mapping[str, Any]) -> "PretrainedConfig":
