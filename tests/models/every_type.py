@@ -1,0 +1,113 @@
+"""Train the smallest sensible model of every causal language model type of transformers.
+
+    python -m tests.models.every_type [TYPE …]
+
+Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against a plain loop over transformers' model
+with torch's AdamW; without TYPE, of all, and the table in docs/models.md is written anew.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tests.engines.cases import TOLERANCE, run
+from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
+from tests.forked import run_ranks
+from toolkit.models.config_check import check_config
+from toolkit.models.families.generic import generic, model_types
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+STEPS = 3
+LAYOUTS = {
+    "ddp × 1": (Case("ddp", 4, steps=STEPS), 1),
+    "ZeRO-3 × 2": (Case("deepspeed", 2, 3, steps=STEPS), 2),
+    "fsdp × 2": (Case("fsdp", 2, steps=STEPS), 2),
+}
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "d_model": 64,
+    "num_hidden_layers": 2, "num_layers": 2, "decoder_layers": 2, "encoder_layers": 1,
+    "num_attention_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128,
+    "ffn_dim": 128, "max_position_embeddings": 64, "n_positions": 64, "n_ctx": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "sliding_window": 8,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "embedding_size": 64,
+}  # fmt: skip
+"""What a config class calls its sizes, and how large they are here."""
+SPECIAL: Mapping[str, Mapping[str, Any]] = {}
+"""What single types need besides."""
+
+
+def tiny(model_type: str) -> dict[str, Any]:
+    """The smallest sensible config of a type."""
+    family = generic(model_type)
+    sizes = {name: size for name, size in SIZES.items() if name in family.keys}
+    sizes |= {
+        own: SIZES[name]
+        for name, own in family.aliases.items()
+        if name in SIZES and own in family.keys
+    }
+    return {"model_type": model_type, **sizes, **SPECIAL.get(model_type, {})}
+
+
+def plain(config: dict[str, Any]) -> dict[str, list[float]]:
+    """The plain loop, in a process of its own."""
+    return plain_loop(*reference_model(Case("ddp", 8, family=config)), steps=STEPS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one type."""
+
+    model_type: str
+    differences: Mapping[str, float]
+    """Largest relative difference of losses and gradient norms, by layout."""
+    why: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.why and max(self.differences.values()) <= TOLERANCE
+
+
+def tried(model_type: str) -> Row:
+    """Train one type in every layout."""
+    from dataclasses import replace
+
+    config = tiny(model_type)
+    if problems := check_config(config):
+        first = problems[0]
+        return Row(model_type, {}, f"{first.key}: {first.found}; allowed: {first.allowed}")
+    found = {}
+    try:
+        expected = run_ranks(plain, 1, config)[0]
+        for layout, (case, world) in LAYOUTS.items():
+            case = replace(case, family=config)
+            result = run([case], world)[case.name]
+            found[layout] = max(
+                abs(got - want) / abs(want)
+                for what in ("loss", "grad_norm")
+                for got, want in zip(result[what], expected[what], strict=True)
+            )
+    except AssertionError as error:
+        return Row(model_type, found, str(error).strip().splitlines()[-1][:200])
+    return Row(model_type, found)
+
+
+def main(types: list[str]) -> int:
+    rows = []
+    for model_type in types or sorted(model_types()):
+        row = tried(model_type)
+        rows.append(row)
+        numbers = "  ".join(f"{name} {value:.1e}" for name, value in row.differences.items())
+        print(f"{'same' if row.agrees else 'NOT '} {model_type:<24} {numbers} {row.why}", flush=True)
+    print(f"{sum(row.agrees for row in rows)} of {len(rows)} agree")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
