@@ -16,7 +16,8 @@ from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
 from tests.forked import run_ranks
 from toolkit.models.config_check import check_config
-from toolkit.models.families.generic import generic, model_types
+from toolkit.models.families import family_of
+from toolkit.models.families.generic import model_types
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 STEPS = 3
@@ -45,7 +46,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {}
 
 def tiny(model_type: str) -> dict[str, Any]:
     """The smallest sensible config of a type."""
-    family = generic(model_type)
+    family = family_of(model_type)
     sizes = {name: size for name, size in SIZES.items() if name in family.keys}
     sizes |= {
         own: SIZES[name]

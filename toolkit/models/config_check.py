@@ -74,7 +74,7 @@ def _refused(settings: Settings, error: Exception) -> Problem:
 
 def _check_kind(config: "PretrainedConfig") -> Iterable[Problem]:
     """DMT trains decoders that see the past and text alone."""
-    towers = [name for name in config.sub_configs if name != "text_config"]
+    towers = [name for name in config.sub_configs if search("vision|audio|vq|text_enc", name)]
     if towers:
         found = f"{config.model_type!r}, which has {', '.join(towers)} besides its text model"
         allowed = "a model of text alone"

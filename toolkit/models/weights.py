@@ -11,7 +11,8 @@ per expert; `checkpoint_names` maps one to the other.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -150,6 +151,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.fills: dict[str, list[_Fill]] = {}
+        self.others: dict[str, nn.Module] = {}
+        """Parameters that are initialised in another way, and the module that does it."""
+        self.initialize: Callable[[nn.Module], None] = model._init_weights  # type: ignore[assignment]
+        self._module: nn.Module = model
+        for part in model.modules():
+            if hasattr(part, "_init_weights"):  # each model in the model asks its own
+                part._init_weights = self._of_module
+
+    def _of_module(self, module: nn.Module) -> None:
+        self._module = module
+        self.initialize(module)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -172,25 +184,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif operation in ("fill_", "zero_"):
             mean, std = (values[0] if values else 0.0), 0.0
         else:
-            raise PlanError(
-                f"the model initialises {name} by {operation}, which DMT cannot draw "
-                "independently of the layout",
-                fix="use `model.init: pretrained`",
-            )
+            self.others[name] = self._module
+            return
         start = int(target.storage_offset())
         fill = _Fill(start, start + int(target.numel()), float(mean), float(std))
-        whole = fill.stop - fill.start == numel
-        self.fills[name] = [fill] if whole else [*self.fills.get(name, []), fill]
+        if fill.stop - fill.start == numel:
+            self.fills[name] = [fill]
+            self.others.pop(name, None)
+        else:
+            self.fills.setdefault(name, []).append(fill)
 
 
 class RandomWeights:
     """Weights with the distribution that transformers gives each parameter.
 
     `meta_model` is the transformers model on the meta device. Its own initialisation
-    runs there without numbers, and only the distributions are kept, so every model
-    class that draws from normal distributions and constants is supported.
+    runs there without numbers, and only the distributions are kept. What is drawn from
+    others than normal distributions and constants (a state-space model's decay rates) its
+    module initialises itself, whole, whenever a part of it is asked for.
 
-    Raises PlanError for a model that initialises a parameter in another way.
+    Raises PlanError for a model that leaves a parameter as its constructor made it.
     """
 
     def __init__(self, meta_model: nn.Module, seed: int) -> None:
@@ -199,12 +212,15 @@ class RandomWeights:
         for module in meta_model.modules():
             if hasattr(module, "_is_hf_initialized"):
                 del module._is_hf_initialized
+        self._modules = {id(part): name for name, part in meta_model.named_modules()}
         recorder = _Recorder(meta_model)
         with recorder:
             meta_model.initialize_weights()  # type: ignore[operator]
-        self.fills = recorder.fills
+        self._initialize = recorder.initialize
+        self.fills, self.others = recorder.fills, recorder.others
+        self._drawn: tuple[str, dict[str, Tensor]] = "", {}
         self.tensors = CheckpointTensors(self.shapes)
-        missing = [name for name in self.shapes if name not in self.fills]
+        missing = [n for n in self.shapes if n not in self.fills and n not in self.others]
         if missing:
             raise PlanError(
                 f"the model does not initialise {', '.join(missing[:3])}",
@@ -213,6 +229,8 @@ class RandomWeights:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter: float32 [stop - start]."""
+        if name in self.others:
+            return self._own(name)[start:stop]
         out = np.empty(stop - start, dtype=np.float32)
         pieces = checkpoint_names(name, self.shapes[name])
         for fill in self.fills[name]:
@@ -231,6 +249,21 @@ class RandomWeights:
             view *= np.float32(fill.std)
             view += np.float32(fill.mean)
         return torch.from_numpy(out)
+
+    def _own(self, name: str) -> Tensor:
+        """The flattened parameter `name` as its module initialises it, after the seed."""
+        module = self.others[name]
+        path = self._modules[id(module)]
+        if self._drawn[0] != path:
+            real = deepcopy(module).to_empty(device="cpu")
+            digest = blake2b(f"{self.seed}\0{path}".encode(), digest_size=8).digest()
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest, "little", signed=True))
+                self._initialize(real)
+            dot = "." if path else ""
+            values = {f"{path}{dot}{n}": p.flatten() for n, p in real.named_parameters()}
+            self._drawn = path, {n: values[n] for n in self.others if n in values}
+        return self._drawn[1][name]
 
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`; the block's rows are drawn a few at a time."""

@@ -51,7 +51,7 @@ def generic(model_type: str) -> Family:
         keys,
         _tensors,
         _unsupported,
-        aliases=dict(config.attribute_map),
+        aliases={name: own for name, own in config.attribute_map.items() if own in keys},
         shape=_shape,
         attention=_attention,
         freezes_padding=False,
