@@ -40,8 +40,26 @@ SIZES: Mapping[str, Any] = {
     "v_head_dim": 16, "embedding_size": 64,
 }  # fmt: skip
 """What a config class calls its sizes, and how large they are here."""
-SPECIAL: Mapping[str, Mapping[str, Any]] = {}
-"""What single types need besides."""
+FOUR_LAYERS = {"num_hidden_layers": 4}
+"""One with attention among those with a recurrent state."""
+SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "falcon": {"head_dim": None},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "glm4_moe_lite": {"head_dim": None, "num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "jetmoe": {"head_dim": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "olmo_hybrid": FOUR_LAYERS,
+    "qwen3_5_moe_text": FOUR_LAYERS,
+    "qwen3_5_text": FOUR_LAYERS,
+    "qwen3_next": FOUR_LAYERS,
+    "qwen4_exp_text": FOUR_LAYERS,
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""What single types need besides; None: the key is left out."""
 
 
 def tiny(model_type: str) -> dict[str, Any]:
@@ -53,7 +71,8 @@ def tiny(model_type: str) -> dict[str, Any]:
         for name, own in family.aliases.items()
         if name in SIZES and own in family.keys
     }
-    return {"model_type": model_type, **sizes, **SPECIAL.get(model_type, {})}
+    config = {"model_type": model_type, **sizes, **SPECIAL.get(model_type, {})}
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def plain(config: dict[str, Any]) -> dict[str, list[float]]:
