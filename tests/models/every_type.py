@@ -8,7 +8,7 @@ with torch's AdamW; without TYPE, of all, and the table in docs/models.md is wri
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,6 @@ class Row:
 
 def tried(model_type: str) -> Row:
     """Train one type in every layout."""
-    from dataclasses import replace
-
     config = tiny(model_type)
     if problems := check_config(config):
         first = problems[0]
@@ -124,7 +122,10 @@ def main(types: list[str]) -> int:
         row = tried(model_type)
         rows.append(row)
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in row.differences.items())
-        print(f"{'same' if row.agrees else 'NOT '} {model_type:<24} {numbers} {row.why}", flush=True)
+        print(
+            f"{'same' if row.agrees else 'NOT '} {model_type:<24} {numbers} {row.why}",
+            flush=True,
+        )
     print(f"{sum(row.agrees for row in rows)} of {len(rows)} agree")
     return 0
 

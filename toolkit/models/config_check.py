@@ -57,7 +57,7 @@ def _check_generic(model_type: str, config: Mapping[str, object]) -> list[Proble
         return problems
     try:
         built = build_config(config)
-    except Exception as error:  # a strict config class raises what it likes
+    except Exception as error:  # noqa: BLE001 - a strict config class raises what it likes
         return [_refused(settings, error)]
     return [*_check_kind(built)]
 
@@ -82,7 +82,9 @@ def _check_kind(config: "PretrainedConfig") -> Iterable[Problem]:
         yield Problem("model_type", found, allowed, fix)
     if getattr(config, "is_decoder", True) is False:
         allowed = "true: else each token sees the ones that it is to predict"
-        yield Problem("is_decoder", "false, which is its default", allowed, "add is_decoder: true")
+        yield Problem(
+            "is_decoder", "false, which is its default", allowed, "add is_decoder: true"
+        )
 
 
 def _check_keys(settings: Settings) -> list[Problem]:

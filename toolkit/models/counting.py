@@ -68,7 +68,7 @@ def _spec(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     heads = _size(config, "num_attention_heads") or 1
     sizes = {ours: _first(config, names) for ours, names in _NAMES.items()}
     names = dict(model.named_parameters())
-    moe_layers = {match[1] for name in names if _EXPERT.search(name) and (match := _LAYER.search(name))}
+    moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
     layers = len(decoder_layers(model)) or _size(config, "num_hidden_layers") or 1
     kinds = list(getattr(config, "layer_types", None) or ())
     window = _size(config, "sliding_window") or None
@@ -92,9 +92,11 @@ def _spec(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
         moe_layers=min(len(moe_layers), layers),
         gated_mlp=any("gate" in name for name in names),
         learned_positions=parts.position_embedding > 0,
-        query_key_norm=any(re.search(r"\b(q|k|query|key)_(layer)?norm", name) for name in names),
+        query_key_norm=any(
+            re.search(r"\b(q|k|query|key)_(layer)?norm", name) for name in names
+        ),
         layer_norm=any("norm" in name and name.endswith(".bias") for name in names),
-        counted=Counted(parts, *_flops(model, parts, layers, heads)),
+        counted=Counted(parts, *_flops(model, parts, layers)),
     )
 
 
@@ -120,9 +122,8 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
 def _parameters(model: PreTrainedModel, experts: int, active: int) -> ParameterCounts:
     """The model's parameters by part."""
     found: Counter[str] = Counter()
-    embedding, head = _embedding(model).weight, model.get_output_embeddings()
     for name, parameter in model.named_parameters():
-        found[_part(name, parameter, embedding, getattr(head, "weight", None))] += parameter.numel()
+        found[_part(model, name, parameter)] += parameter.numel()
     idle = found["experts"] * (experts - active) // experts if experts else 0
     return ParameterCounts(**{part: found[part] for part in _PARTS}, inactive_experts=idle)
 
@@ -133,13 +134,11 @@ _PARTS = (
 )  # fmt: skip
 
 
-def _part(
-    name: str, parameter: nn.Parameter, embedding: nn.Parameter, head: nn.Parameter | None
-) -> str:
+def _part(model: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
     """The part of the model that a parameter belongs to; a field of `ParameterCounts`."""
-    if parameter is embedding:
+    if parameter is _embedding(model).weight:
         return "embedding"
-    if parameter is head:
+    if parameter is getattr(model.get_output_embeddings(), "weight", None):
         return "lm_head"
     if re.search(r"\b(wpe|embed_positions|position_embeddings?)\b", name):
         return "position_embedding"
@@ -152,9 +151,7 @@ def _part(
     return "attention" if _ATTENTION.search(name) else "mlp"
 
 
-def _flops(
-    model: PreTrainedModel, parts: ParameterCounts, layers: int, heads: int
-) -> tuple[float, float]:
+def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple[float, float]:
     """Forward FLOPs per token besides attention's scores, and per query and key in all layers.
 
     A model that looks at the numbers in its input cannot run without storage: then 2 FLOPs per
@@ -162,7 +159,7 @@ def _flops(
     """
     try:
         per_token = [_forward_flops(model, length) / length for length in _LENGTHS]
-    except Exception:  # a model's own code raises what it likes
+    except Exception:  # noqa: BLE001 - a model's own code raises what it likes
         hidden = _embedding(model).weight.shape[1]
         lookup = parts.embedding if parts.lm_head else 0
         used = parts.active - lookup - parts.position_embedding - parts.norms
@@ -198,12 +195,13 @@ class _Tensors(MegatronModel):
 def _tensors(model: PreTrainedModel) -> MegatronModel:
     """The checkpoint's tensors under names that say what they are, as megatron-core's do."""
     linear = {
-        f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)
+        f"{name}.weight"
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear | Conv1D)
     }
-    embedding, head = _embedding(model).weight, model.get_output_embeddings()
     tensors = []
     for name, parameter in model.named_parameters():
-        part = _part(name, parameter, embedding, getattr(head, "weight", None))
+        part = _part(model, name, parameter)
         for piece in checkpoint_names(name, tuple(parameter.shape)):
             tensors.append(_tensor(piece.name, piece.shape, part, is_linear=name in linear))
     return _Tensors({"num_layers": 0}, {}, tuple(tensors))
@@ -221,4 +219,6 @@ def _tensor(name: str, shape: tuple[int, ...], part: str, *, is_linear: bool) ->
         "router": ".router",
         "attention": ".self_attention",
     }.get(part, ".mlp")
-    return whole(f"{kind}.linear_{name}" if is_linear else f"{kind}.{name}", name, rows, columns)
+    return whole(
+        f"{kind}.linear_{name}" if is_linear else f"{kind}.{name}", name, rows, columns
+    )

@@ -106,7 +106,6 @@ def build_config(model: ModelSection) -> PretrainedConfig:
     return config
 
 
-
 def _is_unplanned(key: str) -> bool:
     """May a recipe state this key differently from the pretrained model that it trains?"""
     return key == "use_cache" or is_dropout(key)

@@ -11,7 +11,7 @@ per expert; `checkpoint_names` maps one to the other.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fills: dict[str, list[_Fill]] = {}
         self.others: dict[str, nn.Module] = {}
         """Parameters that are initialised in another way, and the module that does it."""
-        self.initialize: Callable[[nn.Module], None] = model._init_weights  # type: ignore[assignment]
+        self.initialize: Any = model._init_weights
         self._module: nn.Module = model
         for part in model.modules():
             if hasattr(part, "_init_weights"):  # each model in the model asks its own

@@ -46,7 +46,8 @@ def ledger(
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")
     # A dropout of the hub's is not taken over: only a recipe's own is trained with.
-    random = {key: settings[key] for key in settings if is_dropout(key)} | {"router_jitter_noise": jitter}
+    random = {key: settings[key] for key in settings if is_dropout(key)}
+    random["router_jitter_noise"] = jitter
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
     found = {
         "exact": _exact(recipe, plan, spec),

@@ -1,7 +1,8 @@
 """Model families: what a Hugging Face config means, for the planner and for megatron-core.
 
 One file per family; to add one, write it and list it here. Every other causal language model
-of transformers is `generic`. A `config` here is a dict for which `check_config` found no problem.
+of transformers is `generic`. A `config` here is a dict for which `check_config` found no
+problem.
 """
 
 from collections.abc import Mapping
@@ -31,8 +32,8 @@ FAMILIES: Mapping[str, Family] = {
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""
 
 __all__ = [
-    "FAMILIES", "MegatronModel", "attention", "family_of", "mapped", "megatron_model", "model_spec", "settings_of",
-    "unsupported",
+    "FAMILIES", "MegatronModel", "attention", "family_of", "mapped", "megatron_model",
+    "model_spec", "settings_of", "unsupported",
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from toolkit.models.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_ANY = Kind("what transformers accepts", lambda value: True)
+_ANY = Kind("what transformers accepts", lambda _: True)
 _PUBLISHED = ("torch_dtype", "use_cache", "model_type", "_name_or_path")
 """Keys of published configs that no config class lists."""
 
