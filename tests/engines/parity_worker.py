@@ -233,7 +233,7 @@ def reference_model(
 
 def clipped(model: torch.nn.Module) -> float:
     """The gradient norm; afterwards it is at most 1."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.grad is not None]
     gradient = torch.cat([p.grad.flatten() for p in trained])
     norm = gradient.double().norm().item()
     torch.nn.utils.clip_grads_with_norm_(trained, 1.0, torch.tensor(norm))

@@ -231,7 +231,7 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
     if not Path(model.hub).is_dir():
         path = _hub_config(model.hub, model.revision, download)
     try:
-        config: dict[str, Any] = read_json(path)
+        config: dict[str, Any] = published(read_json(path))
         problems = check_config(config)
     except (OSError, ValueError, AttributeError) as error:
         raise PlanError(
