@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._module: nn.Module = model
         for part in model.modules():
             if hasattr(part, "_init_weights"):  # each model in the model asks its own
-                part._init_weights = self._of_module
+                part._init_weights = self._of_module  # type: ignore[assignment]
 
     def _of_module(self, module: nn.Module) -> None:
         self._module = module
