@@ -17,6 +17,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
 from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.families import family_of
+from toolkit.models.weights import checkpoint_names
 
 COMPANIONS = "hf"
 """Folder in a checkpoint with what a Hugging Face folder has besides weights."""
@@ -71,7 +72,7 @@ def export(
             write_peft(hidden, state, lora, manifest, tick)
             return
         source = state if lora is None else Merged(state, lora, manifest)
-        entries = _entries(source, exported_dtype(manifest), config.model_type)
+        entries = _entries(source, exported_dtype(manifest), config)
         write_model(hidden, [entry.telling(tick) for entry in entries])
 
 
@@ -98,12 +99,21 @@ def check_complete(state: SavedState) -> PretrainedConfig:
 
 
 def _entries(
-    state: SavedState | Merged, dtype: torch.dtype, model_type: str
+    state: SavedState | Merged, dtype: torch.dtype, config: PretrainedConfig
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
-    for name, shape in state.shapes.items():
+    family = family_of(config.model_type)
+    tensors = {name: (shape, [name]) for name, shape in state.shapes.items()}
+    if family.stacked_experts:
+        tensors = {
+            name: (shape, [piece.name for piece in checkpoint_names(name, shape)])
+            for name, shape in hf.parameter_shapes(config).items()
+        }
+    for name, (shape, parts) in tensors.items():
 
-        def pieces(name: str = name) -> Iterator[Tensor]:
-            return (piece.to(dtype) for piece in state.in_pieces("weight", name))
+        def pieces(parts: list[str] = parts) -> Iterator[Tensor]:
+            for part in parts:
+                for piece in state.in_pieces("weight", part):
+                    yield piece.to(dtype)
 
-        yield TensorToWrite(family_of(model_type).published_name(name), dtype, shape, pieces)
+        yield TensorToWrite(family.published_name(name), dtype, shape, pieces)

@@ -344,12 +344,20 @@ class SafetensorsWeights:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
-        pieces = checkpoint_names(name, self.shapes[name])
+        pieces = self._pieces(name, self.shapes[name])
         parts = [
             self._read_piece(piece.name, low, high)
             for piece, low, high in _overlaps(pieces, start, stop)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """The stored tensors of a parameter: some models' experts are stored stacked, too."""
+        return (
+            [Piece(name, shape)]
+            if self.find(name) is not None
+            else checkpoint_names(name, shape)
+        )
 
     def _read_piece(self, name: str, start: int, stop: int) -> Tensor:
         """Read only the rows that hold [start, stop)."""
@@ -414,7 +422,7 @@ class SafetensorsWeights:
 
     def _other_tensors(self) -> list[str]:
         """Raise DataError where what is stored besides the model are not buffers."""
-        names = [p.name for item in self.shapes.items() for p in checkpoint_names(*item)]
+        names = [p.name for item in self.shapes.items() for p in self._pieces(*item)]
         mine = {self.find(name) for name in (*names, TIED_HEAD)}
         others = sorted(name for name in self.files if name not in mine)
         if weights := [name for name in others if not _BUFFER.fullmatch(name)]:
@@ -432,7 +440,7 @@ class SafetensorsWeights:
 
     def _check(self) -> None:
         for name, shape in self.shapes.items():
-            pieces = checkpoint_names(name, shape)
+            pieces = self._pieces(name, shape)
             for piece in pieces:
                 found = tuple(self._slice(piece.name).get_shape())
                 wrong = found != shape if len(pieces) == 1 else prod(found) != piece.numel

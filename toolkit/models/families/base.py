@@ -118,6 +118,8 @@ class Family:
     """The model's shape; None where its keys and the traits below say it."""
     freezes_padding: bool = True
     """transformers does not train the input embedding of `pad_token_id`."""
+    stacked_experts: bool = False
+    """Published checkpoints hold a layer's experts in one tensor, as transformers does."""
     published_names: tuple[tuple[str, str], ...] = ()
     """What published checkpoints name differently from transformers 5: pattern of the model's
     name → stored name."""

@@ -55,7 +55,16 @@ def generic(model_type: str) -> Family:
         shape=_shape,
         attention=_attention,
         freezes_padding=False,
+        stacked_experts=_stacks_experts(model_type),
     )
+
+
+def _stacks_experts(model_type: str) -> bool:
+    """Does transformers load this type's experts as it holds them, without a conversion?"""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    mapping = get_checkpoint_conversion_mapping(model_type) or []
+    return not any("experts.*" in pattern for one in mapping for pattern in one.source_patterns)
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:
