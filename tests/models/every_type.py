@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests import processes
 from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model
 from tests.forked import run_ranks
@@ -37,12 +38,13 @@ SIZES: Mapping[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "sliding_window": 8,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 16, "embedding_size": 64,
+    "v_head_dim": 16, "embedding_size": 64, "rotary_dim": 8,
 }  # fmt: skip
 """What a config class calls its sizes, and how large they are here."""
 FOUR_LAYERS = {"num_hidden_layers": 4}
 """One with attention among those with a recurrent state."""
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon": {"head_dim": None},
@@ -66,6 +68,8 @@ def tiny(model_type: str) -> dict[str, Any]:
     """The smallest sensible config of a type."""
     family = family_of(model_type)
     sizes = {name: size for name, size in SIZES.items() if name in family.keys}
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     sizes |= {
         own: SIZES[name]
         for name, own in family.aliases.items()
@@ -117,6 +121,7 @@ def tried(model_type: str) -> Row:
 
 
 def main(types: list[str]) -> int:
+    processes.HANG_S = 120.0
     rows = []
     for model_type in types or sorted(model_types()):
         row = tried(model_type)

@@ -15,9 +15,8 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import Layout
 from toolkit.models.config_check import check_config
-from toolkit.models.families import attention
+from toolkit.models.families import attention, published
 from toolkit.models.families.base import Attention
-from toolkit.models.families.generic import published
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload

@@ -7,11 +7,12 @@ problem.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
 from toolkit.models.families.gemma2 import GEMMA2
-from toolkit.models.families.generic import generic
+from toolkit.models.families.generic import generic, model_types
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.llama import LLAMA
@@ -33,7 +34,7 @@ FAMILIES: Mapping[str, Family] = {
 
 __all__ = [
     "FAMILIES", "MegatronModel", "attention", "family_of", "mapped", "megatron_model",
-    "model_spec", "settings_of", "unsupported",
+    "model_spec", "published", "settings_of", "unsupported",
 ]  # fmt: skip
 
 
@@ -45,6 +46,16 @@ def settings_of(config: Mapping[str, object]) -> Settings:
 def family_of(model_type: str) -> Family:
     """The family of a `model_type`: its own file's, or what transformers says of it."""
     return FAMILIES.get(model_type) or generic(model_type)
+
+
+def published(config: dict[str, Any]) -> dict[str, Any]:
+    """A published config; of a type without a family file, less the keys that nothing in
+    transformers reads, since many carry such keys."""
+    model_type = config.get("model_type")
+    if model_type in FAMILIES or model_type not in model_types():
+        return config
+    family = generic(str(model_type))
+    return {k: v for k, v in config.items() if k in family.keys or k in family.aliases}
 
 
 def attention(config: Mapping[str, object]) -> Attention:

@@ -67,16 +67,6 @@ def _stacks_experts(model_type: str) -> bool:
     return not any("experts.*" in pattern for one in mapping for pattern in one.source_patterns)
 
 
-def published(config: dict[str, Any]) -> dict[str, Any]:
-    """A published config less the keys that nothing in transformers reads; of a type without
-    a family file, since many carry such keys."""
-    model_type = config.get("model_type")
-    if model_type not in model_types():
-        return config
-    family = generic(str(model_type))
-    return {k: v for k, v in config.items() if k in family.keys or k in family.aliases}
-
-
 def _read_keys(config: type) -> list[str]:
     """Keys that the model reads although its config class does not list them (`head_dim`)."""
     module = config.__module__.replace(".configuration_", ".modeling_")

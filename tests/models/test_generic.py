@@ -1,0 +1,142 @@
+"""Model types without a family file: counted, checked, initialised, trained and stored."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.configs import CONFIGS, config_of
+from tests.models.every_type import tiny, tried
+from toolkit.cli.main import main
+from toolkit.models import huggingface as hf
+from toolkit.models.config_check import check_config
+from toolkit.models.families import attention, model_spec, published
+from toolkit.models.families.base import Settings
+from toolkit.models.families.generic import generic
+from toolkit.models.families.shape import shape
+from toolkit.models.weights import RandomWeights
+from toolkit.recipe.schema import ModelSection
+
+SHIPPED = {
+    # Parameters of the published models, counted from their checkpoints' headers.
+    "phi3": 3_821_079_552,  # microsoft/Phi-3-mini-4k-instruct
+    "gpt_oss": 116_829_156_672,  # openai/gpt-oss-120b
+    "deepseek_v3": 671_026_404_352,  # deepseek-ai/DeepSeek-V3, without its prediction layer
+    "smollm3": 3_075_098_624,  # HuggingFaceTB/SmolLM3-3B
+}
+"""Types whose config class has the published sizes as its defaults."""
+SAMPLE = (
+    "phi3", "gemma3_text", "gpt_oss", "olmo3", "glm4", "glm4_moe", "granite", "smollm3",
+    "cohere2", "bloom", "mamba", "falcon_h1", "nemotron_h", "opt", "ernie4_5_moe",
+)  # fmt: skip
+"""Norms after, soft caps, sinks, biases, shared experts, multipliers, missing and learned
+positions, recurrent layers and mixtures of both."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_trains_as_a_plain_loop_does(model_type: str):
+    row = tried(model_type)
+    assert row.agrees, row
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_what_is_counted_is_what_a_family_file_says(case: str):
+    config = config_of(case)
+    known, counted = model_spec(config), shape(Settings(generic(config["model_type"]), config))
+    assert counted.counted is not None
+    assert counted.parameters.total == known.parameters.total
+    assert counted.parameters.active == known.parameters.active
+    for length in (32, 4096):
+        for flops in ("flops_per_token_causal", "flops_per_token_full"):
+            ours, theirs = (getattr(spec, flops)(length) for spec in (counted, known))
+            assert ours == pytest.approx(theirs, rel=0.01)
+    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+        assert getattr(counted, name) == getattr(known, name)
+    for name in ("experts", "experts_per_token", "expert_intermediate", "moe_layers"):
+        assert getattr(counted, name) == getattr(known, name)
+
+
+@pytest.mark.parametrize("model_type", SHIPPED)
+def test_a_published_model_has_its_published_parameters(model_type: str):
+    assert model_spec({"model_type": model_type}).total == SHIPPED[model_type]
+
+
+def test_attention_is_the_fastest_that_is_exact():
+    assert attention({"model_type": "phi3"}) == "sdpa"
+    assert attention({"model_type": "gpt_oss"}) == "eager"  # sinks
+    capped = {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}
+    assert attention(capped) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "words"),
+    [
+        ({"model_type": "phi3", "hiden_size": 64}, "hiden_size", "hidden_size"),
+        ({"model_type": "phi33"}, "model_type", "phi3"),
+        ({"model_type": "bert"}, "is_decoder", "add is_decoder: true"),
+        ({"model_type": "gemma3"}, "model_type", "vision_config"),
+        ({"model_type": "phi3", "hidden_size": "64"}, "hidden_size", "int"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, words: str):
+    (problem,) = check_config(config)
+    assert problem.key == key
+    assert words in f"{problem.found} {problem.allowed} {problem.fix}"
+
+
+def test_check_names_file_line_and_suggestion(tmp_path: Path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: own\nmodel:\n  config:\n    model_type: phi3\n    hidden_sise: 64\n"
+        "data:\n  train: {kind: text, files: ['*.py']}\n"
+        "training: {steps: 1, sequence_length: 16, global_batch_size: 1}\n"
+        "optimizer: {learning_rate: 1.0e-3}\ncluster: {gpus_per_node: 1, gpu: cpu}\n"
+    )
+    assert main(["check", str(recipe)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"recipe\.yaml:5.*hidden_sise.*`hidden_size`", error, re.DOTALL)
+
+
+def test_a_published_config_may_have_keys_that_nothing_reads():
+    config = tiny("phi3") | {"auto_map": {}, "attn_implementation": "x"}
+    assert published(config) == tiny("phi3")
+    known = {"model_type": "llama", "auto_map": {}}
+    assert published(known) == known
+
+
+def test_own_initialisations_are_the_modules(tmp_path: Path):
+    """Mamba's decay rates are the model's own constants; its time steps are random, the same
+    whichever part of them is read first, and others for another seed."""
+    config = hf.build_config(ModelSection(config=tiny("mamba")))
+    own = AutoModelForCausalLM.from_config(config)
+    drawn, again, other = (
+        RandomWeights(hf.meta_model(config), seed) for seed in (1, 1, 2)
+    )
+    rates, steps = (f"backbone.layers.1.mixer.{name}" for name in ("A_log", "dt_proj.weight"))
+    expected = own.get_parameter(rates).flatten()
+    assert torch.equal(drawn.read(rates, 0, expected.numel()), expected)
+    whole = drawn.read(steps, 0, 64)
+    assert torch.equal(again.read(steps, 32, 64), whole[32:])
+    assert not torch.equal(other.read(steps, 0, 64), whole)
+    assert whole.abs().max() <= own.get_parameter(steps).abs().max() * 1.1
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe"])
+def test_published_weights_are_read(tmp_path: Path, model_type: str):
+    """Experts in one tensor, as gpt_oss stores them, and in one each."""
+    config = AutoConfig.for_model(**tiny(model_type))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path)
+    section = ModelSection(hub=str(tmp_path), init="pretrained")
+    built = hf.build_config(section)
+    ours = hf.empty_model(built, torch.device("cpu"))
+    hf.fill(ours, hf.weight_source(section, built, 0))
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
