@@ -258,9 +258,20 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
         model = hf.new_model(config, dtype)
         inject(model, setup.lora)
     model.tie_weights()
+    # Which experts work differs between ranks, and DeepSpeed knows few such modules by itself:
+    # inside of others its ranks would gather different weights, and wait for ever.
+    if names := [name for name, part in model.named_modules() if _routes(name, part)]:
+        deepspeed.utils.set_z3_leaf_modules_by_name(model, names)
     for name, parameter in hf.named_parameters(model):
         _fill_shard(name, parameter, weights)
     return model
+
+
+def _routes(name: str, part: nn.Module) -> bool:
+    """Does this module call some of its experts only, or hold their stacked weights?"""
+    stacked = any(len(p.ds_shape) == 3 for p in part.parameters(recurse=False))  # type: ignore[attr-defined]
+    listed = isinstance(getattr(part, "experts", None), nn.ModuleList)
+    return listed or (stacked and "expert" in name)
 
 
 @torch.no_grad()
