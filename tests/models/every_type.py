@@ -120,6 +120,20 @@ def tried(model_type: str) -> Row:
     return Row(model_type, found)
 
 
+MARK = "| model_type | difference | otherwise why |\n|---|---|---|\n"
+
+
+def write_page(rows: list[Row]) -> None:
+    """Replace the table of docs/models.md."""
+    lines = [f"{sum(row.agrees for row in rows)} of {len(rows)} agree.\n\n", MARK]
+    for row in rows:
+        largest = f"{max(row.differences.values()):.0e}" if row.agrees else ""
+        why = "" if row.agrees else (row.why or f"differs: {row.differences}")
+        lines.append(f"| `{row.model_type}` | {largest} | {why.replace('|', '/')} |\n")
+    prose, _, _ = PAGE.read_text(encoding="utf-8").partition("## The table\n")
+    PAGE.write_text(f"{prose}## The table\n\n{''.join(lines)}", encoding="utf-8")
+
+
 def main(types: list[str]) -> int:
     processes.HANG_S = 120.0
     rows = []
@@ -127,11 +141,11 @@ def main(types: list[str]) -> int:
         row = tried(model_type)
         rows.append(row)
         numbers = "  ".join(f"{name} {value:.1e}" for name, value in row.differences.items())
-        print(
-            f"{'same' if row.agrees else 'NOT '} {model_type:<24} {numbers} {row.why}",
-            flush=True,
-        )
+        verdict = "same" if row.agrees else "NOT"
+        print(f"{verdict:<4} {model_type:<24} {numbers} {row.why}", flush=True)
     print(f"{sum(row.agrees for row in rows)} of {len(rows)} agree")
+    if not types:
+        write_page(rows)
     return 0
 
 

@@ -109,14 +109,12 @@ def test_a_published_config_may_have_keys_that_nothing_reads():
     assert published(known) == known
 
 
-def test_own_initialisations_are_the_modules(tmp_path: Path):
+def test_own_initialisations_are_the_modules():
     """Mamba's decay rates are the model's own constants; its time steps are random, the same
     whichever part of them is read first, and others for another seed."""
     config = hf.build_config(ModelSection(config=tiny("mamba")))
     own = AutoModelForCausalLM.from_config(config)
-    drawn, again, other = (
-        RandomWeights(hf.meta_model(config), seed) for seed in (1, 1, 2)
-    )
+    drawn, again, other = (RandomWeights(hf.meta_model(config), seed) for seed in (1, 1, 2))
     rates, steps = (f"backbone.layers.1.mixer.{name}" for name in ("A_log", "dt_proj.weight"))
     expected = own.get_parameter(rates).flatten()
     assert torch.equal(drawn.read(rates, 0, expected.numel()), expected)
@@ -126,7 +124,7 @@ def test_own_initialisations_are_the_modules(tmp_path: Path):
     assert whole.abs().max() <= own.get_parameter(steps).abs().max() * 1.1
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "olmoe"])
 def test_published_weights_are_read(tmp_path: Path, model_type: str):
     """Experts in one tensor, as gpt_oss stores them, and in one each."""
     config = AutoConfig.for_model(**tiny(model_type))
