@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import CheckpointError, DataError
-from toolkit.models.config_check import check_config
+from toolkit.models.config_check import check_config, shown
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.convert.torch_dist import FORMAT, FORMAT_FILE, METADATA
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model, unsupported
@@ -195,9 +195,12 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not isinstance(stated, dict):
         raise DataError(f"{path} is not a config: it holds no JSON object")
     family = FAMILIES.get(str(stated.get("model_type")))
-    if family:
-        stated = _with_rope(stated, family)
-    known = {*family.keys, *family.aliases} if family else set(stated)
+    if family is None:
+        found = shown(stated.get("model_type"))
+        allowed = ", ".join(sorted(FAMILIES))
+        raise DataError(f"{path}: model_type: found {found}; converted are {allowed}")
+    stated = _with_rope(stated, family)
+    known = {*family.keys, *family.aliases}
     foreign = sorted(set(stated) - known)
     if "quantization_config" in foreign:
         raise DataError(
