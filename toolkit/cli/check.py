@@ -76,6 +76,8 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
+    A model type without a family file of ours takes seconds more: transformers is asked.
+
     With --against, also every setting that two places state, with both values and which of
     them takes precedence; exit 2 when any disagrees.
 

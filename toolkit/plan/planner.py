@@ -210,12 +210,16 @@ def first_loss_scale(precision: str) -> float | None:
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
     """What to know before this is run."""
+    notes = []
+    if found.job.spec.counted is not None:
+        family = found.job.spec.family
+        notes.append(f"model {family}: generic, counted on transformers' own; docs/models.md")
     if not found.fits:
-        return (f"WARNING: does not fit: {over(found)}",)
-    if built_gib >= found.best.memory_gib:
+        notes.append(f"WARNING: does not fit: {over(found)}")
+    elif built_gib >= found.best.memory_gib:
         built = f"{built_gib:.1f} GiB while the model is built, before ZeRO shards it"
-        return (f"memory: fullest at {built}",)
-    return ()
+        notes.append(f"memory: fullest at {built}")
+    return tuple(notes)
 
 
 def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
