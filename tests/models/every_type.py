@@ -6,6 +6,7 @@ Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against a plain loop over tra
 with torch's AdamW; without TYPE, of all, and the table in docs/models.md is written anew.
 """
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +44,9 @@ SIZES: Mapping[str, Any] = {
 """What a config class calls its sizes, and how large they are here."""
 FOUR_LAYERS = {"num_hidden_layers": 4}
 """One with attention among those with a recurrent state."""
+ONE_OF_EACH = {"layer_types": ["linear_attention", "full_attention"]}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -51,14 +54,19 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "glm4_moe_lite": {"head_dim": None, "num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": ONE_OF_EACH,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"head_dim": None},
+    "kimi_linear": ONE_OF_EACH,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "olmo_hybrid": FOUR_LAYERS,
     "qwen3_5_moe_text": FOUR_LAYERS,
     "qwen3_5_text": FOUR_LAYERS,
     "qwen3_next": FOUR_LAYERS,
     "qwen4_exp_text": FOUR_LAYERS,
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single types need besides; None: the key is left out."""
@@ -70,6 +78,7 @@ def tiny(model_type: str) -> dict[str, Any]:
     sizes = {name: size for name, size in SIZES.items() if name in family.keys}
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        sizes.pop("head_dim", None)
     sizes |= {
         own: SIZES[name]
         for name, own in family.aliases.items()
@@ -116,7 +125,9 @@ def tried(model_type: str) -> Row:
                 for got, want in zip(result[what], expected[what], strict=True)
             )
     except AssertionError as error:
-        return Row(model_type, found, str(error).strip().splitlines()[-1][:200])
+        lines = str(error).strip().splitlines()
+        reasons = [line for line in lines if re.match(r"\S*Error: ", line)] or lines
+        return Row(model_type, found, reasons[-1][:200])
     return Row(model_type, found)
 
 
@@ -128,7 +139,11 @@ def write_page(rows: list[Row]) -> None:
     lines = [f"{sum(row.agrees for row in rows)} of {len(rows)} agree.\n\n", MARK]
     for row in rows:
         largest = f"{max(row.differences.values()):.0e}" if row.agrees else ""
-        why = "" if row.agrees else (row.why or f"differs: {row.differences}")
+        why = row.why
+        if not row.agrees and not why:
+            why = "differs by " + ", ".join(
+                f"{d:.0e} in {x}" for x, d in row.differences.items()
+            )
         lines.append(f"| `{row.model_type}` | {largest} | {why.replace('|', '/')} |\n")
     prose, _, _ = PAGE.read_text(encoding="utf-8").partition("## The table\n")
     PAGE.write_text(f"{prose}## The table\n\n{''.join(lines)}", encoding="utf-8")

@@ -102,7 +102,7 @@ def _spec(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
 
 def _size(config: PretrainedConfig, name: str) -> int | None:
     """A size that the config states; the largest, where it states one per layer."""
-    value = getattr(config, name, None)
+    value = config.to_dict().get(config.attribute_map.get(name, name))
     if isinstance(value, list | tuple):
         value = max((one for one in value if isinstance(one, int)), default=None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
