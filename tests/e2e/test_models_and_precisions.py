@@ -13,7 +13,7 @@ from tests.e2e.product import curve, dmt, events, run, settings
 from tests.forked import ForkedRanks
 from tests.models.small import FAMILIES
 from toolkit.data.tokenizers import byte_tokenizer
-from toolkit.models.config_keys import DROPOUT_KEYS
+from toolkit.models.config_keys import is_dropout
 from toolkit.train.worker import train_recipe
 
 pytestmark = pytest.mark.slow
@@ -97,9 +97,8 @@ def test_a_pretrained_start_is_where_the_export_ended(project: Project, ddp_run,
 def base_model(folder: Path, family: str) -> Path:
     """A model folder as transformers writes it, with settings that are no defaults."""
     config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": 320})
-    for key in DROPOUT_KEYS:
-        if hasattr(config, key):
-            setattr(config, key, 0.125)
+    for key in filter(is_dropout, config.to_dict()):
+        setattr(config, key, 0.125)
     model = AutoModelForCausalLM.from_config(config)
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "eos_token_id": [2, 5]}
     model.generation_config.update(**sampling)
