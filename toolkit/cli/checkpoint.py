@@ -239,6 +239,14 @@ def export(
         bool,
         typer.Option("--merged", help="Add the adapters to their base: write a whole model."),
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare-logits",
+            help="Compare the export, as transformers or PEFT load it, with the trained model; "
+            "needs room for two in fp32.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
@@ -260,7 +268,12 @@ def export(
             require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
         exporting.export(found.folder, dst, tick, merged=merged)
-    _wrote(dst, found, {"bytes": nbytes, "verified": verify}, as_json)
+    report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
+    if compare:
+        from toolkit.checkpoint import logits
+
+        report["logits"] = logits.compare(found.folder, dst).to_dict()
+    _wrote(dst, found, report, as_json)
 
 
 def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) -> None:
@@ -270,6 +283,11 @@ def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) ->
         return
     size = byte_size(written["bytes"])
     tell(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}", sys.stdout)
+    if agree := written.get("logits"):
+        difference, bound = agree["max_abs_difference"], agree["bound"]
+        tell(
+            f"logits agree: largest difference {difference:.1e} (bound {bound:.1e})", sys.stdout
+        )
 
 
 @app.command()
