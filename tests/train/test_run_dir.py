@@ -5,6 +5,7 @@ import logging
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,17 @@ def test_another_run_is_refused_naming_every_difference(tmp_path):
     assert found["training.seed"][1].startswith("1234,")
     assert "--run-dir OTHER" in str(error.value)
     assert {file: file.read_bytes() for file in before} == before, "nothing was touched"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bound"), [("launch end", False), ("launch start end", True)]
+)
+def test_a_run_that_never_began_may_begin_with_another_recipe(tmp_path, kinds, bound):
+    create(tmp_path, recipe())
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.writelines(json.dumps({"kind": kind}) + "\n" for kind in kinds.split())
+    with pytest.raises(RecipeError) if bound else nullcontext():
+        create(tmp_path, recipe(training__seed=7))
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "a: [", "\x00"])

@@ -150,8 +150,12 @@ def not_writable(path: Path, error: OSError) -> RecipeError:
 
 
 def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
-    """Raise RecipeError when the directory belongs to a run with another recipe."""
-    if not run.recipe.exists():
+    """Raise RecipeError when the directory belongs to a run with another recipe.
+
+    A run that ended before it began to train (a malformed row, say) keeps nothing for itself:
+    it may begin with its recipe mended.
+    """
+    if not run.recipe.exists() or _never_began(run):
         return
     try:
         old = YAML(typ="safe").load(run.recipe.read_text(encoding="utf-8"))
@@ -172,6 +176,11 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def _never_began(run: RunDirectory) -> bool:
+    kinds = {event.get("kind") for event in jsonl.read(run.events)}
+    return "end" in kinds and "start" not in kinds
 
 
 def _unreadable(run: RunDirectory) -> Problem:
