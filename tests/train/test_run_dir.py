@@ -104,7 +104,7 @@ def test_another_run_is_refused_naming_every_difference(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "bound"), [("launch end", False), ("launch start end", True)]
+    ("kinds", "bound"), [("launch", True), ("launch end", False), ("launch start end", True)]
 )
 def test_a_run_that_never_began_may_begin_with_another_recipe(tmp_path, kinds, bound):
     create(tmp_path, recipe())

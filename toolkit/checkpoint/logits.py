@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.imported import PEFT_WEIGHTS
@@ -25,7 +26,7 @@ _ROUNDED = 3e-2
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Agreement:
     """Logits of an export next to those of its checkpoint."""
 
     max_abs_difference: float
@@ -38,12 +39,13 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(folder: Path, exported: Path) -> Comparison:
+def compare(folder: Path, exported: Path) -> Agreement:
     """Logits of the checkpoint `folder`, in the model that trains, and of its export `exported`
     as transformers or PEFT load it: in fp32, on the CPU, on the same random tokens.
 
     Raises RunFailed where they differ by more than rounding.
     """
+    logging.disable_progress_bar()  # its own bars, of files that are read
     manifest, state = Manifest.read(folder), SavedState(folder)
     config = check_complete(state)
     tokens = same_tokens(config.vocab_size, TOKENS[1])
@@ -67,7 +69,7 @@ def compare(folder: Path, exported: Path) -> Comparison:
         found = _logits(_loaded(exported, config), tokens)
     largest = expected.abs().max().item()
     difference = (found - expected).abs().max().item()
-    result = Comparison(difference, largest, bound * max(1.0, largest))
+    result = Agreement(difference, largest, bound * max(1.0, largest))
     if not result.max_abs_difference <= result.bound:
         raise RunFailed(
             f"{exported} is written, but its logits differ from those of {folder} by "
