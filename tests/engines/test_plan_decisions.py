@@ -15,8 +15,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
-from toolkit.models.families import FAMILIES as FAMILY_FACTS
-from toolkit.models.families import unsupported
+from toolkit.models.families import attention, unsupported
 from toolkit.models.weights import WeightSource
 from toolkit.plan.planner import Plan, plan_recipe
 
@@ -91,6 +90,6 @@ def test_every_familys_attention_is_the_one_of_transformers(family: str) -> None
     """Its default: sdpa where the class supports it."""
     config = AutoConfig.for_model(family, **FAMILIES[family])
     supported = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    assert FAMILY_FACTS[family].attention == ("sdpa" if supported else "eager")
     known = {"model_type": family, **FAMILIES[family]}
+    assert attention(known) == ("sdpa" if supported else "eager")
     assert supported or unsupported(known), "megatron-core's here is sdpa"

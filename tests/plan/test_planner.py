@@ -147,7 +147,8 @@ def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:
     for bad, message in (
         ("[]", "cannot read"),
         ("{", "cannot read"),
-        ('{"model_type": "bert"}', "model_type"),
+        ('{"model_type": "brt"}', "model_type"),
+        ('{"model_type": "bert"}', "is_decoder"),
     ):
         config.write_text(bad)
         with pytest.raises(PlanError, match=message):
