@@ -31,11 +31,8 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
     Keys are the config's own, dotted inside a map (`rope_scaling.factor`).
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        found = shown(model_type) if "model_type" in config else "nothing"
-        return [Problem("model_type", found, ", ".join(sorted(FAMILIES)) + _OR_GENERIC)]
-    if model_type not in FAMILIES:
-        return _check_generic(model_type, config)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        return _check_generic(config)
     settings = settings_of(config)
     problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
@@ -46,12 +43,14 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
     return problems
 
 
-def _check_generic(model_type: str, config: Mapping[str, object]) -> list[Problem]:
+def _check_generic(config: Mapping[str, object]) -> list[Problem]:
     """What transformers' own config class says of a model without a family file."""
-    if model_type not in model_types():
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in model_types():
+        found = shown(model_type) if "model_type" in config else "nothing"
         known = ", ".join(sorted(FAMILIES)) + _OR_GENERIC
-        fix = did_you_mean(model_type, [*FAMILIES, *sorted(model_types())])
-        return [Problem("model_type", shown(model_type), known, fix)]
+        names = sorted(model_types()) if isinstance(model_type, str) else []
+        return [Problem("model_type", found, known, did_you_mean(model_type, names))]
     settings = settings_of(config)
     if problems := _check_keys(settings):
         return problems

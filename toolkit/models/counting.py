@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.families.base import Instance, MegatronModel
 from toolkit.models.families.generic import build_config
-from toolkit.models.families.tensors import TensorMap, whole
+from toolkit.models.families.tensors import whole
 from toolkit.models.huggingface import decoder_layers, meta_model
 from toolkit.models.spec import Counted, ModelSpec, ParameterCounts
 from toolkit.models.weights import checkpoint_names
@@ -59,57 +60,62 @@ def count(config: str) -> Count:
     """Count the model of a config, given as JSON for which `check_config` found no problem."""
     built = build_config(json.loads(config))
     model = meta_model(built)
-    supports_sdpa = bool(model._supports_sdpa)
-    return Count(_spec(built, model), _tensors(model), supports_sdpa)
+    parts = _parts(model)
+    return Count(_spec(built, model, parts), _tensors(model, parts), bool(model._supports_sdpa))
 
 
-def _spec(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
+def _spec(
+    config: PretrainedConfig, model: PreTrainedModel, parts: Mapping[str, str]
+) -> ModelSpec:
     vocab, hidden = _embedding(model).weight.shape
-    heads = _size(config, "num_attention_heads") or 1
-    sizes = {ours: _first(config, names) for ours, names in _NAMES.items()}
-    names = dict(model.named_parameters())
+    stated = config.to_dict()
+    stated |= {name: stated.get(own) for name, own in config.attribute_map.items()}
+    heads = _size(stated, "num_attention_heads") or 1
+    sizes = {ours: _size(stated, *names) for ours, names in _NAMES.items()}
+    names = [*parts]
     moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
-    layers = len(decoder_layers(model)) or _size(config, "num_hidden_layers") or 1
-    kinds = list(getattr(config, "layer_types", None) or ())
-    window = _size(config, "sliding_window") or None
-    parts = _parameters(model, sizes["experts"] or 0, sizes["experts_per_token"] or 0)
+    layers = len(decoder_layers(model)) or _size(stated, "num_hidden_layers") or 1
+    kinds = list(stated.get("layer_types") or ())
+    window = _size(stated, "sliding_window")
+    active = sizes["experts_per_token"] or 0
+    counts = _parameters(model, parts, sizes["experts"] or 0, active)
     return ModelSpec(
         family=config.model_type,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=sizes["kv_heads"] or heads,
-        head_dim=_size(config, "head_dim") or max(1, hidden // heads),
+        head_dim=_size(stated, "head_dim") or max(1, hidden // heads),
         intermediate=sizes["intermediate"] or 4 * hidden,
         vocab=vocab,
         max_positions=sizes["max_positions"] or _UNBOUNDED,
-        tied_embeddings=parts.lm_head == 0,
+        tied_embeddings=counts.lm_head == 0,
         sliding_window=window,
         sliding_layers=min(kinds.count("sliding_attention"), layers) if window else 0,
         experts=(sizes["experts"] or 0) if moe_layers else 0,
-        experts_per_token=(sizes["experts_per_token"] or 0) if moe_layers else 0,
+        experts_per_token=active if moe_layers else 0,
         expert_intermediate=(sizes["expert_intermediate"] or 0) if moe_layers else 0,
         moe_layers=min(len(moe_layers), layers),
         gated_mlp=any("gate" in name for name in names),
-        learned_positions=parts.position_embedding > 0,
+        learned_positions=counts.position_embedding > 0,
         query_key_norm=any(
             re.search(r"\b(q|k|query|key)_(layer)?norm", name) for name in names
         ),
         layer_norm=any("norm" in name and name.endswith(".bias") for name in names),
-        counted=Counted(parts, *_flops(model, parts, layers)),
+        counted=Counted(counts, *_flops(model, counts, layers)),
     )
 
 
-def _size(config: PretrainedConfig, name: str) -> int | None:
-    """A size that the config states; the largest, where it states one per layer."""
-    value = config.to_dict().get(config.attribute_map.get(name, name))
-    if isinstance(value, list | tuple):
-        value = max((one for one in value if isinstance(one, int)), default=None)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    return next((size for name in names if (size := _size(config, name))), None)
+def _size(stated: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these sizes that the config states and that is not 0; the largest, where it
+    states one per layer."""
+    for name in names:
+        value = stated.get(name)
+        if isinstance(value, list | tuple):
+            value = max((one for one in value if isinstance(one, int)), default=None)
+        if value and isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
 
 
 def _embedding(model: PreTrainedModel) -> nn.Embedding:
@@ -119,27 +125,41 @@ def _embedding(model: PreTrainedModel) -> nn.Embedding:
     return next(part for part in model.modules() if isinstance(part, nn.Embedding))
 
 
-def _parameters(model: PreTrainedModel, experts: int, active: int) -> ParameterCounts:
+def _parameters(
+    model: PreTrainedModel, parts: Mapping[str, str], experts: int, active: int
+) -> ParameterCounts:
     """The model's parameters by part."""
     found: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        found[_part(model, name, parameter)] += parameter.numel()
+        found[parts[name]] += parameter.numel()
     idle = found["experts"] * (experts - active) // experts if experts else 0
-    return ParameterCounts(**{part: found[part] for part in _PARTS}, inactive_experts=idle)
+    return ParameterCounts(**{part: found[part] for part in _KINDS}, inactive_experts=idle)
 
 
-_PARTS = (
-    "embedding", "position_embedding", "attention", "mlp", "router", "experts", "norms",
-    "lm_head",
-)  # fmt: skip
+_KINDS: Mapping[str, str] = {
+    "embedding": "embedding.word_embeddings",
+    "position_embedding": "embedding.position_embeddings",
+    "attention": ".self_attention",
+    "mlp": ".mlp",
+    "router": ".router",
+    "experts": ".mlp",
+    "norms": "norm",
+    "lm_head": "output_layer",
+}
+"""Parts of a model, fields of `ParameterCounts`, and what megatron-core's names call them."""
 
 
-def _part(model: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
-    """The part of the model that a parameter belongs to; a field of `ParameterCounts`."""
-    if parameter is _embedding(model).weight:
-        return "embedding"
-    if parameter is getattr(model.get_output_embeddings(), "weight", None):
-        return "lm_head"
+def _parts(model: PreTrainedModel) -> dict[str, str]:
+    """The part of the model that each of its parameters belongs to."""
+    ends = {
+        id(getattr(model.get_output_embeddings(), "weight", None)): "lm_head",
+        id(_embedding(model).weight): "embedding",  # of a tied one, too
+    }
+    return {name: ends.get(id(p)) or _part(name) for name, p in model.named_parameters()}
+
+
+def _part(name: str) -> str:
+    """The part that a parameter's name tells."""
     if re.search(r"\b(wpe|embed_positions|position_embeddings?)\b", name):
         return "position_embedding"
     if _EXPERT.search(name):
@@ -192,7 +212,7 @@ class _Tensors(MegatronModel):
             yield Instance(tensor, *numbers)
 
 
-def _tensors(model: PreTrainedModel) -> MegatronModel:
+def _tensors(model: PreTrainedModel, parts: Mapping[str, str]) -> MegatronModel:
     """The checkpoint's tensors under names that say what they are, as megatron-core's do."""
     linear = {
         f"{name}.weight"
@@ -201,24 +221,10 @@ def _tensors(model: PreTrainedModel) -> MegatronModel:
     }
     tensors = []
     for name, parameter in model.named_parameters():
-        part = _part(model, name, parameter)
+        kind = _KINDS[parts[name]]
         for piece in checkpoint_names(name, tuple(parameter.shape)):
-            tensors.append(_tensor(piece.name, piece.shape, part, is_linear=name in linear))
+            label = f"{kind}.linear_{piece.name}" if name in linear else f"{kind}.{piece.name}"
+            rows, *others = piece.shape or (1,)
+            columns = prod(others) if others else None
+            tensors.append(whole(label, piece.name, rows, columns))
     return _Tensors({"num_layers": 0}, {}, tuple(tensors))
-
-
-def _tensor(name: str, shape: tuple[int, ...], part: str, *, is_linear: bool) -> TensorMap:
-    rows, columns = shape[0] if shape else 1, None
-    if len(shape) > 1:
-        columns = int(torch.Size(shape[1:]).numel())
-    kind = {
-        "embedding": "embedding.word_embeddings",
-        "position_embedding": "embedding.position_embeddings",
-        "lm_head": "output_layer",
-        "norms": "norm",
-        "router": ".router",
-        "attention": ".self_attention",
-    }.get(part, ".mlp")
-    return whole(
-        f"{kind}.linear_{name}" if is_linear else f"{kind}.{name}", name, rows, columns
-    )

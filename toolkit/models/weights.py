@@ -353,11 +353,8 @@ class SafetensorsWeights:
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """The stored tensors of a parameter: some models' experts are stored stacked, too."""
-        return (
-            [Piece(name, shape)]
-            if self.find(name) is not None
-            else checkpoint_names(name, shape)
-        )
+        stacked = self.find(name) is not None
+        return [Piece(name, shape)] if stacked else checkpoint_names(name, shape)
 
     def _read_piece(self, name: str, start: int, stop: int) -> Tensor:
         """Read only the rows that hold [start, stop)."""

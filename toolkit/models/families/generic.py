@@ -23,6 +23,8 @@ from toolkit.models.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from toolkit.models.counting import Count
+
 _ANY = Kind("what transformers accepts", lambda _: True)
 _PUBLISHED = ("torch_dtype", "use_cache", "model_type", "_name_or_path")
 """Keys of published configs that no config class lists."""
@@ -84,30 +86,26 @@ def build_config(config: Mapping[str, Any]) -> "PretrainedConfig":
     return AutoConfig.for_model(**deepcopy(dict(config)))
 
 
-def _key(settings: Settings) -> str:
-    """The config as text, by which what was counted is remembered."""
-    return json.dumps(settings.stated, sort_keys=True, default=str)
+def _count(settings: Settings) -> "Count":
+    """What was counted of this model, remembered by its config as text."""
+    from toolkit.models.counting import count
+
+    return count(json.dumps(settings.stated, sort_keys=True, default=str))
 
 
 def _shape(settings: Settings) -> ModelSpec:
-    from toolkit.models.counting import count
-
-    return count(_key(settings)).spec
+    return _count(settings).spec
 
 
 def _tensors(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    from toolkit.models.counting import count
-
     del spec
-    return count(_key(settings)).tensors
+    return _count(settings).tensors
 
 
 def _attention(settings: Settings) -> Attention:
     """As fast as transformers has it for this model, and exact: soft-capping is in `eager`."""
-    from toolkit.models.counting import count
-
     capped = settings["attn_logit_softcapping"] is not None
-    return "sdpa" if count(_key(settings)).supports_sdpa and not capped else "eager"
+    return "sdpa" if _count(settings).supports_sdpa and not capped else "eager"
 
 
 def _unsupported(spec: ModelSpec, settings: Settings) -> str:
