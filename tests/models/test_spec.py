@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from toolkit.models.config_check import check_config
-from toolkit.models.families import FAMILIES, model_spec
+from toolkit.models.families import FAMILIES, model_spec, settings_of
+from toolkit.models.families.shape import counted as counted_on_tensors
+from toolkit.models.families.shape import sizes
 from toolkit.models.spec import ModelSpec
 
 Config = Mapping[str, Any]
@@ -188,6 +190,16 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_shapes_are_counted_exactly(name: str) -> None:
     assert_counts_match(ODD[name])
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_counted_on_its_tensors_a_model_is_what_its_sizes_say(name: str) -> None:
+    settings = settings_of(ODD[name])
+    said, found = sizes(settings), counted_on_tensors(settings)
+    assert found.counted is not None and found.parameters == said.parameters
+    for length in (1, 100):
+        flops = said.forward_flops_per_token_causal(length)
+        assert found.forward_flops_per_token_causal(length) == flops
 
 
 @st.composite

@@ -103,6 +103,7 @@ def _spec(
         ),
         layer_norm=any("norm" in name and name.endswith(".bias") for name in names),
         counted=Counted(counts, *_flops(model, counts, layers)),
+        generic=True,
     )
 
 

@@ -79,7 +79,7 @@ class AdapterParameters:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted on a model that has no family file, whose formulas would be others."""
+    """What was counted on a model's tensors, where its sizes do not say all of its parts."""
 
     parameters: ParameterCounts
     flops: float
@@ -137,7 +137,9 @@ class ModelSpec:
     adapters: AdapterParameters | None = None
     """Of every layer; with them, nothing else trains."""
     counted: Counted | None = None
-    """For a model without a family file; None: what follows from the shape is exact."""
+    """None: what follows from the sizes above is exact."""
+    generic: bool = False
+    """Without a family file: counted on transformers' own model."""
 
     @property
     def total(self) -> int:
@@ -180,6 +182,14 @@ class ModelSpec:
             norms=self.layers * (self.norms_per_layer * norm + head_norms) + norm,
             lm_head=0 if self.tied_embeddings else self.vocab * self.hidden,
         )
+
+    @property
+    def score_flops(self) -> float:
+        """Forward FLOPs per query and key in all layers: the score, and its product with the
+        value."""
+        if self.counted is not None:
+            return self.counted.score_flops
+        return 4.0 * self.heads * self.head_dim * self.layers
 
     def flops_per_token_causal(self, sequence_length: int) -> float:
         """Training FLOPs per token (forward and backward), attention counted as masked.
@@ -230,7 +240,7 @@ class ModelSpec:
             sequence_length, None, causal=causal
         )
         if self.counted is not None:
-            return self.counted.flops + self.counted.score_flops * keys / self.layers
+            return self.counted.flops + self.score_flops * keys / self.layers
         mlp = (self.layers - self.moe_layers) * self._mlp_weights(self.intermediate)
         experts = self.moe_layers * (
             self.experts * self.hidden
@@ -238,7 +248,7 @@ class ModelSpec:
         )
         logits = self.vocab * self.hidden
         weights = self.layers * self._attention_weights + mlp + experts + logits
-        return 2 * weights + 4 * self.heads * self.head_dim * keys
+        return 2 * weights + self.score_flops * keys / self.layers
 
     @property
     def _attention_weights(self) -> int:

@@ -81,7 +81,7 @@ def machine_output(found: Estimate) -> dict[str, Any]:
         "basis": basis(found.setup.cluster),
         "host_gib_per_node": found.host_gib,
         "nvme_gib_per_node": found.nvme_gib,
-        "generic": found.setup.workload.spec.counted is not None,
+        "generic": found.setup.workload.spec.generic,
         "unsupported": None,
     }
 

@@ -211,7 +211,7 @@ def first_loss_scale(precision: str) -> float | None:
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
     """What to know before this is run."""
     notes = []
-    if found.job.spec.counted is not None:
+    if found.job.spec.generic:
         family = found.job.spec.family
         notes.append(f"model {family}: generic, counted on transformers' own; docs/models.md")
     if not found.fits:

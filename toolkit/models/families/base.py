@@ -74,7 +74,7 @@ class MegatronModel:
         if "{layer}" not in tensor.name:
             return [None]
         layers = range(self.transformer["num_layers"])
-        if ".mlp.router" in tensor.name or ".mlp.experts" in tensor.name:
+        if any(part in tensor.name for part in (".router", ".experts", ".shared_experts")):
             return [layer for layer in layers if layer in self.moe_layers]
         if ".mlp." in tensor.name:
             return [layer for layer in layers if layer not in self.moe_layers]

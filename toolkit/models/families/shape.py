@@ -1,16 +1,59 @@
 """A model's shape, read from its config's keys and its family's traits."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from toolkit.models.families.base import Settings
-from toolkit.models.spec import ModelSpec
+from toolkit.models.families.base import MegatronModel, Settings
+from toolkit.models.spec import Counted, ModelSpec, ParameterCounts
 
 
 def shape(settings: Settings) -> ModelSpec:
     """The ModelSpec of a config for which `check_config` found no problem."""
+    return (settings.family.shape or sizes)(settings)
+
+
+def counted(settings: Settings) -> ModelSpec:
+    """The same for a family with parts that its sizes do not say: counted on its tensors."""
+    spec = sizes(settings)
+    return replace(spec, counted=_count(spec, settings.family.model(spec, settings)))
+
+
+def _count(spec: ModelSpec, model: MegatronModel) -> Counted:
+    """Parameters by part, and 2 FLOPs per weight that a token is multiplied with."""
+    sizes: Counter[str] = Counter()
+    weights: Counter[str] = Counter()  # without vectors, which multiply nothing
+    for tensor in (instance.tensor for instance in model.instances()):
+        part = next(part for word, part in _PARTS.items() if word in tensor.name)
+        sizes[part] += tensor.rows * (tensor.columns or 1)
+        weights[part] += tensor.rows * (tensor.columns or 0)
+    idle = spec.experts - spec.experts_per_token
+    unused = sizes["experts"] * idle // max(spec.experts, 1)
+    used = sum(weights[part] for part in ("attention", "mlp", "router"))
+    used += weights["experts"] * spec.experts_per_token // max(spec.experts, 1)
+    used += spec.vocab * spec.hidden
+    parts = {part: sizes[part] for part in _PARTS.values()}
+    return Counted(
+        ParameterCounts(**parts, inactive_experts=unused), 2.0 * used, spec.score_flops
+    )
+
+
+_PARTS = {
+    "word_embeddings": "embedding",
+    "position_embeddings": "position_embedding",
+    "output_layer": "lm_head",
+    "norm": "norms",
+    ".router": "router",
+    ".mlp.experts": "experts",
+    ".mlp": "mlp",
+    ".self_attention": "attention",
+}
+"""A word in megatron-core's name of a tensor → its part of the model; the first that fits."""
+
+
+def sizes(settings: Settings) -> ModelSpec:
+    """What the keys and traits that all families share say."""
     family = settings.family
-    if family.shape is not None:
-        return family.shape(settings)
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     sliding = len(sliding_layers(settings))
     moe_layers = _moe_layers(settings)

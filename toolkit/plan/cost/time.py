@@ -301,4 +301,4 @@ def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) 
 def _weight_flops(spec: ModelSpec) -> float:
     """Forward FLOPs per token of everything but the scores: a sequence of one token has one
     score per head and layer, and its product with the values."""
-    return spec.forward_flops_per_token_full(1) - 4 * spec.heads * spec.head_dim * spec.layers
+    return spec.forward_flops_per_token_full(1) - spec.score_flops
