@@ -84,13 +84,16 @@ def _layer_tensors(spec: ModelSpec) -> list[TensorMap]:
         )
         for part in ("weight", "bias")
     ]
+    biases = [
+        by_rows(f"{attention}.linear_qkv.bias", f"{qkv}.bias", 3 * hidden),
+        whole(f"{attention}.linear_proj.bias", f"{hf_attention}.dense.bias", hidden),
+    ]
     return [
         *norms,
         by_rows(f"{attention}.linear_qkv.weight", f"{qkv}.weight", 3 * hidden, hidden),
-        by_rows(f"{attention}.linear_qkv.bias", f"{qkv}.bias", 3 * hidden),
         by_columns(f"{attention}.linear_proj.weight", f"{hf_attention}.dense.weight", hidden,
                    hidden),
-        whole(f"{attention}.linear_proj.bias", f"{hf_attention}.dense.bias", hidden),
+        *(biases if spec.qkv_bias else ()),
         by_rows(f"{mlp}.linear_fc1.weight", f"{up}.weight", inner, hidden),
         by_rows(f"{mlp}.linear_fc1.bias", f"{up}.bias", inner),
         by_columns(f"{mlp}.linear_fc2.weight", f"{down}.weight", hidden, inner),
