@@ -28,7 +28,7 @@ SFT: dict[str, object] = {
 }
 LORA: dict[str, object] = {
     "model.init": "pretrained",
-    "model.hub": "base",
+    "model.hub": "ddp/export",
     "adapter": "{rank: 4, alpha: 8, dropout: 0.1}",
 }
 TASKS: dict[str, dict[str, object]] = {"pretrain": {}, "sft": SFT, "lora": SFT | LORA}
@@ -59,7 +59,7 @@ class Run:
 def undisturbed(project: Project, ddp_run: Path) -> Undisturbed:
     """The undisturbed run of a task in a layout, made once."""
     write_answers(project.folder / "answers.jsonl")
-    (project.folder / "base").symlink_to(ddp_run / "export")
+    assert (ddp_run / "export").exists(), "which lora starts from"
     made: dict[str, Run] = {}
 
     def of(task: str, layout: str) -> Run:
