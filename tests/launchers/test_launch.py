@@ -103,10 +103,18 @@ def test_a_rank_that_lost_another_is_not_the_one_that_failed(tmp_path, capsys, c
         event = {"kind": "end", "rank": rank, "exit_code": 4, "error": words[rank]}
         with (tmp_path / "events.jsonl").open("a") as events:
             events.write(json.dumps(event) + "\n")
-    outcome = report_failure(tmp_path, 0, RankExit(1 - cause, 4))
+    outcome = report_failure(tmp_path, 0, [RankExit(1 - cause, 4)])
     assert outcome.reason == f"rank {cause} failed with exit code 4"
     # Rank 0 has the terminal: it said so itself.
     assert (f"error: {outcome.reason}" in capsys.readouterr().err) == (cause == 1)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_two_ranks_seen_at_once_the_killed_one_is_named(tmp_path, killed):
+    event = {"kind": "end", "rank": 1 - killed, "exit_code": 4, "error": PEER_LOST}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    seen = [RankExit(rank, -9 if rank == killed else 4) for rank in (0, 1)]
+    assert report_failure(tmp_path, 0, seen).reason == f"rank {killed} was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

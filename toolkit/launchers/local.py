@@ -84,7 +84,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._copiers: list[threading.Thread] = []
         self._stopping = False
-        self._failed: RankExit | None = None
+        self._failed: list[RankExit] = []
         self._deadline = Deadline()
         try:
             for rank in range(len(spec.rank_env)):
@@ -108,7 +108,7 @@ class _Ranks:
             if signals.kill_requested:
                 self.kill()
             if self._deadline.passed:
-                if self._failed is None:
+                if not self._failed:
                     tell(f"error: {grace_over(grace_s)}")
                 show_stacks(self._running())
                 self.kill()
@@ -122,7 +122,7 @@ class _Ranks:
         self._note_failure()
         for copier in self._copiers:
             copier.join(timeout=1.0)
-        if self._failed is not None:
+        if self._failed:
             return report_failure(self._run_dir, self._offset, self._failed)
         codes = {process.returncode for process in self._processes}
         return Outcome(EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE)
@@ -137,22 +137,22 @@ class _Ranks:
         poll.poll(POLL_S * 1000)
 
     def _note_failure(self) -> None:
-        """Remember the first rank that failed, and ask the others to end."""
-        if self._failed is not None:
+        """Remember the ranks that failed first, and ask the others to end."""
+        if self._failed:
             return
         harmless = {None, EXIT_DONE, EXIT_RESUMABLE}
         if self._stopping:
             # Asked to stop before it listened: there was nothing to save yet.
             harmless.add(-signal.SIGTERM)
-        for rank, process in enumerate(self._processes):
-            code = process.poll()
-            if code not in harmless:
-                assert code is not None
-                self._failed = RankExit(rank, code)
-                self._end_others()
-                return
-            if code == -signal.SIGTERM:
-                self._end_others()
+        if any(process.poll() not in harmless for process in self._processes):
+            # Asked again: a rank that ends because it lost another is seen after that one.
+            codes = [process.poll() for process in self._processes]
+            self._failed = [
+                RankExit(r, c) for r, c in enumerate(codes) if c and c not in harmless
+            ]
+            self._end_others()
+        elif any(process.poll() == -signal.SIGTERM for process in self._processes):
+            self._end_others()
 
     def _end_others(self) -> None:
         if not self._stopping:

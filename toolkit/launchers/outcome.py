@@ -48,16 +48,16 @@ def failure_code(code: int) -> int:
     return code if code in _KEPT_CODES else EXIT_FAILED
 
 
-def report_failure(run_dir: Path, offset: int, failed: RankExit) -> Outcome:
+def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
     """Name the rank and show the end of its log.
 
     Rank 0 has the terminal: what it printed there is not printed again. `offset`: where
-    the events of this launch begin. The rank that is seen to leave first may be one that
-    lost another: then the rank that says why is named.
+    the events of this launch begin. `seen`: the ranks that were seen to fail first. Those
+    among them that only lost another are not named where one is that did not, or says why.
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)
-    if _lost_another(events, failed):
-        failed = _first_failure(events) or failed
+    causes = [rank for rank in seen if not _lost_another(events, rank)]
+    failed = causes[0] if causes else _first_failure(events) or seen[0]
     if failed.rank == 0 and (failed.code in _KEPT_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
@@ -103,7 +103,7 @@ def outcome_from_events(
         return Outcome(EXIT_DONE)  # after restarts of its own, perhaps
     events = _since_last_start(jsonl.read(RunDirectory(run_dir).events, offset))
     if failed := _first_failure(events):
-        return report_failure(run_dir, offset, failed)
+        return report_failure(run_dir, offset, [failed])
     if launcher_code == EXIT_RESUMABLE:
         return Outcome(launcher_code)
     saved = any(_is_end(event, EXIT_RESUMABLE) for event in events)
