@@ -21,7 +21,7 @@ from toolkit.launchers.base import (
     one_machine,
     worker_env,
 )
-from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.launchers.outcome import USER_CODES, RankExit, report_failure
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     POLL_S,
@@ -122,10 +122,13 @@ class _Ranks:
         self._note_failure()
         for copier in self._copiers:
             copier.join(timeout=1.0)
+        codes = [process.returncode for process in self._processes]
         if self._failed:
-            return report_failure(self._run_dir, self._offset, self._failed)
-        codes = {process.returncode for process in self._processes}
-        return Outcome(EXIT_DONE if codes == {EXIT_DONE} else EXIT_RESUMABLE)
+            seen = self._failed
+            if codes[0] in USER_CODES and codes[0] == seen[0].code:
+                seen = [RankExit(0, codes[0])]  # found by all ranks, and told by this one
+            return report_failure(self._run_dir, self._offset, seen)
+        return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
 
     def _sleep_until_exit(self) -> None:
         # Wakes at once: the rank that failed first must be seen before those that fail

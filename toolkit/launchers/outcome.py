@@ -20,7 +20,8 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
 from toolkit.terminal import tell
 
-_KEPT_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
+USER_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
+"""Of mistakes and lacks, which a worker tells in full."""
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 
@@ -45,7 +46,7 @@ class RankExit:
 
 def failure_code(code: int) -> int:
     """Map a failed rank's code: a worker's user error (2) and lack (3) stay, the rest is 4."""
-    return code if code in _KEPT_CODES else EXIT_FAILED
+    return code if code in USER_CODES else EXIT_FAILED
 
 
 def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
@@ -58,7 +59,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     events = jsonl.read(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
     failed = causes[0] if causes else _first_failure(events) or seen[0]
-    if failed.rank == 0 and (failed.code in _KEPT_CODES or _told(events, failed)):
+    if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
     tail = _tail(log)
