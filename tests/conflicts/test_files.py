@@ -344,6 +344,13 @@ def test_a_flag_by_another_tools_name(tiny: Planned, tmp_path: Path) -> None:
     assert report.source.only_there == ("--eod-mask-loss",)
 
 
+def test_the_shape_of_a_wsd_decay_is_compared(tiny: Planned, tmp_path: Path) -> None:
+    flags = "--lr-decay-style WSD --lr-wsd-decay-style minus_sqrt\n"
+    found = told(read(tiny, tmp_path, flags, "args.txt"))
+    assert found["--lr-wsd-decay-style"] == ("schedule.decay", "disagrees", "1")
+    assert found["--lr-decay-style"] == ("schedule.name", "disagrees", "1")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [

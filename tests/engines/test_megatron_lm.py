@@ -174,7 +174,7 @@ def test_tanh_gelu_is_megatron_lms_fused_one() -> None:
 
 SCHEDULES = [
     (name, warmup, steps)
-    for name in ("cosine", "linear", "constant", "wsd")
+    for name in ("cosine", "linear", "constant", "wsd linear", "wsd cosine", "wsd 1-sqrt")
     for warmup, steps in ((0, 10), (1, 10), (4, 10), (9, 10), (10, 10), (0, 1), (1, 1), (1, 2))
 ]
 
@@ -186,18 +186,20 @@ def test_megatron_cores_scheduler_has_our_learning_rates(
 ) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    shape, _, decay = name.partition(" ")
     schedule = ScheduleSection(
-        name=name,
+        name=shape,
         warmup_steps=warmup,
         min_learning_rate=1e-5,
-        decay_steps=3 if name == "wsd" else None,
+        decay_steps=3 if decay else None,
+        decay=decay or "linear",
     )
     optimizer = OptimizerSection(learning_rate=1e-3)
     given = {
         argument[0]: argument[1] for argument in schedule_arguments(schedule, optimizer, steps)
     }
     group: dict[str, Any] = {}
-    batch, decay = 8, given.get("--lr-wsd-decay-iters")
+    batch, decay_steps = 8, given.get("--lr-wsd-decay-iters")
     # As get_optimizer_param_scheduler of Megatron-LM builds it: in samples.
     scheduler = OptimizerParamScheduler(
         type("Optimizer", (), {"param_groups": [group]})(),
@@ -211,7 +213,7 @@ def test_megatron_cores_scheduler_has_our_learning_rates(
         end_wd=0.1,
         wd_incr_steps=steps * batch,
         wd_incr_style="constant",
-        wsd_decay_steps=None if decay is None else int(decay) * batch,
+        wsd_decay_steps=None if decay_steps is None else int(decay_steps) * batch,
         lr_wsd_decay_style=given.get("--lr-wsd-decay-style"),
     )
     for step in range(steps):

@@ -322,6 +322,10 @@ MISTAKES = {
         "wsd",
         at="decay_steps: 5",
     ),
+    "shape of a decay without wsd": M(
+        "name: cosine", "name: cosine\n  decay: 1-sqrt", "schedule.decay", "wsd",
+        at="decay: 1-sqrt",
+    ),
     "decay too long": M(
         "name: cosine",
         "name: wsd\n  decay_steps: 95",

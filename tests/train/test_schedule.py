@@ -45,16 +45,26 @@ def test_golden(schedule, expected):
     assert rates(8, ScheduleSection(**schedule)) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_agrees_with_transformers(name, warmup):
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [
+        ("cosine", "linear"),
+        ("linear", "linear"),
+        ("constant", "linear"),
+        ("wsd", "linear"),
+        ("wsd", "cosine"),
+        ("wsd", "1-sqrt"),
+    ],
+)
+def test_agrees_with_transformers(name, decay, warmup):
     """At every step; with a warm-up, whose first rate is 0 there, one step later."""
     total = 50
     later = int(warmup > 0)
     shift = later if name != "wsd" else 0  # its decay has its own length
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     known_as = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
-    specific = {"num_decay_steps": 10, "decay_type": "linear"} if name == "wsd" else {}
+    specific = {"num_decay_steps": 10, "decay_type": decay} if name == "wsd" else {}
     reference = get_scheduler(
         known_as.get(name, name),
         optimizer,
@@ -63,7 +73,10 @@ def test_agrees_with_transformers(name, warmup):
         scheduler_specific_kwargs=specific,
     ).lr_lambdas[0]
     schedule = ScheduleSection(
-        name=name, warmup_steps=warmup, decay_steps=10 if name == "wsd" else None
+        name=name,
+        warmup_steps=warmup,
+        decay_steps=10 if name == "wsd" else None,
+        decay=decay,
     )
     theirs = [reference(step + shift) for step in range(warmup, total)]
     assert rates(total, schedule)[warmup:] == pytest.approx(theirs, abs=1e-12)

@@ -133,7 +133,7 @@ def nearest_schedule(schedule: ScheduleSection, peak: float) -> dict[str, Any]:
             {
                 "num_decay_steps": schedule.decay_steps,
                 "min_lr_ratio": smallest / peak,
-                "decay_type": "linear",
+                "decay_type": schedule.decay,
             },
         ),
     }

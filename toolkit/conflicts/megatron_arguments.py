@@ -26,6 +26,7 @@ from toolkit.engines.megatron.pretrain_gpt import (
     TRANSFORMER_SWITCHES,
     TRANSFORMER_VALUES,
 )
+from toolkit.engines.megatron.pretrain_gpt_run import WSD_DECAYS
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 
 KIND = "Megatron-LM arguments"
@@ -88,9 +89,7 @@ _SWITCHES: Mapping[str, tuple[str, object]] = {
 
 _STAGES = "--pipeline-model-parallel-size"
 
-_SAID_ELSEWHERE = frozenset(
-    ("--lr-warmup-init", "--lr-wsd-decay-style", "--group-query-attention", "--tokenizer-type")
-)
+_SAID_ELSEWHERE = frozenset(("--lr-warmup-init", "--group-query-attention", "--tokenizer-type"))
 """Parts of what another flag states."""
 
 
@@ -237,10 +236,17 @@ def _warmup(reader: _Reader) -> Meaning:
 
 def _style(reader: _Reader) -> Meaning:
     style = str(reader.value("--lr-decay-style"))
-    shape = str(reader.value("--lr-wsd-decay-style") or "exponential")
     if style == "WSD":
-        style = "wsd" if shape == "linear" else f"wsd, {shape}"
+        decays = reader.value("--lr-wsd-decay-style")
+        style = "wsd" if decays else "wsd with an exponential decay"
     yield "schedule.name", style
+
+
+def _wsd_decay(reader: _Reader) -> Meaning:
+    shape = str(reader.value("--lr-wsd-decay-style"))
+    if reader.value("--lr-decay-style") == "WSD":
+        ours = {theirs: name for name, theirs in WSD_DECAYS.items()}
+        yield "schedule.decay", ours.get(shape, shape)
 
 
 def _warmup_share(reader: _Reader) -> Meaning:
@@ -290,6 +296,7 @@ _RULES: Mapping[str, Rule] = {
     "--lr-warmup-iters": _warmup,
     "--lr-warmup-fraction": _warmup_share,
     "--lr-decay-style": _style,
+    "--lr-wsd-decay-style": _wsd_decay,
     "--eval-interval": _interval("--eval-interval", "evaluation.every_steps"),
     "--save-interval": _interval("--save-interval", "checkpoint.every_steps"),
     "--eval-iters": _validation,

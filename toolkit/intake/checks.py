@@ -100,6 +100,9 @@ def _decay(recipe: Recipe) -> Iterator[Problem]:
     if name != "wsd" and decay is not None:
         fix = "remove it, or set schedule.name to wsd"
         yield Problem("schedule.decay_steps", f"{decay} with `name: {name}`", "null", fix)
+    if name != "wsd" and (shape := recipe.schedule.decay) != "linear":
+        fix = "remove it, or set schedule.name to wsd"
+        yield Problem("schedule.decay", f"{shape} with `name: {name}`", "linear", fix)
 
 
 def _learning_rates(recipe: Recipe) -> Iterator[Problem]:

@@ -409,11 +409,13 @@ class ScheduleSection(Section):
     """Learning rate over the run: linear warm-up, then the named shape."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, then a linear decay over the last `decay_steps`."""
+    """`wsd`: warm-up, stable, then a decay over the last `decay_steps`."""
     warmup_steps: Count = 0
     """Steps of warm-up: the first runs at peak / warmup_steps, the last at the peak rate."""
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
+    decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """`wsd` only: the shape of the final decay; `1-sqrt` falls fast, then ever slower."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Final value of the decay: the learning rate that the step after the last would have.
     So every step of a run has a positive learning rate, even if this is 0."""

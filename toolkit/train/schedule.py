@@ -15,9 +15,9 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     is 0. Megatron-LM's scheduler decays alike, and transformers' without a warm-up.
 
     `constant` stays at the peak. `wsd` (warm-up, stable, decay; arXiv:2404.06395)
-    stays at the peak up to step `total_steps - decay_steps`. A warm-up as long as the run
-    or longer is cut off at the end of the run, and a `wsd` decay never starts before
-    the warm-up is over.
+    stays at the peak up to step `total_steps - decay_steps` and then falls as its `decay`
+    says. A warm-up as long as the run or longer is cut off at the end of the run, and a
+    `wsd` decay never starts before the warm-up is over.
 
     Raises ValueError when `step` is outside 0 … total_steps - 1, or `wsd` has no
     `decay_steps` (the recipe's checks refuse that earlier).
@@ -35,11 +35,24 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
             raise ValueError("the wsd schedule needs decay_steps")
         start = max(start, total_steps - schedule.decay_steps)
     progress = max(0, step - start) / (total_steps - start)
-    return schedule.min_learning_rate + (peak - schedule.min_learning_rate) * (
-        _cosine(progress) if schedule.name == "cosine" else 1.0 - progress
-    )
+    shape = schedule.decay if schedule.name == "wsd" else schedule.name
+    share = _DECAYS[shape](progress)
+    return schedule.min_learning_rate + share * (peak - schedule.min_learning_rate)
+
+
+def _linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _minus_sqrt(progress: float) -> float:
+    """1 - √progress; arXiv:2405.18392."""
+    return 1.0 - math.sqrt(progress)
 
 
 def _cosine(progress: float) -> float:
     """Half a cosine wave from 1 (progress 0) to 0 (progress 1); arXiv:1608.03983."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+_DECAYS = {"linear": _linear, "cosine": _cosine, "1-sqrt": _minus_sqrt}
+"""Share of the way between the smallest and the peak rate, after a share of the decay."""

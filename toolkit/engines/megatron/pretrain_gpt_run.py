@@ -23,6 +23,9 @@ from toolkit.recipe.schema import (
 Arguments = Iterator[tuple[str, ...]]
 """Flags, each with its values."""
 
+WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
+"""`schedule.decay` → the value of `--lr-wsd-decay-style`."""
+
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What of the run `pretrain_gpt.py` cannot express."""
@@ -110,7 +113,7 @@ def schedule_arguments(
     yield "--lr-decay-iters", str(steps)
     if schedule.name == "wsd":
         assert schedule.decay_steps is not None, "checked at load"
-        yield "--lr-wsd-decay-style", "linear"
+        yield "--lr-wsd-decay-style", WSD_DECAYS[schedule.decay]
         yield "--lr-wsd-decay-iters", str(min(schedule.decay_steps, steps - before))
 
 
