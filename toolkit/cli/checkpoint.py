@@ -19,6 +19,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
 from toolkit.errors import EXIT_USER_ERROR
 from toolkit.layout import degrees_text
+from toolkit.models.convert.agreement import Agreement
 from toolkit.redact import redact
 from toolkit.terminal import tell
 from toolkit.units import byte_size
@@ -272,7 +273,7 @@ def export(
     if compare:
         from toolkit.checkpoint import logits
 
-        report["logits"] = logits.compare(found.folder, dst).to_dict()
+        report["logits"] = asdict(logits.compare(found.folder, dst))
     _wrote(dst, found, report, as_json)
 
 
@@ -284,10 +285,7 @@ def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) ->
     size = byte_size(written["bytes"])
     tell(f"wrote {dst}: step {found.manifest.step:,} of {found.folder}, {size}", sys.stdout)
     if agree := written.get("logits"):
-        difference, bound = agree["max_abs_difference"], agree["bound"]
-        tell(
-            f"logits agree: largest difference {difference:.1e} (bound {bound:.1e})", sys.stdout
-        )
+        Agreement(**agree).show()
 
 
 @app.command()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
 from toolkit.cli.options import AsJson
 from toolkit.errors import RunFailed
+from toolkit.models.convert.agreement import Agreement
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def convert(
     if not dry_run:
         report["seconds"] = _write(job, dst)
         if verify:
-            report["verify"] = _verify(source, dst)
+            report["verify"] = asdict(_verify(source, dst))
     _print(report, dst, as_json=as_json)
 
 
@@ -100,7 +102,7 @@ def _write(job: "ToHuggingFace | ToMegatron", dst: Path) -> float:
     return time.perf_counter() - started
 
 
-def _verify(source: "ConvertibleModel", dst: Path) -> dict[str, Any]:
+def _verify(source: "ConvertibleModel", dst: Path) -> Agreement:
     """Compare the logits of both sides in a separate process. Raises RunFailed."""
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
     command = [sys.executable, "-m", "toolkit.models.convert.verify"]
@@ -110,14 +112,9 @@ def _verify(source: "ConvertibleModel", dst: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
     if done.returncode != 0:
         raise RunFailed(f"{dst} is written, but comparing failed:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if not result["max_abs_difference"] <= result["bound"]:
-        raise RunFailed(
-            f"{dst} is written, but its logits differ from those of {source.folder} by "
-            f"{result['max_abs_difference']:.2e}; at most {result['bound']:.2e} is rounding",
-            fix="do not use it, and report the model's config.json",
-        )
-    return result
+    found = Agreement(**json.loads(done.stdout.splitlines()[-1]))
+    found.check(dst, source.folder)
+    return found
 
 
 def _print(report: dict[str, Any], dst: Path, *, as_json: bool) -> None:
@@ -135,9 +132,4 @@ def _print(report: dict[str, Any], dst: Path, *, as_json: bool) -> None:
     speed = size / max(report["seconds"], 1e-9)
     tell(f"wrote {dst} in {report['seconds']:.1f} s ({speed:.2f} GB/s)", sys.stdout)
     if "verify" in report:
-        found = report["verify"]
-        tell(
-            f"logits agree: largest difference {found['max_abs_difference']:.1e} "
-            f"(bound {found['bound']:.1e})",
-            sys.stdout,
-        )
+        Agreement(**report["verify"]).show()

@@ -12,16 +12,17 @@ import gc
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.models.convert.agreement import Agreement
+
 TOKENS = (2, 32)
 """Sequences and their length."""
-TOLERANCE = 1e-4
-"""Largest accepted difference, relative to the largest logit where that is above 1."""
 
 
 def same_tokens(vocabulary: int, length: int) -> Tensor:
@@ -95,13 +96,7 @@ def main() -> None:
     expected = huggingface_logits(hf_folder, tokens)
     gc.collect()
     found = megatron_logits(source.folder, source.config, tokens)
-    largest = expected.abs().max().item()
-    result = {
-        "max_abs_difference": (found - expected).abs().max().item(),
-        "largest_logit": largest,
-        "bound": TOLERANCE * max(1.0, largest),
-    }
-    print(json.dumps(result), flush=True)
+    print(json.dumps(asdict(Agreement.of(expected, found))), flush=True)
     sys.stderr.flush()
     # Interpreter teardown with process groups aborts now and then.
     os._exit(0)

@@ -1,0 +1,47 @@
+"""Logits of two models that should be one, and the difference that is still rounding."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.errors import RunFailed
+from toolkit.terminal import tell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCE = 1e-4
+"""Largest accepted difference, relative to the largest logit where that is above 1."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was found; `--json` prints these fields."""
+
+    max_abs_difference: float
+    largest_logit: float
+    bound: float
+
+    @classmethod
+    def of(
+        cls, expected: "Tensor", found: "Tensor", tolerance: float = TOLERANCE
+    ) -> "Agreement":
+        """From logits of the same shape."""
+        largest = expected.abs().max().item()
+        difference = (found - expected).abs().max().item()
+        return cls(difference, largest, tolerance * max(1.0, largest))
+
+    def check(self, written: Path, source: Path) -> None:
+        """Raise RunFailed where `written` computes something else than `source`."""
+        if not self.max_abs_difference <= self.bound:
+            raise RunFailed(
+                f"{written} is written, but its logits differ from those of {source} by "
+                f"{self.max_abs_difference:.2e}; at most {self.bound:.2e} is rounding",
+                fix="do not use it, and report the model's config.json",
+            )
+
+    def show(self) -> None:
+        """Print that they agree."""
+        found = f"largest difference {self.max_abs_difference:.1e} (bound {self.bound:.1e})"
+        tell(f"logits agree: {found}", sys.stdout)
