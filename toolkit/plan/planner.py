@@ -235,13 +235,19 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
     if not Path(model.hub).is_dir():
         path = _hub_config(model.hub, model.revision, download)
     try:
-        config: dict[str, Any] = published(read_json(path))
+        stated: dict[str, Any] = read_json(path)
+        config = published(stated)
         problems = check_config(config)
     except (OSError, ValueError, AttributeError) as error:
         raise PlanError(
             f"model.hub: cannot read {path}: {error}",
             fix="check the folder, or set model.config",
         ) from error
+    if stated.get("quantization_config") is not None:
+        raise PlanError(
+            f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
+            fix="choose a copy in bf16 or fp32",
+        )
     if problems:
         raise PlanError(
             f"model.hub: {path} says {problems[0].key}: {problems[0].found}; planned are "
