@@ -15,7 +15,7 @@ def test_known_fields_are_accepted() -> None:
     check_fields(
         {
             "transformer": {"num_layers": 2},
-            "gpt": {"rope_scaling_factor": 8.0},
+            "gpt": {"rotary_base": 1e4, "rope_parameters": {}},
             "ddp": {"grad_reduce_in_fp32": True},
             "optimizer": {"lr": 1e-3},
         }

@@ -232,7 +232,7 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     (parallel,) = problems(RECIPES / "pythia" / "pythia-1.4b-pretrain.yaml")
     assert "parallel residual" in parallel and "dmt launch" in parallel
     (rope,) = problems(RECIPES / "llama" / "llama-3.2-1b-pretrain.yaml")
-    assert "factor 32" in rope
+    assert "llama3 with factor: 32" in rope
     auto = "parallel.zero.stage=auto"
     (gated,) = problems(TINY, auto, "model.config.hidden_act=gelu")
     assert "a gated MLP with gelu" in gated

@@ -55,3 +55,26 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 12},
+    "longrope": {
+        "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 12,
+    },
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 12,
+    },
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""Every scaling that transformers has, for heads of 8 and sequences of 16: the length of logits
+is beyond the original one, the positions of losses, which restart, are not."""
+
+
+def scaled(rope_type: str, **more: Any) -> dict[str, Any]:
+    """Keys of a config with this scaling; what the length decides, 16 decides."""
+    rope = {"rope_type": rope_type, **ROPES[rope_type], **more}
+    return {"rope_parameters": rope, "max_position_embeddings": 12}

@@ -11,11 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.models.configs import ROPES
 from tests.work import calls
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
-from toolkit.models.config_keys import ACTIVATION, GENERIC, LARGEST, LAYER_TYPES, ROPE_NEEDS
+from toolkit.models.config_keys import (
+    ACTIVATION,
+    GENERIC,
+    LARGEST,
+    LAYER_TYPES,
+    ROPE_COMMON,
+    ROPE_NEEDS,
+    ROPE_READS,
+)
 from toolkit.models.families import FAMILIES, model_spec
 
 
@@ -106,35 +116,42 @@ def test_activations_are_known_to_transformers_and_have_no_parameters() -> None:
     assert LAYER_TYPES.accepts(["full_attention"])
 
 
-ROPES = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "longrope": {
-        "short_factor": [1.0] * 6,
-        "long_factor": [2.0] * 6,
-        "original_max_position_embeddings": 64,
-    },
-    "llama3": {
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-}
-
-
 @pytest.mark.parametrize("rope_type", ROPE_NEEDS)
 def test_rotary_variants_run_in_transformers_and_need_what_we_say(rope_type: str) -> None:
-    rope = {"rope_type": rope_type, **ROPES[rope_type]}
-    config = small("llama", max_position_embeddings=256, rope_scaling=rope)
+    rope = {"rope_type": rope_type, **ROPES.get(rope_type, {})}
+    config = small("llama", head_dim=8, max_position_embeddings=256, rope_scaling=rope)
     assert check_config(config) == []
     AutoModelForCausalLM.from_config(transformers_config(config))(torch.zeros(1, 4).long())
     for needed in ROPE_NEEDS[rope_type]:
         incomplete = {key: value for key, value in rope.items() if key != needed}
         (problem,) = check_config(config | {"rope_scaling": incomplete})
         assert needed in problem.found
+    read = {*ROPE_NEEDS[rope_type], *ROPE_READS.get(rope_type, ())}
+    assert read - {*ROPE_COMMON} == read_by_transformers(config) - {*ROPE_COMMON}
+    unread = "beta_fast" if rope_type == "llama3" else "low_freq_factor"
+    (problem,) = check_config(config | {"rope_scaling": rope | {unread: 1.0}})
+    assert problem.key == f"rope_scaling.{unread}" and rope_type in problem.allowed
+
+
+def read_by_transformers(config: dict[str, Any]) -> set[str]:
+    """The keys of the rotary map that transformers looks up to compute frequencies."""
+    seen: set[str] = set()
+
+    class Recorded(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            seen.add(name)
+            return super().__getitem__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            seen.add(name)
+            return super().get(name, default)
+
+    built = transformers_config(config)
+    built.rope_parameters = Recorded(built.rope_parameters)
+    compute = ROPE_INIT_FUNCTIONS.get(built.rope_parameters["rope_type"])
+    if compute is not None:
+        compute(built, seq_len=4)
+    return seen
 
 
 # --- mistakes ---------------------------------------------------------------------------
@@ -317,6 +334,44 @@ MISTAKES = {
         "llama3",
         "`llama3`",
         "llama4",
+    ),
+    "rope type not stated": (
+        small("llama", rope_scaling={"factor": 2.0}),
+        "rope_scaling.factor",
+        "rope_type default reads",
+        "name the rope_type",
+        "2.0",
+    ),
+    "longrope with factors of other heads": (
+        small(
+            "llama",
+            rope_scaling={
+                "rope_type": "longrope",
+                **ROPES["longrope"],
+                "long_factor": [1.0] * 6,
+            },
+        ),
+        "rope_scaling.short_factor",
+        "6, one for every pair",
+        "",
+        "4 factors",
+    ),
+    "llama3 without a band": (
+        small(
+            "llama",
+            rope_scaling={"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 3.0},
+        ),
+        "rope_scaling.high_freq_factor",
+        "above low_freq_factor (3.0)",
+        "",
+        "3.0",
+    ),
+    "share of a head that llama turns whole": (
+        small("llama", rope_parameters={"partial_rotary_factor": 0.5}),
+        "rope_parameters.partial_rotary_factor",
+        "gpt_neox",
+        "remove it",
+        "0.5",
     ),
     "too many layers": (
         small("llama", num_hidden_layers=10**9),

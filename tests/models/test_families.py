@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models.configs import CONFIGS, LAYERS, LLAMA3, SMALL, config_of
+from tests.models.configs import CONFIGS, LAYERS, ROPES, SMALL, config_of, scaled
 from toolkit.errors import PlanError
 from toolkit.models.config_check import check_config
 from toolkit.models.families import FAMILIES, megatron_model, unsupported
@@ -105,6 +105,22 @@ def test_rotary_settings_in_their_new_place() -> None:
     rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     gpt = megatron_model(config_of("gpt_neox", rope_parameters=rope)).gpt
     assert (gpt["rotary_base"], gpt["rotary_percent"]) == (5e5, 0.5)
+    assert "rope_parameters" not in gpt, "megatron-core's own frequencies are these"
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_scaled_rotary_settings_are_complete(rope_type: str) -> None:
+    """What transformers makes of a config, under its old or its new name."""
+    config = config_of("llama", rope_theta=5e5, **scaled(rope_type))
+    theirs = AutoConfig.for_model(**config).rope_parameters
+    gpt = megatron_model(config).gpt
+    share = theirs.get("partial_rotary_factor", 1.0)
+    assert gpt["rope_parameters"] == theirs | {"partial_rotary_factor": share}
+    assert (gpt["rotary_base"], gpt["rotary_percent"]) == (5e5, 1.0)
+    old = {"rope_scaling": {"type": rope_type, **ROPES[rope_type]}, "rope_parameters": None}
+    assert megatron_model({**config, **old}).gpt == gpt
+    saved = AutoConfig.for_model(**config).to_dict()
+    assert check_config(saved) == [] and megatron_model(saved).gpt == gpt
 
 
 @pytest.mark.parametrize(
@@ -171,10 +187,6 @@ def test_plain_configs_are_supported(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
-        ("llama", {"rope_scaling": LLAMA3}, None),
-        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("llama", {"attention_bias": True}, "bias"),
         ("llama", {"mlp_bias": True}, "bias"),
         ("llama", {"hidden_act": "relu"}, "relu"),

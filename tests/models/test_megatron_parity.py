@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.configs import CONFIGS, LLAMA3, SMALL, config_of
+from tests.models.configs import CONFIGS, LLAMA3, ROPES, SMALL, config_of, scaled
 from tests.models.in_megatron import check, run_cases, save_random_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -16,7 +16,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3 rope": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 16384}),
-    "llama linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    **{f"llama {rope_type}": ("llama", scaled(rope_type)) for rope_type in ROPES},
+    "llama yarn with mscale": (
+        "llama", scaled("yarn", mscale=0.7, mscale_all_dim=0.5, truncate=False)
+    ),
+    "gpt_neox yarn": ("gpt_neox", {"rotary_pct": 0.5} | scaled("yarn", attention_factor=0.8)),
     "mistral window": ("mistral", {"sliding_window": 5}),
     "qwen2 upper layers slide": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
@@ -24,9 +28,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 without attention scale": ("gpt2", {"scale_attn_weights": False}),
     "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
     "gpt_neox half rotary": ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500}),
-    "gpt_neox linear rope": (
-        "gpt_neox", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    ),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
     "qwen3 mixed layers": (
         "qwen3",

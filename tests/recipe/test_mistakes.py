@@ -349,6 +349,13 @@ MISTAKES = {
     "sequence too long": M(
         "sequence_length: 64", "sequence_length: 256", "training.sequence_length", "to 128"
     ),
+    "isolated documents scaled by their length": M(
+        "    max_position_embeddings: 128\n",
+        "    max_position_embeddings: 32\n    rope_scaling: {type: dynamic, factor: 4.0}\n",
+        "training.sequence_length",
+        "set it to 32",
+        at="sequence_length: 64",
+    ),
     "nvme without path": M(
         "stage: auto",
         "stage: 3\n    offload_optimizer: nvme",
@@ -539,6 +546,10 @@ MISTAKES = {
     ),
 }  # fmt: skip
 EXTRA = {
+    "isolated documents scaled by their length": (
+        "data:\n",
+        "data:\n  isolate_documents: true\n",
+    ),
     "text to validate chats": ("seed: 1", "objective: sft\n  seed: 1"),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
     "fsdp with half an offload": ("engine: auto", "engine: fsdp"),

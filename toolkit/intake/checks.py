@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
-from toolkit.models.families import model_spec
+from toolkit.models.families import model_spec, settings_of
+from toolkit.models.families.common import rope_of
 from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
@@ -179,6 +180,29 @@ def _rope_scaled(config: dict[str, object]) -> bool:
         if isinstance(rope, dict):
             return rope.get("rope_type", rope.get("type", "default")) != "default"
     return False
+
+
+def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
+    """transformers scales these positions by the longest document of a micro batch: the loss
+    would depend on which documents share one."""
+    config, length = recipe.model.config, recipe.training.sequence_length
+    if config is None or not recipe.data.isolates or check_config(config):
+        return
+    settings = settings_of(config)
+    rope = rope_of(settings)
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type not in ("dynamic", "longrope"):
+        return
+    limit = settings["max_position_embeddings"]
+    if rope_type == "longrope":
+        limit = settings["original_max_position_embeddings"] or rope.get(
+            "original_max_position_embeddings", limit
+        )
+    if length > limit:
+        allowed = f"at most {limit} with isolated documents and rope_type {rope_type}, whose \
+frequencies would depend on the longest document of a micro batch"
+        fix = f"set it to {limit}, or do not isolate documents"
+        yield Problem("training.sequence_length", str(length), allowed, fix)
 
 
 def _parallel(recipe: Recipe) -> Iterator[Problem]:
@@ -362,6 +386,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "training.sequence_length"), _positions),
+    Rule(("model.config", "training.sequence_length", "data"), _isolated_lengths),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
     Rule(
         (

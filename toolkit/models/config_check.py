@@ -6,10 +6,20 @@ empty list means that `families.model_spec` may be called.
 
 from collections.abc import Callable, Iterable, Mapping
 from re import fullmatch, search
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import Problem
-from toolkit.models.config_keys import FOREIGN_NAMES, LARGEST, ROPE_NEEDS, ROPE_VALUES
+from toolkit.models.config_keys import (
+    FOREIGN_NAMES,
+    LARGEST,
+    NUMBERS,
+    POSITIVE,
+    ROPE_COMMON,
+    ROPE_NEEDS,
+    ROPE_READS,
+    ROPE_VALUES,
+    UNIT_FLOAT,
+)
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
 from toolkit.models.families.generic import build_config, model_types
@@ -148,24 +158,27 @@ def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
     inner = rope.get("partial_rotary_factor")
     if inner is not None and not ROPE_VALUES["partial_rotary_factor"].accepts(inner):
         return  # _check_rope says so
-    if "rotary_pct" not in settings.family.keys:
-        if inner is not None:
+    name = settings.family.rotary_share
+    if not name:
+        if inner is not None and rope.get("rope_type") != "proportional":
             key = "rope_parameters.partial_rotary_factor"
-            owners = [name for name, family in FAMILIES.items() if "rotary_pct" in family.keys]
-            allowed = f"a key of {', '.join(owners)} alone"
+            owners = [name for name, family in FAMILIES.items() if family.rotary_share]
+            allowed = f"a key of {', '.join(owners)} alone, but for rope_type proportional"
             yield Problem(key, shown(inner), allowed, "remove it")
         return
-    stated = settings.stated.get("rotary_pct")
+    stated = settings.stated.get(name)
     if stated is not None and inner not in (None, stated):
         found = f"{shown(stated)}, but partial_rotary_factor: {shown(inner)}"
-        yield Problem("rotary_pct", found, "one value", "remove one of them")
+        yield Problem(name, found, "one value", "remove one of them")
         return
-    head_dim = settings["hidden_size"] // settings["num_attention_heads"]
-    share = settings["rotary_pct"] if inner is None else inner
+    head_dim = settings["head_dim"] or (
+        settings["hidden_size"] // settings["num_attention_heads"]
+    )
+    share = settings[name] if inner is None else inner
     turned = int(head_dim * share)
     if turned < 2 or turned % 2:
         found = f"{shown(share)}, which turns {turned} of {head_dim} dimensions"
-        yield Problem("rotary_pct", found, "a share that is 2 or more and even")
+        yield Problem(name, found, "a share that is 2 or more and even")
 
 
 def _check_layer_types(settings: Settings) -> Iterable[Problem]:
@@ -248,19 +261,46 @@ def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[Problem
         allowed = ", ".join(ROPE_NEEDS)
         yield Problem(f"{where}.rope_type", shown(rope_type), allowed, fix)
         return
-    missing = [name for name in ROPE_NEEDS[rope_type] if name not in rope]
-    if missing:
+    needed = ROPE_NEEDS[rope_type]
+    if missing := [name for name in needed if name not in rope]:
         found = f"rope_type {rope_type} without {', '.join(missing)}"
-        yield Problem(where, found, f"all of {', '.join(ROPE_NEEDS[rope_type])}")
+        yield Problem(where, found, f"all of {', '.join(needed)}")
+    read = {*ROPE_COMMON, *needed, *ROPE_READS.get(rope_type, ())}
+    for name in [name for name in rope if name in ROPE_VALUES and name not in read]:
+        allowed = f"a key that rope_type {rope_type} reads: {', '.join(sorted(read))}"
+        fix = "remove it, or name the rope_type that reads it"
+        yield Problem(f"{where}.{name}", shown(rope[name]), allowed, fix)
 
 
+def _check_rope_factors(settings: Settings) -> Iterable[Problem]:
+    """longrope has a factor for every pair that turns; llama3 divides by high less low."""
+    where = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
+    rope: Mapping[str, Any] = settings[where] or {}
+    low, high = (rope.get(name, 0) for name in ("low_freq_factor", "high_freq_factor"))
+    if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low >= high:
+        allowed = f"above low_freq_factor ({shown(low)})"
+        yield Problem(f"{where}.high_freq_factor", shown(high), allowed)
+    head_dim = settings["head_dim"] or (
+        settings["hidden_size"] // settings["num_attention_heads"]
+    )
+    share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name, ())
+        if not NUMBERS.accepts(factors) or not UNIT_FLOAT.accepts(share):
+            continue  # _check_rope says so
+        if len(factors) != int(head_dim * share) // 2:
+            found = f"{len(factors)} factors"
+            allowed = f"{int(head_dim * share) // 2}, one for every pair that turns"
+            yield Problem(f"{where}.{name}", found, allowed)
+
+
+_ROTARY = (
+    "hidden_size", "num_attention_heads", "head_dim", "rope_scaling", "rope_parameters"
+)  # fmt: skip
 _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Problem]]], ...] = (
     (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
     (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
-    (
-        ("hidden_size", "num_attention_heads", "rotary_pct", "rope_parameters", "rope_scaling"),
-        _check_rotary_share,
-    ),
+    ((*_ROTARY, "rotary_pct", "partial_rotary_factor"), _check_rotary_share),
     (("num_hidden_layers", "layer_types", "use_sliding_window"), _check_layer_types),
     (("sliding_window", "use_sliding_window"), _check_sliding_window),
     (("num_experts", "num_experts_per_tok"), _check_experts),
@@ -268,6 +308,7 @@ _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Proble
     (("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"), _check_tokens),
     (("max_position_embeddings", "n_ctx"), _check_positions),
     (("rope_scaling", "rope_parameters", "rope_theta"), _check_rope),
+    (_ROTARY, _check_rope_factors),
 )
 """Rules that join settings, each with the keys that it reads."""
 

@@ -178,8 +178,25 @@ ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
         "low_freq_factor",
         "high_freq_factor",
     ),
+    "proportional": (),
 }
 """Rotary variants and the keys that each one needs."""
+
+ROPE_READS: Mapping[str, tuple[str, ...]] = {
+    "yarn": (
+        "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"
+    ),
+    "longrope": ("factor", "attention_factor"),
+    "proportional": ("factor",),
+}  # fmt: skip
+"""What else a rotary variant reads, besides the keys of `ROPE_COMMON`."""
+
+ROPE_COMMON = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor",
+    "original_max_position_embeddings",
+)  # fmt: skip
+"""Keys of every rotary variant; the last one, where it is not read, stands in published
+configs all the same."""
 
 _DROPOUT = re.compile(r"(?!classifier|summary).*(dropout|pdrop|layerdrop)")
 

@@ -82,7 +82,7 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     sizes |= _token_ids(settings, sizes["vocab_size"])
     # Under the user's spelling where there is one: two names for a setting are refused.
     named = {settings.spelling(name): value for name, value in sizes.items()}
-    return {**config, **named}
+    return _with_fewer_factors({**config, **named})
 
 
 def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,10 +142,27 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
 
 def _head_dim(settings: Settings, head_dim: int) -> int:
     """8, or 9 where it is odd; more where only a share of it is turned by positions."""
-    share = settings["rotary_pct"] or 1.0
+    share = settings[settings.family.rotary_share] or 1.0
     turned = {size: int(size * share) for size in (8, 16, 32, 64, head_dim)}
     whole_pairs = next(size for size, n in turned.items() if n >= 2 and n % 2 == 0)
     return min(whole_pairs + head_dim % 2, head_dim)
+
+
+def _with_fewer_factors(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with as many factors of longrope as the smaller heads have pairs."""
+    settings = settings_of(config)
+    head_dim = (
+        settings["head_dim"] or settings["hidden_size"] // settings["num_attention_heads"]
+    )
+    for where in ("rope_scaling", "rope_parameters"):
+        rope = config.get(where) or {}
+        share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
+        pairs = int(head_dim * share) // 2
+        lists = {name: rope[name] for name in ("short_factor", "long_factor") if name in rope}
+        fewer = {name: all_[:: len(all_) // pairs][:pairs] for name, all_ in lists.items()}
+        if fewer:
+            config = {**config, where: {**rope, **fewer}}
+    return config
 
 
 def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def _installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from toolkit.models.megatron.model import GPTChunk
+
     dataclasses = {
         "transformer": TransformerConfig,
         "ddp": DistributedDataParallelConfig,
@@ -54,4 +56,5 @@ def _installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]
         section: (owner, {field.name for field in fields(owner)})
         for section, owner in dataclasses.items()
     }
-    return {**known, "gpt": (GPTModel, inspect.signature(GPTModel).parameters)}
+    arguments = {one: inspect.signature(one).parameters for one in (GPTModel, GPTChunk)}
+    return {**known, "gpt": (GPTModel, {*arguments[GPTModel], *arguments[GPTChunk]})}

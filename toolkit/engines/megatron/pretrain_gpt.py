@@ -84,11 +84,10 @@ GPT_VALUES = {
     "vocab_size": "--padded-vocab-size",
 }
 GPT_SWITCHES = {
-    "rope_scaling": (True, "--use-rope-scaling"),
     "share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
 }
-_GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_scaling_factor"))
-"""Said by `_model_arguments`; `rope_scaling_factor` is 8 or refused."""
+_GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_parameters"))
+"""Said by `_model_arguments`; `rope_parameters` are llama 3.1's scaling or refused."""
 
 _OPTIMIZER_VALUES = {
     "optimizer": "--optimizer",
@@ -107,8 +106,15 @@ _DDP_SWITCHES = {
     "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
 }
 
-ROPE_SCALING_FACTOR = 8.0
-"""Of llama 3's rope scaling in `pretrain_gpt.py`, which passes on no other."""
+ROPE_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+"""What `--use-rope-scaling` stands for: Llama 3.1's, of which `pretrain_gpt.py` passes on no
+number."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,8 @@ def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Argumen
     if "recompute_modules" in transformer:
         yield "--recompute-modules", *transformer["recompute_modules"]
     yield from _values(gpt, GPT_VALUES)
+    if "rope_parameters" in gpt:
+        yield ("--use-rope-scaling",)
     yield from _switches(gpt, GPT_SWITCHES)
     if "rotary_base" in gpt:
         yield "--rotary-base", str(int(gpt["rotary_base"]))
@@ -231,9 +239,12 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
         yield problem(found, "a gated MLP with silu or a plain one with gelu")
     elif activation == "gelu_tanh" and not transformer["add_bias_linear"]:
         yield problem("gelu_tanh without bias", "gelu_tanh is fused with the MLP's bias")
-    if gpt.get("rope_scaling_factor", ROPE_SCALING_FACTOR) != ROPE_SCALING_FACTOR:
-        found = f"llama 3's rope scaling with factor {gpt['rope_scaling_factor']:g}"
-        yield problem(found, f"factor {ROPE_SCALING_FACTOR:g}: pretrain_gpt.py passes no other")
+    rope = gpt.get("rope_parameters", ROPE_SCALING)
+    differing = [name for name, value in ROPE_SCALING.items() if rope.get(name) != value]
+    for name in differing[:1]:
+        found = f"rope_type {rope['rope_type']} with {name}: {rope.get(name)}"
+        fixed = ", ".join(f"{key}: {value}" for key, value in ROPE_SCALING.items())
+        yield problem(found, f"no rope scaling, or Llama 3.1's ({fixed})")
     if gpt.get("rotary_base", 0) % 1:
         yield problem(f"rope_theta {gpt['rotary_base']}", "a whole number")
     said = {*TRANSFORMER_VALUES, *TRANSFORMER_SWITCHES, *_TRANSFORMER_OTHERS}

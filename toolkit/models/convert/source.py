@@ -230,9 +230,10 @@ def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if name not in family.keys or not isinstance(rope, dict):
         return config
     rest, moved = dict(config), dict(rope)
-    if (length := rest.pop("original_max_position_embeddings", None)) is not None:
-        moved["original_max_position_embeddings"] = length
-    if "rotary_pct" not in family.keys:
+    name_of_length = "original_max_position_embeddings"
+    if name_of_length not in family.keys and (length := rest.pop(name_of_length, None)):
+        moved[name_of_length] = length
+    if not family.rotary_share:
         share = rest.pop("partial_rotary_factor", None)
         if share not in (None, 1):  # 1: all of each head, as without it
             moved.setdefault("partial_rotary_factor", share)

@@ -48,7 +48,7 @@ class MegatronModel:
     """Fields of TransformerConfig as plain values; `activation_func` is the name of the
     activation, a value of `HF_ACTIVATIONS`."""
     gpt: Mapping[str, Any]
-    """Arguments of GPTModel as plain values; `vocab_size` is not padded."""
+    """Arguments of GPTChunk, our GPTModel, as plain values; `vocab_size` is not padded."""
     tensors: tuple[TensorMap, ...]
     """Every tensor; one with `{layer}` in its name stands for one of each layer that has
     it, one with `{expert}` for one of each expert."""
@@ -136,6 +136,12 @@ class Family:
     norms_per_layer: int = 2
     sliding: Callable[[Settings], range] = all_layers
     """Layers that see only the sliding window, where one is on and no `layer_types` given."""
+
+    @property
+    def rotary_share(self) -> str:
+        """Its key for the share of each head that positions turn; empty where it has none."""
+        names = ("partial_rotary_factor", "rotary_pct")
+        return next((name for name in names if name in self.keys), "")
 
     def name_of(self, key: str) -> str:
         """This family's own spelling of a standard key (`hidden_size` → `n_embd`)."""

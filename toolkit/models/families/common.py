@@ -87,13 +87,6 @@ def sliding_window(settings: Settings) -> dict[str, Any]:
 
 # --- rotary positions -------------------------------------------------------------------
 
-LLAMA3_SCALING = {
-    "low_freq_factor": 1,
-    "high_freq_factor": 4,
-    "original_max_position_embeddings": 8192,
-}
-"""Constants of llama 3's rope scaling that megatron-core fixes (`factor` is free)."""
-
 
 def rope_of(settings: Settings) -> Mapping[str, Any]:
     """The map of rotary settings, under its old or its new name; empty when not stated."""
@@ -119,37 +112,30 @@ def outer_tensors(
     return tensors
 
 
-def _rope_type(settings: Settings) -> str:
-    rope = rope_of(settings)
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
 def rotary(settings: Settings, theta: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:
-    """GPTModel arguments of rotary positions; `theta` and `share` are the family's defaults."""
-    rope, rope_type = rope_of(settings), _rope_type(settings)
+    """GPTChunk arguments of rotary positions; `theta` and `share` are the family's defaults.
+
+    `rope_parameters` is what transformers would compute the frequencies of, complete; it is
+    left out where every pair turns at the plain frequencies, which are megatron-core's own.
+    """
+    rope = rope_of(settings)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", settings["rope_theta"] or theta)
+    share = rope.get("partial_rotary_factor", share)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta", settings["rope_theta"] or theta),
-        "rotary_percent": rope.get("partial_rotary_factor", share),
+        "rotary_base": theta,
+        # Of a proportional head the share says which pairs stand still; all are turned.
+        "rotary_percent": 1.0 if rope_type == "proportional" else share,
     }
-    if rope_type == "llama3":
-        arguments |= {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    elif rope_type == "linear":
-        arguments["seq_len_interpolation_factor"] = float(rope["factor"])
+    if rope_type != "default":
+        scaling = {key: value for key, value in rope.items() if key != "type"}
+        arguments["rope_parameters"] = scaling | {
+            "rope_type": rope_type,
+            "rope_theta": theta,
+            "partial_rotary_factor": share,
+        }
     return arguments
-
-
-def unsupported_rope(settings: Settings) -> str | None:
-    """Why megatron-core cannot turn positions as this config says; None when it can."""
-    rope, rope_type = rope_of(settings), _rope_type(settings)
-    if rope_type in ("default", "linear"):
-        return None
-    if rope_type != "llama3":
-        return f"megatron-core has no rope_type {rope_type} as transformers computes it"
-    for name, fixed in LLAMA3_SCALING.items():
-        if rope[name] != fixed:
-            return f"megatron-core fixes {name} of llama 3's rope scaling to {fixed}"
-    return None
 
 
 def unsupported_biases(spec: ModelSpec) -> str | None:

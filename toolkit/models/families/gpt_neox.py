@@ -111,7 +111,6 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     return common.first_reason(
         theta,
         common.unsupported_biases(spec),
-        common.unsupported_rope(settings),
         common.unsupported_activation(settings["hidden_act"]),
     )
 

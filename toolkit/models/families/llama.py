@@ -135,7 +135,6 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     """Why megatron-core cannot compute this model; None when it can."""
     return common.first_reason(
         common.unsupported_biases(spec),
-        common.unsupported_rope(settings),
         common.unsupported_activation(settings["hidden_act"]),
     )
 

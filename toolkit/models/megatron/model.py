@@ -19,6 +19,7 @@ from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec, document_masks
+from toolkit.models.megatron.rotary import ScaledRotary, scale_rotation
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -38,18 +39,32 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     vocabulary: int
     """Tokens without padding."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        rope_parameters: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`rope_parameters`: transformers' map of that name, for frequencies that are scaled;
+        the others are GPTModel's arguments."""
         super().__init__(*arguments, **options)
         self._positions: Tensor | None = None
+        self._scaled: ScaledRotary | None = None
+        if rope_parameters is not None:
+            self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
+            scale_rotation(self.config, self._scaled.attention_factor)
         if self.position_embedding_type == "rope":
             self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
 
     def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
         """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
         of the batch, which megatron-core itself gives to learned embeddings only."""
-        if self._positions is None:
-            return None
-        return angles[self._positions.T, 0]
+        positions = self._positions
+        if self._scaled is None:
+            return None if positions is None else angles[positions.T, 0]
+        if positions is None:
+            positions = torch.arange(len(angles), device=angles.device)[None]
+        return self._scaled.angles(positions)
 
     def forward(
         self,

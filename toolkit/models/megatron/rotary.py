@@ -1,0 +1,61 @@
+"""Rotary positions whose frequencies are scaled, as transformers computes them.
+
+megatron-core's own scalings fix constants that configs state, or differ in their formula. So
+the frequencies are those of transformers' `ROPE_INIT_FUNCTIONS`, for both implementations.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types whose frequencies follow from the longest sequence of the micro batch."""
+
+
+class ScaledRotary:
+    """The angles of one `rope_parameters`."""
+
+    def __init__(
+        self, parameters: Mapping[str, Any], config: TransformerConfig, max_positions: int
+    ) -> None:
+        self._type = parameters["rope_type"]
+        self._config = PretrainedConfig(
+            rope_parameters=dict(parameters),
+            head_dim=config.kv_channels,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=max_positions,
+        )
+        self._frequencies, self.attention_factor = self._compute(None)
+
+    def _compute(self, length: Tensor | None) -> tuple[Tensor, float]:
+        device = torch.device("cpu") if length is None else length.device
+        compute = ROPE_INIT_FUNCTIONS[self._type]
+        frequencies, factor = compute(self._config, device, seq_len=length)
+        return frequencies, factor
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], as megatron-core's
+        attention turns by them."""
+        frequencies = self._frequencies.to(positions.device)
+        if self._type in LENGTH_DEPENDENT:
+            frequencies, _ = self._compute(positions.max() + 1)
+        halves = positions.T[..., None, None].float() * frequencies
+        return torch.cat((halves, halves), dim=-1)
+
+
+def scale_rotation(config: TransformerConfig, factor: float) -> None:
+    """Let megatron-core's attention multiply cosine and sine by `factor`.
+
+    It multiplies them by a function of three settings of the config, which it reads where
+    they exist: (0.1 · mscale · ln scaling + 1) / (0.1 · mscale_all_dim · ln scaling + 1).
+    """
+    config.yarn_rotary_scaling_factor = math.e
+    config.yarn_mscale = 10.0 * (factor - 1.0)
+    config.yarn_mscale_all_dim = 0.0
