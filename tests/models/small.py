@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SMALL,
     "qwen2": SMALL,
     "qwen3": SMALL,
+    "smollm3": SMALL | {"no_rope_layer_interval": 2},
     "gpt2": {
         "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
         "bos_token_id": 1, "eos_token_id": 2,

@@ -56,6 +56,7 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "gemma2": {"hidden_act", "cache_implementation"},
     "qwen2": {"head_dim"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
+    "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},
 }
 """Keys that are no field of the config class but stand in published config.json files."""
 
@@ -94,6 +95,7 @@ EXAMPLES = {
     "summary_activation": "tanh", "task_specific_params": {}, "mlp_only_layers": [1],
     "use_bidirectional_attention": False, "num_key_value_heads": 1, "pad_token_id": 1,
     "bos_token_id": 1, "eos_token_id": [1, 2], "sliding_window": 128, "n_ctx": 1024,
+    "no_rope_layers": [1] * 36, "max_window_layers": 28,
 }  # fmt: skip
 
 
@@ -255,6 +257,20 @@ MISTAKES = {
     ),
     "rotary share": (small("gpt_neox", rotary_pct=0.3), "rotary_pct", "even", "", "3 of 12"),
     "token beyond vocab": (small("llama", pad_token_id=96), "pad_token_id", "(96)", "", "96"),
+    "padding token that is not stated": (
+        small("smollm3", num_key_value_heads=2),
+        "pad_token_id",
+        "(96)",
+        "state pad_token_id",
+        "128004, the default",
+    ),
+    "layers without rotary": (
+        small("smollm3", num_key_value_heads=2, pad_token_id=None, no_rope_layers=[1, 0]),
+        "no_rope_layers",
+        "one entry per layer",
+        "",
+        "2 entries",
+    ),
     "experts": (
         small("mixtral", num_key_value_heads=2, num_experts_per_tok=9),
         "num_experts_per_tok",

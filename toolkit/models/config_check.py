@@ -183,6 +183,10 @@ def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
 
 def _check_layer_types(settings: Settings) -> Iterable[Problem]:
     types, layers = settings["layer_types"], settings["num_hidden_layers"]
+    turned = settings["no_rope_layers"]
+    if turned is not None and len(turned) != layers:
+        allowed = f"one entry per layer (num_hidden_layers: {layers})"
+        yield Problem("no_rope_layers", f"{len(turned)} entries", allowed)
     if types is None:
         return
     if len(types) != layers:
@@ -214,8 +218,14 @@ def _check_dense_layers(settings: Settings) -> Iterable[Problem]:
 
 
 def _check_tokens(settings: Settings) -> Iterable[Problem]:
-    """Only stated ids: a default beyond a small vocabulary does no harm in training."""
-    vocab = settings["vocab_size"]
+    """Only stated ids, and the row of the padding token, which is not trained: another default
+    beyond a small vocabulary does no harm in training."""
+    vocab, padding = settings["vocab_size"], settings["pad_token_id"]
+    if "pad_token_id" not in settings.stated and (padding or 0) >= vocab:
+        fix = "state pad_token_id (null: none)"
+        yield Problem(
+            "pad_token_id", f"{padding}, the default", f"below vocab_size ({vocab})", fix
+        )
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = settings.stated.get(name)
         for token in ids if isinstance(ids, list) else [ids]:
@@ -301,7 +311,10 @@ _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Proble
     (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
     (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
     ((*_ROTARY, "rotary_pct", "partial_rotary_factor"), _check_rotary_share),
-    (("num_hidden_layers", "layer_types", "use_sliding_window"), _check_layer_types),
+    (
+        ("num_hidden_layers", "layer_types", "use_sliding_window", "no_rope_layers"),
+        _check_layer_types,
+    ),
     (("sliding_window", "use_sliding_window"), _check_sliding_window),
     (("num_experts", "num_experts_per_tok"), _check_experts),
     (("num_hidden_layers", "mlp_only_layers"), _check_dense_layers),

@@ -81,6 +81,10 @@ TEXT = Kind("text", lambda v: isinstance(v, str))
 TEXTS = Kind("list of texts", lambda v: _all(v, TEXT))
 MAP = Kind("map", lambda v: isinstance(v, Mapping))
 DTYPE = _one_of("float32", "bfloat16", "float16")
+SWITCHES = Kind(
+    "list of 0 and 1, one per layer",
+    lambda v: isinstance(v, list) and all(_is_int(one) and one in (0, 1) for one in v),
+)
 LAYER_TYPES = Kind(
     "list of full_attention and sliding_attention, one per layer",
     lambda v: _all(v, _one_of("full_attention", "sliding_attention")),

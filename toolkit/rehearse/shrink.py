@@ -190,8 +190,9 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
     first = layers // 2
     kept = [*range(first), *range(total - layers + first, total)]
     lists: dict[str, Any] = {}
-    if settings["layer_types"] is not None:
-        lists["layer_types"] = [settings["layer_types"][index] for index in kept]
+    for name in ("layer_types", "no_rope_layers"):
+        if settings[name] is not None:
+            lists[name] = [settings[name][index] for index in kept]
     if settings["mlp_only_layers"] is not None:
         dense = settings["mlp_only_layers"]
         lists["mlp_only_layers"] = [i for i, index in enumerate(kept) if index in dense]
@@ -211,7 +212,8 @@ def _token_ids(settings: Settings, vocabulary: int) -> dict[str, Any]:
 
     ids: dict[str, Any] = {}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        stated: Any = settings.stated.get(name)
+        padding = name == "pad_token_id"  # whose default has to be in the vocabulary too
+        stated: Any = settings[name] if padding else settings.stated.get(name)
         if isinstance(stated, list):
             ids[name] = [inside(token) for token in stated]
         elif stated is not None:

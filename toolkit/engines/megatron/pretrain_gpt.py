@@ -72,7 +72,7 @@ TRANSFORMER_SWITCHES = {
 _TRANSFORMER_OTHERS = frozenset(
     # `_model_arguments`, `_pipeline_arguments` and `_fusion_arguments` say these ...
     ("num_query_groups", "window_size", "window_attn_skip_freq", "moe_layer_freq",
-     "recompute_modules", "activation_func", "batch_p2p_comm",
+     "no_rope_freq", "recompute_modules", "activation_func", "batch_p2p_comm",
      "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
      # ... and Megatron-LM derives these from --bf16 and --fp16.
      "params_dtype", "pipeline_dtype")
@@ -177,7 +177,7 @@ def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Argumen
         yield "--num-query-groups", str(groups)
     if "window_size" in transformer:
         yield "--window-size", ",".join(str(tokens) for tokens in transformer["window_size"])
-    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+    for name in ("window_attn_skip_freq", "moe_layer_freq", "no_rope_freq"):
         if name in transformer:
             pattern = ",".join(str(one) for one in transformer[name])
             yield f"--{name.replace('_', '-')}", f"[{pattern}]"

@@ -22,12 +22,13 @@ from toolkit.models.families.qwen2 import QWEN2
 from toolkit.models.families.qwen3 import QWEN3
 from toolkit.models.families.qwen3_moe import QWEN3_MOE
 from toolkit.models.families.shape import shape
+from toolkit.models.families.smollm3 import SMOLLM3
 from toolkit.models.spec import ModelSpec
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
+        GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

@@ -6,7 +6,7 @@ megatron-core cannot express. It is data and arithmetic: no torch, no megatron-c
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,7 +134,7 @@ class Family:
     query_key_norm: bool = False
     layer_norm: bool = False
     norms_per_layer: int = 2
-    sliding: Callable[[Settings], range] = all_layers
+    sliding: Callable[[Settings], Sequence[int]] = all_layers
     """Layers that see only the sliding window, where one is on and no `layer_types` given."""
 
     @property
