@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": SMALL,
     "qwen3": SMALL,
     "smollm3": SMALL | {"no_rope_layer_interval": 2},
+    "phi3": SMALL,
     "gpt2": {
         "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
         "bos_token_id": 1, "eos_token_id": 2,

@@ -55,6 +55,7 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma2": {"hidden_act", "cache_implementation"},
     "qwen2": {"head_dim"},
+    "phi3": {"attention_bias", "partial_rotary_factor"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},
 }
@@ -90,7 +91,7 @@ EXAMPLES = {
     "id2label": {"0": "a"}, "label2id": {"a": 0}, "problem_type": "regression",
     "transformers_version": "5.0",
     "_name_or_path": "x", "hidden_act": "gelu", "rope_theta": 5000, "head_dim": 64,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "cache_implementation": "hybrid",
+    "rope_scaling": {"type": "default", "rope_theta": 5000.0}, "cache_implementation": "hybrid",
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "n_inner": 64,
     "summary_activation": "tanh", "task_specific_params": {}, "mlp_only_layers": [1],
     "use_bidirectional_attention": False, "num_key_value_heads": 1, "pad_token_id": 1,
@@ -270,6 +271,13 @@ MISTAKES = {
         "one entry per layer",
         "",
         "2 entries",
+    ),
+    "scaling that phi3 does not have": (
+        small("phi3", pad_token_id=None, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        "rope_scaling.rope_type",
+        "default, longrope",
+        "",
+        "linear",
     ),
     "experts": (
         small("mixtral", num_key_value_heads=2, num_experts_per_tok=9),

@@ -198,6 +198,7 @@ def test_plain_configs_are_supported(case: str) -> None:
         ("gpt_neox", {"attention_bias": False}, "bias"),
         ("gpt_neox", {"use_parallel_residual": False}, None),
         ("gpt_neox", {"rope_theta": 5e5}, "rotary_emb_base"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("mixtral", {"num_experts_per_tok": 1}, "one expert per token"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, None),

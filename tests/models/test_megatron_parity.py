@@ -32,6 +32,16 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 5},
     ),
+    "phi3 longrope": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.5, "original_max_position_embeddings": 12,
+            "tie_word_embeddings": True, "sliding_window": 9,
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0],
+            },
+        },
+    ),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
     "qwen3 mixed layers": (
         "qwen3",

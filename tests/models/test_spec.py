@@ -159,6 +159,7 @@ ODD = {
     "qwen2-head-dim": small("qwen2", num_key_value_heads=2, head_dim=16),
     "qwen3-bias": small("qwen3", num_key_value_heads=4, head_dim=6, attention_bias=True),
     "smollm3": small("smollm3", pad_token_id=None, num_key_value_heads=2, mlp_bias=True),
+    "phi3": small("phi3", pad_token_id=None, num_key_value_heads=2, **TIED),
     "gpt2-inner": GPT2 | {"n_inner": 100, "n_positions": 40, "tie_word_embeddings": False},
     "gpt2-standard-names": {
         "model_type": "gpt2",
@@ -233,6 +234,7 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "mlp_only_layers": draw(st.lists(st.integers(0, 5), max_size=3)),
         "rotary_pct": draw(st.sampled_from([0.25, 0.5, 1.0, 0.0])),
         "no_rope_layer_interval": draw(st.integers(1, 4)),
+        "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])),
         "rope_theta": draw(st.sampled_from([10000.0, 500000])),
         "pad_token_id": draw(st.sampled_from([None, 0, -1, 20])),
     }
@@ -274,6 +276,7 @@ FLOP_CASES = {
     "gpt_neox": small("gpt_neox", rotary_pct=0.5),
     "gemma2": small("gemma2", num_key_value_heads=2, head_dim=14),
     "mistral": small("mistral", num_key_value_heads=2),
+    "phi3": small("phi3", num_key_value_heads=2, pad_token_id=None),
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),
     "qwen3_moe": small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[1], **MOE),

@@ -261,18 +261,20 @@ def _check_rope(settings: Settings) -> Iterable[Problem]:
             yield Problem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
         elif not kind.accepts(value):
             yield Problem(f"{where}.{name}", shown(value), kind.allowed)
-    yield from _check_rope_type(where, rope)
+    yield from _check_rope_type(settings, where, rope)
 
 
-def _check_rope_type(where: str, rope: Mapping[str, object]) -> Iterable[Problem]:
+def _check_rope_type(
+    settings: Settings, where: str, rope: Mapping[str, object]
+) -> Iterable[Problem]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in ROPE_NEEDS:
-        fix = did_you_mean(rope_type, ROPE_NEEDS)
-        allowed = ", ".join(ROPE_NEEDS)
+    known = settings.family.rope_types
+    if not isinstance(rope_type, str) or rope_type not in known:
+        fix, allowed = did_you_mean(rope_type, known), ", ".join(known)
         yield Problem(f"{where}.rope_type", shown(rope_type), allowed, fix)
         return
     needed = ROPE_NEEDS[rope_type]
-    if missing := [name for name in needed if name not in rope]:
+    if missing := [name for name in needed if name not in rope and settings[name] is None]:
         found = f"rope_type {rope_type} without {', '.join(missing)}"
         yield Problem(where, found, f"all of {', '.join(needed)}")
     read = {*ROPE_COMMON, *needed, *ROPE_READS.get(rope_type, ())}

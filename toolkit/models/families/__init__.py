@@ -18,6 +18,7 @@ from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.llama import LLAMA
 from toolkit.models.families.mistral import MISTRAL
 from toolkit.models.families.mixtral import MIXTRAL
+from toolkit.models.families.phi3 import PHI3
 from toolkit.models.families.qwen2 import QWEN2
 from toolkit.models.families.qwen3 import QWEN3
 from toolkit.models.families.qwen3_moe import QWEN3_MOE
@@ -28,7 +29,7 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3
+        GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from toolkit.models.config_keys import Key
+from toolkit.models.config_keys import ROPE_NEEDS, Key
 from toolkit.models.families.tensors import TensorMap
 from toolkit.models.spec import ModelSpec
 
@@ -127,6 +127,8 @@ class Family:
     # The model's shape, see ModelSpec. A bias that is False here follows the config's keys.
     rotary: bool = True
     """Rotary positions, which need an even head size; else a learned table of them."""
+    rope_types: tuple[str, ...] = tuple(ROPE_NEEDS)
+    """Rotary variants that transformers computes for it."""
     gated_mlp: bool = True
     mlp_bias: bool = False
     qkv_bias: bool = False

@@ -130,6 +130,9 @@ def rotary(settings: Settings, theta: float = 10_000.0, share: float = 1.0) -> d
     }
     if rope_type != "default":
         scaling = {key: value for key, value in rope.items() if key != "type"}
+        # Next to the map it takes precedence, as in transformers.
+        if (length := settings["original_max_position_embeddings"]) is not None:
+            scaling["original_max_position_embeddings"] = length
         arguments["rope_parameters"] = scaling | {
             "rope_type": rope_type,
             "rope_theta": theta,
