@@ -233,6 +233,8 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
     if model.parallel_residual:
         found = "a parallel residual (use_parallel_residual)"
         yield problem(found, "layers whose MLP reads what attention returns")
+    if model.embedding_scale != 1:
+        yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
     activation, gated = transformer["activation_func"], transformer["gated_linear_unit"]
     if gated != (activation == "silu"):
         found = f"{'a gated' if gated else 'a plain'} MLP with {activation}"

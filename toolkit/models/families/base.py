@@ -57,6 +57,9 @@ class MegatronModel:
     feeds the MLP with what attention returns."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
+    embedding_scale: float = 1.0
+    """What token embeddings are multiplied by on their way into the first layer; a tied output
+    projection is not."""
     padding_token: int | None = None
     """Token whose input embedding gets no gradient; None when all are trained."""
 

@@ -157,10 +157,22 @@ def build_chunks(
             **gpt,
         )
         chunk.vocabulary = model.gpt["vocab_size"]
+        if first and model.embedding_scale != 1:
+            _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
     return chunks
+
+
+def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
+    """Multiply what the embedding returns by `factor`, rounded to the compute precision as
+    transformers does."""
+
+    def scaled(_: object, __: object, output: Tensor) -> Tensor:
+        return output * output.new_tensor(factor)
+
+    embedding.register_forward_hook(scaled)
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
