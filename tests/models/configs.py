@@ -36,6 +36,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": SMALL | {"head_dim": 16},
     "smollm3": SMALL | {"pad_token_id": 3, "no_rope_layer_interval": 2},
     "phi3": SMALL | {"pad_token_id": 3, "num_key_value_heads": 2},
+    "granite": SMALL
+    | {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 4.0,
+        "tie_word_embeddings": True,
+    },
     "gpt2": GPT2,
     "gpt2 untied": GPT2 | {"tie_word_embeddings": False, "n_inner": 96},
     "gpt_neox": NEOX,

@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SMALL,
     "smollm3": SMALL | {"no_rope_layer_interval": 2},
     "phi3": SMALL,
+    "granite": SMALL | {"residual_multiplier": 0.22, "logits_scaling": 8.0},
     "gpt2": {
         "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100,
         "bos_token_id": 1, "eos_token_id": 2,

@@ -55,6 +55,7 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma2": {"hidden_act", "cache_implementation"},
     "qwen2": {"head_dim"},
+    "granite": {"head_dim", "pretraining_tp"},
     "phi3": {"attention_bias", "partial_rotary_factor"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},

@@ -160,6 +160,7 @@ ODD = {
     "qwen3-bias": small("qwen3", num_key_value_heads=4, head_dim=6, attention_bias=True),
     "smollm3": small("smollm3", pad_token_id=None, num_key_value_heads=2, mlp_bias=True),
     "phi3": small("phi3", pad_token_id=None, num_key_value_heads=2, **TIED),
+    "granite": small("granite", num_key_value_heads=2, mlp_bias=True, **TIED),
     "gpt2-inner": GPT2 | {"n_inner": 100, "n_positions": 40, "tie_word_embeddings": False},
     "gpt2-standard-names": {
         "model_type": "gpt2",
@@ -276,6 +277,7 @@ FLOP_CASES = {
     "gpt_neox": small("gpt_neox", rotary_pct=0.5),
     "gemma2": small("gemma2", num_key_value_heads=2, head_dim=14),
     "mistral": small("mistral", num_key_value_heads=2),
+    "granite": small("granite", num_key_value_heads=2),
     "phi3": small("phi3", num_key_value_heads=2, pad_token_id=None),
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),

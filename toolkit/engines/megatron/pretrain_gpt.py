@@ -235,6 +235,9 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
         yield problem(found, "layers whose MLP reads what attention returns")
     if model.embedding_scale != 1:
         yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
+    if model.residual_scale != 1 or model.logits_divisor != 1:
+        found = "scaled residual branches or logits (residual_multiplier, logits_scaling)"
+        yield problem(found, "neither is scaled")
     activation, gated = transformer["activation_func"], transformer["gated_linear_unit"]
     if gated != (activation == "silu"):
         found = f"{'a gated' if gated else 'a plain'} MLP with {activation}"

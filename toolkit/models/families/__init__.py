@@ -15,6 +15,7 @@ from toolkit.models.families.gemma2 import GEMMA2
 from toolkit.models.families.generic import generic, model_types
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
+from toolkit.models.families.granite import GRANITE
 from toolkit.models.families.llama import LLAMA
 from toolkit.models.families.mistral import MISTRAL
 from toolkit.models.families.mixtral import MIXTRAL
@@ -29,7 +30,8 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3
+        GEMMA2, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN2, QWEN3,
+        QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

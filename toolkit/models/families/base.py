@@ -60,6 +60,10 @@ class MegatronModel:
     embedding_scale: float = 1.0
     """What token embeddings are multiplied by on their way into the first layer; a tied output
     projection is not."""
+    residual_scale: float = 1.0
+    """What attention and MLP return is multiplied by before it is added to the residual."""
+    logits_divisor: float = 1.0
+    """What logits are divided by."""
     padding_token: int | None = None
     """Token whose input embedding gets no gradient; None when all are trained."""
 

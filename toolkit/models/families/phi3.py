@@ -59,7 +59,8 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """Phi-3 as a megatron-core GPTModel."""
     plain = llama.model(spec, settings)
     fused = {tensor.name: tensor for tensor in _fused_tensors(spec)}
-    gpt = plain.gpt | common.rotary(settings, share=settings["partial_rotary_factor"])
+    share = settings["partial_rotary_factor"]
+    gpt = {**plain.gpt, **common.rotary(settings, share=share)}
     tensors = tuple(fused.get(tensor.name, tensor) for tensor in plain.tensors)
     return replace(plain, gpt=gpt, tensors=tensors)
 

@@ -52,7 +52,7 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     plain = llama.model(spec, settings)
     unturned = layers_without_rotary(settings)
     pattern = [int(layer in unturned) for layer in range(spec.layers)]
-    gpt = plain.gpt | common.rotary(settings, theta=2e6)
+    gpt = {**plain.gpt, **common.rotary(settings, theta=2e6)}
     return replace(plain, transformer={**plain.transformer, "no_rope_freq": pattern}, gpt=gpt)
 
 

@@ -5,6 +5,7 @@ name megatron-core's own parallel linear layers, torch's norms and torch's fused
 which is the plan's `sdpa`.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -163,6 +164,25 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]
         return output, None
 
 
+def scaled_add(factor: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
+    """megatron-core's function residual + branch, for branches that are multiplied first."""
+
+    def choose(training: bool, fused: bool) -> Callable[..., Tensor]:
+        add = get_bias_dropout_add(training, fused)
+
+        def add_scaled(
+            output: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
+            branch, bias = output
+            branch = branch if bias is None else branch + bias
+            total: Tensor = add((branch * factor, None), residual, probability)
+            return total
+
+        return add_scaled
+
+    return choose
+
+
 def chunk_spec(
     model: MegatronModel, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
@@ -178,6 +198,9 @@ def chunk_spec(
 
 def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
     head_norm = Norm if config.qk_layernorm else IdentityOp
+    add = get_bias_dropout_add
+    if model.residual_scale != 1:
+        add = scaled_add(model.residual_scale)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -194,10 +217,10 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=Norm,
             mlp=_experts(config) if experts else _dense_mlp(),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
         ),
     )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -159,6 +159,8 @@ def build_chunks(
         chunk.vocabulary = model.gpt["vocab_size"]
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
+        if last and model.logits_divisor != 1:
+            _divide_logits(chunk.output_layer, model.logits_divisor)
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
@@ -173,6 +175,15 @@ def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
         return output * output.new_tensor(factor)
 
     embedding.register_forward_hook(scaled)
+
+
+def _divide_logits(head: ColumnParallelLinear, divisor: float) -> None:
+    def divided(
+        _: object, __: object, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        return output[0] / divisor, output[1]
+
+    head.register_forward_hook(divided)
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
