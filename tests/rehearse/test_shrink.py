@@ -131,6 +131,25 @@ def test_partial_rotation_keeps_whole_pairs(share: float, size: int) -> None:
     assert found["hidden_size"] // found["num_attention_heads"] == size
 
 
+def test_longrope_keeps_a_factor_for_every_pair() -> None:
+    long = [1.0 + pair for pair in range(48)]
+    phi = {
+        "model_type": "phi3", "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": long},
+    }  # fmt: skip
+    found = shrunk(phi)
+    assert found["hidden_size"] // found["num_attention_heads"] == 8
+    assert found["rope_scaling"]["short_factor"] == [1.0] * 3
+    assert found["rope_scaling"]["long_factor"] == [1.0, 17.0, 33.0]
+
+
+def test_layers_without_rotary_stay_so() -> None:
+    turned = [1, 0, *[1] * 33, 0]
+    found = shrunk({"model_type": "smollm3", "no_rope_layers": turned})
+    assert (found["num_hidden_layers"], found["no_rope_layers"]) == (4, [1, 0, 1, 0])
+    assert found["pad_token_id"] == found["vocab_size"] - 1, "its default is no token any more"
+
+
 def test_head_size_of_its_own_keeps_its_ratio() -> None:
     found = spec({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16,
                   "num_key_value_heads": 8, "head_dim": 128})  # fmt: skip

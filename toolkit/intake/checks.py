@@ -198,7 +198,7 @@ def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
         limit = settings["original_max_position_embeddings"] or rope.get(
             "original_max_position_embeddings", limit
         )
-    if length > limit:
+    if limit is not None and length > limit:
         allowed = f"at most {limit} with isolated documents and rope_type {rope_type}, whose \
 frequencies would depend on the longest document of a micro batch"
         fix = f"set it to {limit}, or do not isolate documents"

@@ -43,10 +43,10 @@ class ScaledRotary:
     def angles(self, positions: Tensor) -> Tensor:
         """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], as megatron-core's
         attention turns by them."""
-        frequencies = self._frequencies.to(positions.device)
         if self._type in LENGTH_DEPENDENT:
-            frequencies, _ = self._compute(positions.max() + 1)
-        halves = positions.T[..., None, None].float() * frequencies
+            self._frequencies, _ = self._compute(positions.max() + 1)
+        self._frequencies = self._frequencies.to(positions.device)
+        halves = positions.T[..., None, None].float() * self._frequencies
         return torch.cat((halves, halves), dim=-1)
 
 
