@@ -198,7 +198,8 @@ def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
         if embedding.reduce_scatter_embeddings:
             rank = parallel_state.get_tensor_model_parallel_rank()
             length = output.shape[0]
-            tokens = tokens.T[rank * length : (rank + 1) * length]
+            # Contiguous: pipeline stages send what follows from it, and it must be, too.
+            tokens = tokens.T[rank * length : (rank + 1) * length].contiguous()
         return torch.where((tokens == token)[..., None], output.detach(), output)
 
     embedding.register_forward_hook(stop_gradient)
