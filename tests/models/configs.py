@@ -72,7 +72,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 12},
     "longrope": {
         "short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [1.0, 2.0, 4.0, 8.0],
-        "original_max_position_embeddings": 12,
+        "factor": 4.0, "original_max_position_embeddings": 12,
     },
     "llama3": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,

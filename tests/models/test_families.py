@@ -123,6 +123,14 @@ def test_scaled_rotary_settings_are_complete(rope_type: str) -> None:
     assert check_config(saved) == [] and megatron_model(saved).gpt == gpt
 
 
+def test_original_length_of_phi3_stands_beside_the_map_and_takes_precedence() -> None:
+    rope = {**ROPES["longrope"], "rope_type": "longrope"}
+    config = config_of("phi3", original_max_position_embeddings=20, rope_scaling=rope)
+    theirs = AutoConfig.for_model(**config).rope_parameters
+    assert theirs["original_max_position_embeddings"] == 20
+    assert megatron_model(config).gpt["rope_parameters"] == theirs
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "windows"),
     [

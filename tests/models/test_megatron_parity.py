@@ -18,7 +18,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3 rope": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 16384}),
     **{f"llama {rope_type}": ("llama", scaled(rope_type)) for rope_type in ROPES},
     "llama yarn with mscale": (
-        "llama", scaled("yarn", mscale=0.7, mscale_all_dim=0.5, truncate=False)
+        "llama",
+        scaled("yarn", mscale=0.7, mscale_all_dim=0.5, truncate=False,
+               original_max_position_embeddings=4096),
     ),
     "gpt_neox yarn": ("gpt_neox", {"rotary_pct": 0.5} | scaled("yarn", attention_factor=0.8)),
     "mistral window": ("mistral", {"sliding_window": 5}),
