@@ -233,6 +233,10 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
     if model.parallel_residual:
         found = "a parallel residual (use_parallel_residual)"
         yield problem(found, "layers whose MLP reads what attention returns")
+    if model.norms != "before":
+        yield problem("norms after attention and MLP", "norms come before them")
+    if model.norms_over_width:
+        yield problem("query and key norms over all heads", "they are over each head")
     if model.embedding_scale != 1:
         yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
     if model.residual_scale != 1 or model.logits_divisor != 1:

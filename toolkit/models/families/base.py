@@ -18,6 +18,8 @@ Attention = Literal["sdpa", "eager"]
 """transformers' names of attention implementations: torch's scaled_dot_product_attention, and
 plain matrix products with a softmax."""
 
+Norms = Literal["before", "after", "both"]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -55,6 +57,10 @@ class MegatronModel:
     parallel_residual: bool = False
     """Attention and MLP both read the layer's input (gpt_neox); megatron-core's own layer
     feeds the MLP with what attention returns."""
+    norms: Norms = "before"
+    """Where a layer has norms: before attention and MLP, on what they return, or both."""
+    norms_over_width: bool = False
+    """Query and key norms are over all heads together, not over each."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
     embedding_scale: float = 1.0

@@ -57,13 +57,44 @@ HF_LAYER = "model.layers.{layer}"
 
 def attention_tensors(spec: ModelSpec) -> list[TensorMap]:
     """Norm, projections and (where the family has them) biases and head norms of attention."""
+    names = {
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+    sizes = {"q": spec.head_dim, "k": spec.head_dim} if spec.query_key_norm else {}
+    return [
+        *layer_norms(spec, names), *projections(spec), *query_key_norms(sizes),
+    ]  # fmt: skip
+
+
+def layer_norms(spec: ModelSpec, names: Mapping[str, str]) -> list[TensorMap]:
+    """The norms of a layer: megatron-core's names inside it, each with the checkpoint's."""
+    return [
+        whole(f"{LAYER}.{ours}.weight", f"{HF_LAYER}.{theirs}.weight", spec.hidden)
+        for ours, theirs in names.items()
+    ]
+
+
+def query_key_norms(sizes: Mapping[str, int]) -> list[TensorMap]:
+    """The norms of `q` and `k`, of these sizes."""
+    return [
+        whole(
+            f"{LAYER}.self_attention.{part}_layernorm.weight",
+            f"{HF_LAYER}.self_attn.{part}_norm.weight",
+            size,
+        )
+        for part, size in sizes.items()
+    ]
+
+
+def projections(spec: ModelSpec) -> list[TensorMap]:
+    """Query, key, value and output projection, and their biases."""
     heads, hidden = common.heads_of(spec), spec.hidden
     attention = f"{HF_LAYER}.self_attn"
     megatron = f"{LAYER}.self_attention"
     q, k, v = (f"{attention}.{part}_proj" for part in "qkv")
     weights = f"{q}.weight", f"{k}.weight", f"{v}.weight"
     tensors = [
-        whole(f"{LAYER}.input_layernorm.weight", f"{HF_LAYER}.input_layernorm.weight", hidden),
         fused_qkv(f"{megatron}.linear_qkv.weight", weights, heads, hidden),
         by_columns(
             f"{megatron}.linear_proj.weight",
@@ -78,14 +109,7 @@ def attention_tensors(spec: ModelSpec) -> list[TensorMap]:
     if spec.attention_output_bias:
         name = f"{attention}.o_proj.bias"
         tensors.append(whole(f"{megatron}.linear_proj.bias", name, hidden))
-    if spec.query_key_norm:
-        tensors += [
-            whole(f"{megatron}.{part}_layernorm.weight", f"{attention}.{part}_norm.weight",
-                  spec.head_dim)
-            for part in "qk"
-        ]  # fmt: skip
-    post_norm = f"{HF_LAYER}.post_attention_layernorm.weight"
-    return [*tensors, whole(f"{LAYER}.pre_mlp_layernorm.weight", post_norm, hidden)]
+    return tensors
 
 
 def mlp_tensors(spec: ModelSpec) -> list[TensorMap]:

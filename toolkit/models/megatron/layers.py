@@ -31,28 +31,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from toolkit.models.families import MegatronModel
-
-
-class Norm:
-    """Builds torch's RMSNorm or LayerNorm, marked for sequence parallel.
-
-    Under sequence parallel every tensor-parallel rank normalises other positions, so the
-    gradient of the (replicated) weight is a sum over ranks; the mark says so.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
-    ) -> nn.Module:
-        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        norm = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -197,10 +180,12 @@ def chunk_spec(
 
 
 def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
-    head_norm = Norm if config.qk_layernorm else IdentityOp
+    before = IdentityOp if model.norms == "after" else Norm
     add = get_bias_dropout_add
     if model.residual_scale != 1:
         add = scaled_add(model.residual_scale)
+    if model.norms != "before":
+        add = ModuleSpec(module=NormThenAdd, params={"config": config})
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -208,22 +193,29 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             linear_qkv=ColumnParallelLinear,
             core_attention=CausalAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
+            q_layernorm=_head_norm(model, config, config.num_attention_heads),
+            k_layernorm=_head_norm(model, config, config.num_query_groups),
         ),
     )
     return ModuleSpec(
         module=ParallelResidualLayer if model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=before,
             self_attention=attention,
             self_attn_bda=add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=before,
             mlp=_experts(config) if experts else _dense_mlp(),
             mlp_bda=add,
             sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
         ),
     )
+
+
+def _head_norm(model: MegatronModel, config: TransformerConfig, heads: int | None) -> Any:
+    """The norm of queries, or of keys, of which the model has `heads`."""
+    if model.norms_over_width:
+        return ModuleSpec(module=FullWidthNorm, params={"heads": heads})
+    return Norm if config.qk_layernorm else IdentityOp
 
 
 _NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}

@@ -1,0 +1,91 @@
+"""Norms of the Megatron model: torch's, and the places and widths that megatron-core lacks."""
+
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class Norm:
+    """Builds torch's RMSNorm or LayerNorm, marked for sequence parallel.
+
+    Under sequence parallel every tensor-parallel rank normalises other positions, so the
+    gradient of the (replicated) weight is a sum over ranks; the mark says so.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> nn.Module:
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, device=_device(), dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def _device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+class FullWidthNorm(nn.Module):
+    """RMSNorm of queries or keys over all heads together, of which a rank holds some.
+
+    The mean of the squares is over the heads of all tensor-parallel ranks, forward and
+    backward. Each rank holds the whole weight and multiplies with its heads' part, so the
+    gradient is a sum over ranks, as for a norm over each head.
+    """
+
+    def __init__(
+        self, heads: int, hidden_size: int, config: TransformerConfig, eps: float
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ranks = config.tensor_model_parallel_size
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        self.first = rank * heads // self.ranks * hidden_size
+        """Place of this rank's first head in the weight; ranks may share a key head."""
+        size = heads * hidden_size
+        self.weight = nn.Parameter(
+            torch.empty(size, device=_device(), dtype=config.params_dtype)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[sequence, batch, heads of this rank, head size] → the same."""
+        full = x.float()
+        square = full.square().mean((-2, -1), keepdim=True)
+        if self.ranks > 1:
+            # Every rank has as many heads; key heads that are held twice count twice.
+            square = copy_to_tensor_model_parallel_region(square)
+            square = reduce_from_tensor_model_parallel_region(square) / self.ranks
+        weight = self.weight[self.first : self.first + x.shape[-2] * x.shape[-1]]
+        normed = full * torch.rsqrt(square + self.eps)
+        return (normed * weight.view(x.shape[-2:])).to(x.dtype)
+
+
+class NormThenAdd(nn.Module):
+    """residual + norm(what attention or MLP returned), where megatron-core only adds."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that adds, as megatron-core's layer asks for it."""
+        add = get_bias_dropout_add(training, fused)
+
+        def add_normed(
+            output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+        ) -> Tensor:
+            branch, bias = output
+            branch = branch if bias is None else branch + bias
+            total: Tensor = add((self.norm(branch), None), residual, dropout)
+            return total
+
+        return add_normed
