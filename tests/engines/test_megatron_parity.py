@@ -26,6 +26,8 @@ from tests.engines.parity_worker import Case, reference
 
 PADDED = LAYERS | {"pad_token_id": 7}
 """transformers gives the input embedding of token 7 no gradient."""
+OLMO2 = {"model_type": "olmo2", "tie_word_embeddings": False, "pad_token_id": 7}
+"""A norm over the whole width of queries and keys, which tensor parallel splits."""
 QWEN3 = {"model_type": "qwen3", "head_dim": 32}
 GRANITE = {
     "model_type": "granite", "embedding_multiplier": 6.0, "attention_multiplier": 0.5,
@@ -52,13 +54,14 @@ TWO = [
     megatron(tensor=2, sequence=False, family=QWEN3),
     megatron(tensor=2, family=GRANITE),
     megatron(pipeline=2, family=GRANITE),
+    megatron(tensor=2, sequence=False, family=OLMO2),
     megatron(tensor=2, family=MIXTRAL),
     megatron(expert=2, family=MIXTRAL),
     megatron(expert=2, stage=0, family=MIXTRAL),
 ]
 FOUR = [
-    megatron(tensor=2, pipeline=2),
-    megatron(tensor=4),
+    megatron(tensor=2, pipeline=2, family=PADDED),
+    megatron(tensor=4, family=OLMO2),
     megatron(tensor=2, pipeline=2, virtual_pipeline=2),
     megatron(pipeline=2, stage=1),
     megatron(expert=2, pipeline=2, family=MIXTRAL),
@@ -66,6 +69,7 @@ FOUR = [
     *(zero(stage) for stage in (0, 1, 2, 3)),
     zero(3, recompute="full"),
     zero(2, **QWEN3),
+    zero(2, **OLMO2),
 ]
 
 
