@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox tied": NEOX | {"tie_word_embeddings": True},
     "mixtral": SMALL | {"num_local_experts": 4},
     "olmo2": SMALL,
+    "olmo3": SMALL | {"sliding_window": 5},
     "qwen3_moe": MOE,
     "qwen3_moe partly dense": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
 }

@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "gemma2": SMALL | {"head_dim": 16},
     "olmo2": SMALL,
+    "olmo3": SMALL | {"sliding_window": 3},
     "mixtral": SMALL | {"num_local_experts": 4},
     "qwen3_moe": SMALL | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

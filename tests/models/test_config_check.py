@@ -107,6 +107,8 @@ def test_every_known_key_is_accepted_by_transformers_and_by_us(model_type: str) 
         if name in ("model_type", "layer_types"):
             continue
         value = deepcopy(EXAMPLES.get(name, key.default))  # gpt_neox's class writes into maps
+        if name == "rope_parameters" and FAMILIES[model_type].rope_bases:
+            value = dict.fromkeys(FAMILIES[model_type].rope_bases, value)
         assert value is not None, f"{name} needs an example"
         config = {"model_type": model_type, name: value}
         assert check_config(config) == [], name
@@ -411,6 +413,24 @@ MISTAKES = {
         "to 1,000,000,000,",
         "",
         "2000000000",
+    ),
+    "rope of all layers": (
+        small("olmo3", pad_token_id=None, rope_parameters={"rope_theta": 5.0}),
+        "rope_parameters.rope_theta",
+        "full_attention and sliding_attention",
+        "",
+        "unknown",
+    ),
+    "rope of some layers": (
+        small(
+            "olmo3",
+            pad_token_id=None,
+            rope_parameters={"sliding_attention": {"rope_type": "yarn", "factor": 2.0}},
+        ),
+        "rope_parameters.sliding_attention",
+        "original_max_position_embeddings",
+        "",
+        "yarn without",
     ),
     "rope incomplete": (
         small("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),

@@ -96,6 +96,7 @@ def test_every_family_is_tried_here_or_refused() -> None:
 def test_rotary_settings_are_those_of_transformers(case: str) -> None:
     config = config_of(case)
     rope = AutoConfig.for_model(**config).rope_parameters
+    rope = rope.get("full_attention", rope)
     gpt = megatron_model(config).gpt
     assert gpt["rotary_base"] == rope["rope_theta"]
     assert gpt["rotary_percent"] == rope.get("partial_rotary_factor", 1.0)

@@ -44,6 +44,9 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo3 yarn": (
+        "olmo3", {"rope_scaling": {"rope_type": "yarn", **ROPES["yarn"]}, "rope_theta": 500}
+    ),
     "mixtral window": ("mixtral", {"sliding_window": 5}),
     "qwen3 mixed layers": (
         "qwen3",

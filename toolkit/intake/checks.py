@@ -175,11 +175,8 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rope_scaled(config: dict[str, object]) -> bool:
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = config.get(name)
-        if isinstance(rope, dict):
-            return rope.get("rope_type", rope.get("type", "default")) != "default"
-    return False
+    rope = rope_of(settings_of(config))
+    return bool(rope.get("rope_type", rope.get("type", "default")) != "default")
 
 
 def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:

@@ -247,12 +247,49 @@ def _check_rope(settings: Settings) -> Iterable[Problem]:
         found = "both rope_scaling and rope_parameters"
         yield Problem("rope_scaling", found, "one of them", "keep rope_parameters")
         return
-    where = "rope_scaling" if scaling else "rope_parameters"
-    rope = scaling or parameters or {}
-    theta, inner = settings["rope_theta"], rope.get("rope_theta")
-    if theta is not None and inner is not None and theta != inner:
-        found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
-        yield Problem(f"{where}.rope_theta", found, "one value", "remove one of them")
+    if parameters and settings.family.rope_bases:
+        yield from _check_rope_layers(settings, parameters)
+    for where, rope in _rope_maps(settings):
+        theta, inner = settings["rope_theta"], rope.get("rope_theta")
+        windowed = where.endswith(
+            ".sliding_attention"
+        )  # transformers reads rope_theta elsewhere
+        if not windowed and None not in (theta, inner) and theta != inner:
+            found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
+            yield Problem(f"{where}.rope_theta", found, "one value", "remove one of them")
+        yield from _check_rope_values(where, rope)
+        yield from _check_rope_type(settings, where, rope)
+
+
+def _rope_maps(settings: Settings) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Every map of rotary settings with its key: one, or one for each type of layer."""
+    where = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
+    if where == "rope_scaling" or not settings.family.rope_bases:
+        yield where, settings[where] or {}
+        return
+    for layer_type in settings.family.rope_bases:
+        if isinstance(rope := (settings[where] or {}).get(layer_type, {}), Mapping):
+            yield f"{where}.{layer_type}", rope
+
+
+def _check_rope_layers(
+    settings: Settings, parameters: Mapping[str, object]
+) -> Iterable[Problem]:
+    """`rope_parameters` of a family that has a map for each type of layer."""
+    known = settings.family.rope_bases
+    for index, (name, value) in enumerate(parameters.items()):
+        where = f"rope_parameters.{_key_text(name)}"
+        if name not in known:
+            fix = did_you_mean(name, known) if index < _LOOKED_UP else ""
+            yield Problem(where, "an unknown key", " and ".join(known), fix)
+        elif not isinstance(value, Mapping):
+            yield Problem(where, shown(value), "map")
+        elif "partial_rotary_factor" in value:
+            key = f"{where}.partial_rotary_factor"
+            yield Problem(key, "a share of each head", "whole heads", "remove it")
+
+
+def _check_rope_values(where: str, rope: Mapping[str, object]) -> Iterable[Problem]:
     for index, (name, value) in enumerate(rope.items()):
         kind = ROPE_VALUES.get(name)
         if kind is None:
@@ -261,7 +298,6 @@ def _check_rope(settings: Settings) -> Iterable[Problem]:
             yield Problem(f"{where}.{_key_text(name)}", "an unknown key", allowed, fix)
         elif not kind.accepts(value):
             yield Problem(f"{where}.{name}", shown(value), kind.allowed)
-    yield from _check_rope_type(settings, where, rope)
 
 
 def _check_rope_type(
@@ -286,8 +322,13 @@ def _check_rope_type(
 
 def _check_rope_factors(settings: Settings) -> Iterable[Problem]:
     """longrope has a factor for every pair that turns; llama3 divides by high less low."""
-    where = "rope_scaling" if settings["rope_scaling"] else "rope_parameters"
-    rope: Mapping[str, Any] = settings[where] or {}
+    for where, rope in _rope_maps(settings):
+        yield from _check_rope_factors_of(settings, where, rope)
+
+
+def _check_rope_factors_of(
+    settings: Settings, where: str, rope: Mapping[str, Any]
+) -> Iterable[Problem]:
     low, high = (rope.get(name, 0) for name in ("low_freq_factor", "high_freq_factor"))
     if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low >= high:
         allowed = f"above low_freq_factor ({shown(low)})"

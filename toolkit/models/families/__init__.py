@@ -20,6 +20,7 @@ from toolkit.models.families.llama import LLAMA
 from toolkit.models.families.mistral import MISTRAL
 from toolkit.models.families.mixtral import MIXTRAL
 from toolkit.models.families.olmo2 import OLMO2
+from toolkit.models.families.olmo3 import OLMO3
 from toolkit.models.families.phi3 import PHI3
 from toolkit.models.families.qwen2 import QWEN2
 from toolkit.models.families.qwen3 import QWEN3
@@ -31,7 +32,8 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3,
+        GEMMA2, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2,
+        QWEN3,
         QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip

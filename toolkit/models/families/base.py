@@ -142,6 +142,8 @@ class Family:
     """Rotary positions, which need an even head size; else a learned table of them."""
     rope_types: tuple[str, ...] = tuple(ROPE_NEEDS)
     """Rotary variants that transformers computes for it."""
+    rope_bases: Mapping[str, float] = field(default_factory=dict)
+    """Where layers of different `layer_types` turn differently: the base of each by default."""
     gated_mlp: bool = True
     mlp_bias: bool = False
     qkv_bias: bool = False

@@ -88,10 +88,18 @@ def sliding_window(settings: Settings) -> dict[str, Any]:
 # --- rotary positions -------------------------------------------------------------------
 
 
-def rope_of(settings: Settings) -> Mapping[str, Any]:
-    """The map of rotary settings, under its old or its new name; empty when not stated."""
+def rope_of(settings: Settings, layer_type: str = "full_attention") -> Mapping[str, Any]:
+    """The map of rotary settings, under its old or its new name; empty when not stated.
+
+    In a family whose `layer_types` turn differently that of one type; there, the old name
+    stands for `full_attention`.
+    """
     stated: Mapping[str, Any] = settings["rope_parameters"] or settings["rope_scaling"] or {}
-    return stated
+    if not settings.family.rope_bases:
+        return stated
+    if settings["rope_scaling"]:
+        return stated if layer_type == "full_attention" else {}
+    return stated.get(layer_type) or {}
 
 
 def outer_tensors(
@@ -118,9 +126,28 @@ def rotary(settings: Settings, theta: float = 10_000.0, share: float = 1.0) -> d
     `rope_parameters` is what transformers would compute the frequencies of, complete; it is
     left out where every pair turns at the plain frequencies, which are megatron-core's own.
     """
-    rope = rope_of(settings)
+    return _rotary(settings, rope_of(settings), settings["rope_theta"] or theta, share)
+
+
+def layered_rotary(settings: Settings) -> dict[str, Any]:
+    """The same of a family whose sliding layers may turn differently from the others."""
+    bases = settings.family.rope_bases
+    arguments = _rotary(
+        settings, rope_of(settings), settings["rope_theta"] or bases["full_attention"]
+    )
+    base = settings["rope_local_base_freq"] or bases["sliding_attention"]
+    windowed = _rotary(settings, rope_of(settings, "sliding_attention"), base)
+    if windowed != arguments and sliding_layers(settings):
+        plain = {"rope_type": "linear", "factor": 1.0, "rope_theta": windowed["rotary_base"]}
+        arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
+    return arguments
+
+
+def _rotary(
+    settings: Settings, rope: Mapping[str, Any], theta: float, share: float = 1.0
+) -> dict[str, Any]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", settings["rope_theta"] or theta)
+    theta = rope.get("rope_theta", theta)
     share = rope.get("partial_rotary_factor", share)
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",

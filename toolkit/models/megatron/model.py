@@ -19,7 +19,7 @@ from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec, document_masks
-from toolkit.models.megatron.rotary import ScaledRotary, scale_rotation
+from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation, scale_rotation
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -43,28 +43,42 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         self,
         *arguments: Any,
         rope_parameters: Mapping[str, Any] | None = None,
+        windowed_rope_parameters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """`rope_parameters`: transformers' map of that name, for frequencies that are scaled;
-        the others are GPTModel's arguments."""
+        `windowed_rope_parameters`: that of layers with a window, where it is another one; the
+        others are GPTModel's arguments."""
         super().__init__(*arguments, **options)
         self._positions: Tensor | None = None
         self._scaled: ScaledRotary | None = None
         if rope_parameters is not None:
             self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
             scale_rotation(self.config, self._scaled.attention_factor)
+        self._windowed: ScaledRotary | None = None
+        if windowed_rope_parameters is not None:
+            self._windowed = ScaledRotary(
+                windowed_rope_parameters, self.config, self.max_sequence_length
+            )
+            for layer in self.decoder.layers:
+                choose_rotation(layer.self_attention, self._windowed.attention_factor)
         if self.position_embedding_type == "rope":
             self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
 
-    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
+    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
         """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
-        of the batch, which megatron-core itself gives to learned embeddings only."""
+        of the batch, which megatron-core itself gives to learned embeddings only. Where layers
+        with a window turn differently: two of them, [2, sequence, batch, 1, size]."""
         positions = self._positions
-        if self._scaled is None:
-            return None if positions is None else angles[positions.T, 0]
+        if positions is not None and self._scaled is None:
+            angles = angles[positions.T, 0]
         if positions is None:
             positions = torch.arange(len(angles), device=angles.device)[None]
-        return self._scaled.angles(positions)
+        if self._scaled is not None:
+            angles = self._scaled.angles(positions)
+        if self._windowed is not None:
+            return torch.stack([angles, self._windowed.angles(positions)])
+        return angles
 
     def forward(
         self,

@@ -6,11 +6,12 @@ the frequencies are those of transformers' `ROPE_INIT_FUNCTIONS`, for both imple
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,6 +49,23 @@ class ScaledRotary:
         self._frequencies = self._frequencies.to(positions.device)
         halves = positions.T[..., None, None].float() * self._frequencies
         return torch.cat((halves, halves), dim=-1)
+
+
+def choose_rotation(attention: nn.Module, factor: float) -> None:
+    """Let an attention layer take the second of two stacked tables of angles where it has a
+    window, with cosine and sine times `factor`, and the first where it has none."""
+    windowed = attention.core_attention.window is not None  # type: ignore[union-attr]
+    if windowed:
+        config = copy(attention.config)
+        scale_rotation(config, factor)
+        attention.config = config
+
+    def choose(
+        _: object, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return inputs, {**options, "rotary_pos_emb": options["rotary_pos_emb"][int(windowed)]}
+
+    attention.register_forward_pre_hook(choose, with_kwargs=True)
 
 
 def scale_rotation(config: TransformerConfig, factor: float) -> None:
