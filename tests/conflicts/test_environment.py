@@ -37,7 +37,6 @@ def conflicts(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_shape_to_compare(family: str, tiny: Planned) -> None:
-    """Also gemma2, which megatron-core cannot compute."""
     recipe = tiny.recipe.model_copy(update={"model": section(family)})
     assert facts(recipe, tiny.plan)["megatron.hidden_size"].value == 64
 

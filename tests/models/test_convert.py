@@ -226,7 +226,7 @@ def test_crafted_data_runs_no_code(llama: Path, tmp_path: Path) -> None:
         ({"num_hidden_layers": 5}, r"no tensor model\.layers\.4"),
         ({"vocab_size": 99}, "has shape"),
         ({"attention_bias": True}, "bias"),
-        ({"model_type": "gemma2", "head_dim": 16}, "soft-capping"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"model_type": "bert"}, "model_type: found 'bert'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),

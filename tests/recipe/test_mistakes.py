@@ -521,7 +521,8 @@ MISTAKES = {
         at="virtual_pipeline",
     ),
     "a model that megatron lacks": M(
-        "model_type: llama", "model_type: gemma2", "model.config", "model to hf", at="config:"
+        "model_type: llama", "model_type: llama\n    hidden_act: relu", "model.config",
+        "model to hf", at="config:",
     ),
     "the router's loss": M(
         "model_type: llama",

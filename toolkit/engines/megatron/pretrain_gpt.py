@@ -237,6 +237,8 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
         yield problem("norms after attention and MLP", "norms come before them")
     if model.norms_over_width:
         yield problem("query and key norms over all heads", "they are over each head")
+    if model.score_cap or model.logit_cap:
+        yield problem("soft-capping", "scores and logits are not capped")
     if model.embedding_scale != 1:
         yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
     if model.residual_scale != 1 or model.logits_divisor != 1:

@@ -61,6 +61,10 @@ class MegatronModel:
     """Where a layer has norms: before attention and MLP, on what they return, or both."""
     norms_over_width: bool = False
     """Query and key norms are over all heads together, not over each."""
+    score_cap: float | None = None
+    """c in c · tanh(score / c), the soft-capping of attention scores; None for none."""
+    logit_cap: float | None = None
+    """The same of logits."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
     embedding_scale: float = 1.0

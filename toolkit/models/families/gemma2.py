@@ -1,6 +1,8 @@
-"""Gemma 2, which megatron-core cannot express: refused with the reason."""
+"""Gemma 2: llama with norms around attention and MLP, soft-capped scores and logits, norms of
+weight 1 + w and scaled embeddings."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from toolkit.models.config_keys import (
     ACTIVATION,
@@ -17,7 +19,6 @@ from toolkit.models.config_keys import (
 )
 from toolkit.models.families import common, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
-from toolkit.models.families.tensors import whole
 from toolkit.models.spec import ModelSpec
 
 KEYS: Mapping[str, Key] = {
@@ -52,22 +53,41 @@ def even_layers(settings: Settings) -> range:
 
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
-    """Names and shapes of the tensors: llama's, and two more norms in every layer."""
-    del settings
-    norms = [
-        whole(f"{llama.LAYER}.{norm}.weight", f"{llama.HF_LAYER}.{norm}.weight", spec.hidden)
-        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    ]
-    tensors = (*llama.decoder_tensors(spec), *norms)
-    return MegatronModel(common.transformer(spec), common.gpt(spec), tensors)
+    """Gemma 2 as a megatron-core GPTModel."""
+    plain = llama.model(spec, settings)
+    norms = {
+        "input_layernorm": "input_layernorm",
+        "self_attn_bda.norm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "mlp_bda.norm": "post_feedforward_layernorm",
+    }
+    tensors = (
+        *llama.outer_tensors(spec),
+        *llama.layer_norms(spec, norms),
+        *llama.projections(spec),
+        *llama.mlp_tensors(spec),
+    )
+    fields = {
+        "activation_func": common.HF_ACTIVATIONS.get(settings["hidden_activation"]),
+        "softmax_scale": settings["query_pre_attn_scalar"] ** -0.5,
+        "layernorm_zero_centered_gamma": True,
+    }
+    return replace(
+        plain,
+        transformer={**plain.transformer, **fields},
+        tensors=tensors,
+        norms="both",
+        score_cap=settings["attn_logit_softcapping"],
+        logit_cap=settings["final_logit_softcapping"],
+        embedding_scale=spec.hidden**0.5,
+    )
 
 
-def unsupported(spec: ModelSpec, settings: Settings) -> str:
-    """Why megatron-core cannot compute any gemma2."""
-    del spec, settings
-    return (
-        "megatron-core's layer has no norms after attention and MLP and no soft-capping of "
-        "attention scores and logits, which gemma2 needs"
+def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
+    """Why megatron-core cannot compute this model; None when it can."""
+    return common.first_reason(
+        common.unsupported_biases(spec),
+        common.unsupported_activation(settings["hidden_activation"]),
     )
 
 

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd
@@ -85,23 +85,48 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             # CUDA's fused kernels take either a mask or grouped heads.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with self._own_random_stream():
-            context = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.scale,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
+            context = self._attend(q, k, v, mask)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
 
     def _own_random_stream(self) -> AbstractContextManager[None]:
         """A block in which each tensor-parallel rank, having other heads, draws its own
         dropout; under sequence parallel the whole layer already does."""
         random = self.dropout > 0 and self.training and not self.config.sequence_parallel
         return get_cuda_rng_tracker().fork() if random else nullcontext()
+
+
+class CappedAttention(CausalAttention):
+    """softmax(c · tanh(q·k / c))·v, which fused kernels lack: the scores are kept."""
+
+    def __init__(self, *arguments: Any, cap: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.cap = cap
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """See `CausalAttention._attend`; the softmax is in fp32, as in transformers."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.tanh(q @ k.transpose(2, 3) * self.scale / self.cap) * self.cap
+        if mask is None:
+            mask = _band(q.shape[2], q.shape[2], q.device)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        else:
+            scores = scores + mask
+        weights = softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return dropout(weights, self.dropout, self.training) @ v
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -186,12 +211,15 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
         add = scaled_add(model.residual_scale)
     if model.norms != "before":
         add = ModuleSpec(module=NormThenAdd, params={"config": config})
+    core: Any = CausalAttention
+    if model.score_cap is not None:
+        core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
+            core_attention=core,
             linear_proj=RowParallelLinear,
             q_layernorm=_head_norm(model, config, config.num_attention_heads),
             k_layernorm=_head_norm(model, config, config.num_query_groups),

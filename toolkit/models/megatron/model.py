@@ -38,6 +38,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
     vocabulary: int
     """Tokens without padding."""
+    logit_cap: float | None = None
+    """c in c · tanh(logit / c)."""
 
     def __init__(
         self,
@@ -97,7 +99,14 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         masks = None if segments is None else document_masks(segments, self.config)
         output: Tensor = super().forward(input_ids, position_ids, masks, labels=labels)
+        if labels is None and self.post_process:
+            output = self._capped(output)
         return output
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        if self.logit_cap is None:
+            return logits
+        return torch.tanh(logits / self.logit_cap) * self.logit_cap
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
@@ -105,6 +114,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         Padding tokens, which fill the vocabulary up to a multiple of the tensor-parallel
         degree, get no probability: the loss is that of the model without padding.
         """
+        logits = self._capped(logits)
         share = logits.shape[-1]
         real = self.vocabulary - parallel_state.get_tensor_model_parallel_rank() * share
         if real < share:
@@ -171,6 +181,7 @@ def build_chunks(
             **gpt,
         )
         chunk.vocabulary = model.gpt["vocab_size"]
+        chunk.logit_cap = model.logit_cap
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:

@@ -11,10 +11,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Norm:
-    """Builds torch's RMSNorm or LayerNorm, marked for sequence parallel.
+    """Builds an RMSNorm or torch's LayerNorm, marked for sequence parallel.
 
     Under sequence parallel every tensor-parallel rank normalises other positions, so the
     gradient of the (replicated) weight is a sum over ranks; the mark says so.
@@ -24,10 +25,21 @@ class Norm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> nn.Module:
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredNorm
         norm = kind(hidden_size, eps=eps, device=_device(), dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class ZeroCenteredNorm(nn.RMSNorm):
+    """RMSNorm times 1 + weight, in fp32 up to there, as gemma has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] → the same."""
+        normed = functional.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
+        return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
 def _device() -> torch.device:
