@@ -50,6 +50,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox tied": NEOX | {"tie_word_embeddings": True},
     "mixtral": SMALL | {"num_local_experts": 4},
     "gemma2": SMALL | {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "gemma3_text": SMALL
+    | {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 3, "rope_theta": 500},
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 5},
     "qwen3_moe": MOE,

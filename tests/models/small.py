@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "gemma2": SMALL | {"head_dim": 16},
+    "gemma3_text": SMALL | {
+        "head_dim": 16, "sliding_window": 3, "sliding_window_pattern": 2, "rope_theta": 500,
+    },
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 3},
     "mixtral": SMALL | {"num_local_experts": 4},

@@ -119,6 +119,17 @@ PUBLISHED = {
         shape("gemma2", 3584, 14336, 42, 16, num_key_value_heads=8, head_dim=256),
         9_241_705_984,
     ),
+    "gemma-3-1b": (
+        shape("gemma3_text", 1152, 6912, 26, 4, num_key_value_heads=1, head_dim=256)
+        | {"vocab_size": 262144},
+        999_885_952,
+    ),
+    "olmo-2-7b": (shape("olmo2", 4096, 11008, 32, 32, vocab_size=100352), 7_298_617_344),
+    "olmo-2-32b": (
+        shape("olmo2", 5120, 27648, 64, 40, num_key_value_heads=8, vocab_size=100352),
+        32_234_279_936,
+    ),
+    "olmo-3-7b": (shape("olmo3", 4096, 11008, 32, 32, vocab_size=100278), 7_298_011_136),
     "mixtral-8x7b": ({"model_type": "mixtral"}, 46_702_792_704),
     "qwen3-30b-a3b": (
         shape("qwen3_moe", 2048, 6144, 48, 32, num_key_value_heads=4, head_dim=128),
@@ -276,6 +287,9 @@ FLOP_CASES = {
     "gpt2": GPT2,
     "gpt_neox": small("gpt_neox", rotary_pct=0.5),
     "gemma2": small("gemma2", num_key_value_heads=2, head_dim=14),
+    "gemma3_text": small("gemma3_text", num_key_value_heads=2, head_dim=14),
+    "olmo2": small("olmo2", num_key_value_heads=2),
+    "olmo3": small("olmo3", num_key_value_heads=2),
     "mistral": small("mistral", num_key_value_heads=2),
     "granite": small("granite", num_key_value_heads=2),
     "phi3": small("phi3", num_key_value_heads=2, pad_token_id=None),
@@ -380,6 +394,11 @@ WINDOWS = {
         2,
     ),
     "qwen3_moe-on": ({"model_type": "qwen3_moe", "use_sliding_window": True}, 4096, 24),
+    "gemma3_text-default": ({"model_type": "gemma3_text"}, 4096, 22),
+    "gemma3_text-pattern": (
+        {"model_type": "gemma3_text", "sliding_window_pattern": 2}, 4096, 13
+    ),
+    "olmo3-default": ({"model_type": "olmo3"}, 4096, 24),
     "gemma2-default": ({"model_type": "gemma2"}, 4096, 13),
     "gemma2-odd-layers": ({"model_type": "gemma2", "num_hidden_layers": 5}, 4096, 3),
 }  # fmt: skip

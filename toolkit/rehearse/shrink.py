@@ -193,6 +193,8 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
     for name in ("layer_types", "no_rope_layers"):
         if settings[name] is not None:
             lists[name] = [settings[name][index] for index in kept]
+    if settings["sliding_window_pattern"] is not None:
+        lists["sliding_window_pattern"] = min(settings["sliding_window_pattern"], layers)
     if settings["mlp_only_layers"] is not None:
         dense = settings["mlp_only_layers"]
         lists["mlp_only_layers"] = [i for i, index in enumerate(kept) if index in dense]
