@@ -52,6 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": SMALL | {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 2.0},
     "gemma3_text": SMALL
     | {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 3, "rope_theta": 500},
+    "glm4": SMALL | {"head_dim": 16, "pad_token_id": 3},
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 5},
     "qwen3_moe": MOE,

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": SMALL | {
         "head_dim": 16, "sliding_window": 3, "sliding_window_pattern": 2, "rope_theta": 500,
     },
+    "glm4": SMALL | {"head_dim": 16},
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 3},
     "mixtral": SMALL | {"num_local_experts": 4},

@@ -44,6 +44,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm4 yarn": ("glm4", {"partial_rotary_factor": 0.25} | scaled("yarn")),
     "olmo3 yarn": (
         "olmo3", {"rope_scaling": {"rope_type": "yarn", **ROPES["yarn"]}, "rope_theta": 500}
     ),

@@ -124,6 +124,7 @@ PUBLISHED = {
         | {"vocab_size": 262144},
         999_885_952,
     ),
+    "glm-4-9b-0414": ({"model_type": "glm4"}, 9_400_279_040),
     "olmo-2-7b": (shape("olmo2", 4096, 11008, 32, 32, vocab_size=100352), 7_298_617_344),
     "olmo-2-32b": (
         shape("olmo2", 5120, 27648, 64, 40, num_key_value_heads=8, vocab_size=100352),
@@ -288,6 +289,7 @@ FLOP_CASES = {
     "gpt_neox": small("gpt_neox", rotary_pct=0.5),
     "gemma2": small("gemma2", num_key_value_heads=2, head_dim=14),
     "gemma3_text": small("gemma3_text", num_key_value_heads=2, head_dim=14),
+    "glm4": small("glm4", num_key_value_heads=2, head_dim=20, pad_token_id=None),
     "olmo2": small("olmo2", num_key_value_heads=2),
     "olmo3": small("olmo3", num_key_value_heads=2),
     "mistral": small("mistral", num_key_value_heads=2),

@@ -14,6 +14,7 @@ from toolkit.models.families.base import Attention, Family, MegatronModel, Setti
 from toolkit.models.families.gemma2 import GEMMA2
 from toolkit.models.families.gemma3_text import GEMMA3_TEXT
 from toolkit.models.families.generic import generic, model_types
+from toolkit.models.families.glm4 import GLM4
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.granite import GRANITE
@@ -33,8 +34,8 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GEMMA3_TEXT, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3,
-        PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3,
+        GEMMA2, GEMMA3_TEXT, GLM4, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2,
+        OLMO3, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

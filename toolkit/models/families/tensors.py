@@ -153,8 +153,12 @@ def by_columns(
 
 
 def gated(name: str, gate: str, up: str, rows: int, columns: int | None) -> TensorMap:
-    """Gate and up projection in one matrix; `rows` counts those of one of them."""
-    stacks = ((Rows(gate, 0, rows),), (Rows(up, 0, rows),))
+    """Gate and up projection in one matrix; `rows` counts those of one of them.
+
+    One name twice stands for a tensor that holds gate and up one after the other.
+    """
+    first = rows if gate == up else 0
+    stacks = ((Rows(gate, 0, rows),), (Rows(up, first, first + rows),))
     return TensorMap(name, stacks, columns, "rows")
 
 

@@ -26,6 +26,7 @@ class ScaledRotary:
         self, parameters: Mapping[str, Any], config: TransformerConfig, max_positions: int
     ) -> None:
         self._type = parameters["rope_type"]
+        self._neighbours = config.rotary_interleaved
         self._config = PretrainedConfig(
             rope_parameters=dict(parameters),
             head_dim=config.kv_channels,
@@ -48,6 +49,8 @@ class ScaledRotary:
             self._frequencies, _ = self._compute(positions.max() + 1)
         self._frequencies = self._frequencies.to(positions.device)
         halves = positions.T[..., None, None].float() * self._frequencies
+        if self._neighbours:
+            return halves.repeat_interleave(2, dim=-1)
         return torch.cat((halves, halves), dim=-1)
 
 
