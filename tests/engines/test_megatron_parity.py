@@ -28,6 +28,10 @@ PADDED = LAYERS | {"pad_token_id": 7}
 """transformers gives the input embedding of token 7 no gradient."""
 OLMO2 = {"model_type": "olmo2", "tie_word_embeddings": False, "pad_token_id": 7}
 """A norm over the whole width of queries and keys, which tensor parallel splits."""
+GEMMA2 = {"model_type": "gemma2", "head_dim": 32, "sliding_window": 5}
+GEMMA3 = {
+    "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5, "sliding_window_pattern": 2,
+}  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "head_dim": 32}
 GRANITE = {
     "model_type": "granite", "embedding_multiplier": 6.0, "attention_multiplier": 0.5,
@@ -55,6 +59,8 @@ TWO = [
     megatron(tensor=2, family=GRANITE),
     megatron(pipeline=2, family=GRANITE),
     megatron(tensor=2, sequence=False, family=OLMO2),
+    megatron(pipeline=2, recompute="selective", family=GEMMA2),
+    megatron(tensor=2, recompute="full", family=GEMMA3),
     megatron(tensor=2, family=MIXTRAL),
     megatron(expert=2, family=MIXTRAL),
     megatron(expert=2, stage=0, family=MIXTRAL),

@@ -38,8 +38,6 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
     vocabulary: int
     """Tokens without padding."""
-    logit_cap: float | None = None
-    """c in c · tanh(logit / c)."""
 
     def __init__(
         self,
@@ -99,14 +97,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         masks = None if segments is None else document_masks(segments, self.config)
         output: Tensor = super().forward(input_ids, position_ids, masks, labels=labels)
-        if labels is None and self.post_process:
-            output = self._capped(output)
         return output
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        if self.logit_cap is None:
-            return logits
-        return torch.tanh(logits / self.logit_cap) * self.logit_cap
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
@@ -114,7 +105,6 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         Padding tokens, which fill the vocabulary up to a multiple of the tensor-parallel
         degree, get no probability: the loss is that of the model without padding.
         """
-        logits = self._capped(logits)
         share = logits.shape[-1]
         real = self.vocabulary - parallel_state.get_tensor_model_parallel_rank() * share
         if real < share:
@@ -181,11 +171,12 @@ def build_chunks(
             **gpt,
         )
         chunk.vocabulary = model.gpt["vocab_size"]
-        chunk.logit_cap = model.logit_cap
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:
             _divide_logits(chunk.output_layer, model.logits_divisor)
+        if last and model.logit_cap is not None:
+            _cap_logits(chunk.output_layer, model.logit_cap)
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
@@ -209,6 +200,15 @@ def _divide_logits(head: ColumnParallelLinear, divisor: float) -> None:
         return output[0] / divisor, output[1]
 
     head.register_forward_hook(divided)
+
+
+def _cap_logits(head: ColumnParallelLinear, cap: float) -> None:
+    def capped(
+        _: object, __: object, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        return torch.tanh(output[0] / cap) * cap, output[1]
+
+    head.register_forward_hook(capped)
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
