@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -112,21 +113,21 @@ def test_rotary_settings_in_their_new_place() -> None:
 def test_scaled_rotary_settings_are_complete(rope_type: str) -> None:
     """What transformers makes of a config, under its old or its new name."""
     config = config_of("llama", rope_theta=5e5, **scaled(rope_type))
-    theirs = AutoConfig.for_model(**config).rope_parameters
+    theirs = AutoConfig.for_model(**deepcopy(config)).rope_parameters  # it writes into the map
     gpt = megatron_model(config).gpt
     share = theirs.get("partial_rotary_factor", 1.0)
     assert gpt["rope_parameters"] == theirs | {"partial_rotary_factor": share}
     assert (gpt["rotary_base"], gpt["rotary_percent"]) == (5e5, 1.0)
     old = {"rope_scaling": {"type": rope_type, **ROPES[rope_type]}, "rope_parameters": None}
     assert megatron_model({**config, **old}).gpt == gpt
-    saved = AutoConfig.for_model(**config).to_dict()
+    saved = AutoConfig.for_model(**deepcopy(config)).to_dict()
     assert check_config(saved) == [] and megatron_model(saved).gpt == gpt
 
 
 def test_original_length_of_phi3_stands_beside_the_map_and_takes_precedence() -> None:
     rope = {**ROPES["longrope"], "rope_type": "longrope"}
     config = config_of("phi3", original_max_position_embeddings=20, rope_scaling=rope)
-    theirs = AutoConfig.for_model(**config).rope_parameters
+    theirs = AutoConfig.for_model(**deepcopy(config)).rope_parameters
     assert theirs["original_max_position_embeddings"] == 20
     assert megatron_model(config).gpt["rope_parameters"] == theirs
 
