@@ -30,8 +30,11 @@ OLMO2 = {"model_type": "olmo2", "tie_word_embeddings": False, "pad_token_id": 7}
 """A norm over the whole width of queries and keys, which tensor parallel splits."""
 GEMMA2 = {"model_type": "gemma2", "head_dim": 32, "sliding_window": 5}
 GEMMA3 = {
-    "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5, "sliding_window_pattern": 2,
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+}
 QWEN3 = {"model_type": "qwen3", "head_dim": 32}
 GRANITE = {
     "model_type": "granite", "embedding_multiplier": 6.0, "attention_multiplier": 0.5,
