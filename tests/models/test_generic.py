@@ -67,7 +67,7 @@ def test_a_published_model_has_its_published_parameters(model_type: str):
 
 
 def test_attention_is_the_fastest_that_is_exact():
-    assert attention({"model_type": "phi3"}) == "sdpa"
+    assert attention({"model_type": "cohere2"}) == "sdpa"
     assert attention({"model_type": "gpt_oss"}) == "eager"  # sinks
     capped = {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}
     assert attention(capped) == "eager"
@@ -76,11 +76,11 @@ def test_attention_is_the_fastest_that_is_exact():
 @pytest.mark.parametrize(
     ("config", "key", "words"),
     [
-        ({"model_type": "phi3", "hiden_size": 64}, "hiden_size", "hidden_size"),
+        ({"model_type": "cohere2", "hiden_size": 64}, "hiden_size", "hidden_size"),
         ({"model_type": "phi33"}, "model_type", "phi3"),
         ({"model_type": "bert"}, "is_decoder", "add is_decoder: true"),
         ({"model_type": "gemma3"}, "model_type", "vision_config"),
-        ({"model_type": "phi3", "hidden_size": "64"}, "hidden_size", "int"),
+        ({"model_type": "cohere2", "hidden_size": "64"}, "hidden_size", "int"),
     ],
 )
 def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, words: str):
@@ -92,7 +92,7 @@ def test_mistakes_name_the_key_and_the_fix(config: dict[str, Any], key: str, wor
 def test_check_names_file_line_and_suggestion(tmp_path: Path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "name: own\nmodel:\n  config:\n    model_type: phi3\n    hidden_sise: 64\n"
+        "name: own\nmodel:\n  config:\n    model_type: cohere2\n    hidden_sise: 64\n"
         "data:\n  train: {kind: text, files: ['*.py']}\n"
         "training: {steps: 1, sequence_length: 16, global_batch_size: 1}\n"
         "optimizer: {learning_rate: 1.0e-3}\ncluster: {gpus_per_node: 1, gpu: cpu}\n"
@@ -103,8 +103,8 @@ def test_check_names_file_line_and_suggestion(tmp_path: Path, capsys):
 
 
 def test_a_published_config_may_have_keys_that_nothing_reads():
-    config = tiny("phi3") | {"auto_map": {}, "attn_implementation": "x"}
-    assert published(config) == tiny("phi3")
+    config = tiny("cohere2") | {"auto_map": {}, "attn_implementation": "x"}
+    assert published(config) == tiny("cohere2")
     known = {"model_type": "llama", "auto_map": {}}
     assert published(known) == known
 

@@ -149,7 +149,7 @@ def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:
         ("{", "cannot read"),
         ('{"model_type": "brt"}', "model_type"),
         ('{"model_type": "bert"}', "is_decoder"),
-        ('{"model_type": "phi3", "quantization_config": {"bits": 4}}', "quantized"),
+        ('{"model_type": "cohere2", "quantization_config": {"bits": 4}}', "quantized"),
     ):
         config.write_text(bad)
         with pytest.raises(PlanError, match=message):
