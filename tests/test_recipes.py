@@ -39,6 +39,11 @@ PARAMETERS = {
     "smollm3-3b": 3_075_098_624,
     "phi-4": 14_659_507_200,
     "granite-3.0-2b": 2_533_531_648,
+    # Mixtures of many experts; the last two without a layer for multi-token prediction.
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "glm-4.5-air": 106_852_245_504,
+    "deepseek-v3": 671_026_404_352,
 }
 PRETRAINED = set(PARAMETERS) - {"qwen3-1.7b", "qwen3-14b"}
 TOO_LARGE = {"llama-3.1-70b", "qwen3-32b"}
@@ -141,6 +146,8 @@ def test_dmt_plan_says_that_it_fits_its_cluster(
     assert memory is not None
     # Embedding and head are most of a small model's work, and masks of documents cost time.
     least = 0.2 if recipe.training.objective == "pretrain" else 0.15
+    if model_spec(recipe.model.config or {}).experts > 8:
+        least = 0.1  # small matrix products
     assert main(["plan", str(path), "--json", "--top", "1"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["fits"]

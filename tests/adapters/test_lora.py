@@ -28,7 +28,9 @@ from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import AdapterSection, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
-DENSE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]
+DENSE = [
+    name for name, config in FAMILIES.items() if not any("experts" in key for key in config)
+]
 
 
 def lora(config: Any, **fields: Any) -> Lora:

@@ -23,6 +23,7 @@ from tests.engines.cases import (
     zero,
 )
 from tests.engines.parity_worker import Case, reference
+from tests.models.configs import config_of
 
 PADDED = LAYERS | {"pad_token_id": 7}
 """transformers gives the input embedding of token 7 no gradient."""
@@ -67,6 +68,8 @@ TWO = [
     megatron(tensor=2, family=MIXTRAL),
     megatron(expert=2, family=MIXTRAL),
     megatron(expert=2, stage=0, family=MIXTRAL),
+    megatron(tensor=2, family=config_of("deepseek_v3", num_hidden_layers=2)),
+    megatron(expert=2, family=config_of("glm4_moe", num_hidden_layers=2)),
 ]
 FOUR = [
     megatron(tensor=2, pipeline=2, family=PADDED),
@@ -75,6 +78,7 @@ FOUR = [
     megatron(pipeline=2, stage=1),
     megatron(expert=2, pipeline=2, family=MIXTRAL),
     megatron(tensor=2, expert=2, family=MIXTRAL),
+    megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
     *(zero(stage) for stage in (0, 1, 2, 3)),
     zero(3, recompute="full"),
     zero(2, **QWEN3),

@@ -27,6 +27,18 @@ GPT2 = {
 
 MOE = SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+SHARED = MOE | {"shared_expert_intermediate_size": 48}
+
+GROUPED = SMALL | {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+LATENT = {
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "llama tied with biases": SMALL
@@ -55,6 +67,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4": SMALL | {"head_dim": 16, "pad_token_id": 3},
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 5},
+    "deepseek_v3": GROUPED | LATENT | {"first_k_dense_replace": 1},
+    "deepseek_v3 queries at once": GROUPED
+    | LATENT
+    | {"first_k_dense_replace": 0, "q_lora_rank": None},
+    "glm4_moe": GROUPED | {"use_qk_norm": True, "head_dim": 16},
+    "glm4_moe without groups": SMALL
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 3,
+        "attention_bias": True,
+        "partial_rotary_factor": 1.0,
+    },
+    "qwen2_moe": SHARED,
+    "qwen2_moe partly dense": SHARED
+    | {"mlp_only_layers": [0, 2], "qkv_bias": False, "norm_topk_prob": True, "head_dim": 16},
     "qwen3_moe": MOE,
     "qwen3_moe partly dense": MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
 }

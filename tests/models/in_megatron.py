@@ -17,6 +17,9 @@ def save_random_model(config: dict[str, Any], folder: Path) -> None:
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(mean=float(is_norm), std=0.2 if parameter.ndim == 1 else 0.1)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.normal_(std=0.1)
     model.save_pretrained(folder)
 
 

@@ -127,7 +127,9 @@ def run(case: Case) -> dict[str, float]:
     if case.load is None:
         with torch.device("meta"):
             meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.folder))
-        shapes = {name: tuple(p.shape) for name, p in meta.named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in meta.state_dict().items()}
+        for tied in meta.all_tied_weights_keys:
+            del shapes[tied]
         source = SafetensorsWeights(Path(case.folder), shapes, meta.base_model_prefix)
         for shard in shards(chunks, described):
             shard.parameter.data.fill_(float("nan"))  # what is not filled would show

@@ -32,6 +32,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1, "eos_token_id": 2,
     },
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "deepseek_v3": SMALL | {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    "glm4_moe": SMALL | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    },
     "gemma2": SMALL | {"head_dim": 16},
     "gemma3_text": SMALL | {
         "head_dim": 16, "sliding_window": 3, "sliding_window_pattern": 2, "rope_theta": 500,
@@ -40,6 +49,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 3},
     "mixtral": SMALL | {"num_local_experts": 4},
+    "qwen2_moe": SMALL | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_moe": SMALL | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     },

@@ -65,6 +65,9 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "qwen2": {"head_dim"},
     "granite": {"head_dim", "pretraining_tp"},
     "phi3": {"attention_bias", "partial_rotary_factor"},
+    "deepseek_v3": {"head_dim", "qk_head_dim"},
+    "glm4_moe": {"head_dim", "partial_rotary_factor"},
+    "qwen2_moe": {"head_dim"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},
 }
@@ -111,16 +114,24 @@ EXAMPLES = {
 }  # fmt: skip
 
 
+EXAMPLES_OF: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 128, "qk_head_dim": 192}
+}
+BESIDES = {"glm4_moe": {"head_dim": 128}}
+"""Keys without which a family's defaults do not fit together."""
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_known_key_is_accepted_by_transformers_and_by_us(model_type: str) -> None:
     for name, key in FAMILIES[model_type].keys.items():
         if name in ("model_type", "layer_types") or key.kind is UNREAD:
             continue
-        value = deepcopy(EXAMPLES.get(name, key.default))  # gpt_neox's class writes into maps
+        examples = EXAMPLES | EXAMPLES_OF.get(model_type, {})
+        value = deepcopy(examples.get(name, key.default))  # gpt_neox's class writes into maps
         if name == "rope_parameters" and FAMILIES[model_type].rope_bases:
             value = dict.fromkeys(FAMILIES[model_type].rope_bases, value)
         assert value is not None, f"{name} needs an example"
-        config = {"model_type": model_type, name: value}
+        config = {"model_type": model_type, **BESIDES.get(model_type, {}), name: value}
         assert check_config(config) == [], name
         transformers_config(config)
 
@@ -298,6 +309,76 @@ MISTAKES = {
         "num_local_experts (8)",
         "",
         "9",
+    ),
+    "experts under another family's name": (
+        small("glm4_moe", num_key_value_heads=2, num_experts=8),
+        "num_experts",
+        "glm4_moe config",
+        "`n_routed_experts`",
+        "unknown",
+    ),
+    "uneven groups": (
+        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=3),
+        "n_group",
+        "a divisor of n_routed_experts (8)",
+        "",
+        "3",
+    ),
+    "groups of one": (
+        small("glm4_moe", num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_group=8),
+        "n_group",
+        "leaves 2 or more",
+        "",
+        "8",
+    ),
+    "groups to choose": (
+        small(
+            "glm4_moe",
+            num_key_value_heads=2,
+            head_dim=16,
+            n_routed_experts=8,
+            n_group=2,
+            topk_group=3,
+        ),
+        "topk_group",
+        "at most n_group (2)",
+        "",
+        "3",
+    ),
+    "experts of the groups": (
+        small(
+            "glm4_moe",
+            num_key_value_heads=2,
+            head_dim=16,
+            n_routed_experts=16,
+            n_group=4,
+            num_experts_per_tok=8,
+        ),
+        "num_experts_per_tok",
+        "at most the 4 experts",
+        "",
+        "8",
+    ),
+    "groups of latent attention": (
+        small("deepseek_v3", num_key_value_heads=2),
+        "num_key_value_heads",
+        "num_attention_heads (4)",
+        "use 4",
+        "2",
+    ),
+    "odd turned share of latent heads": (
+        small("deepseek_v3", num_key_value_heads=4, qk_rope_head_dim=7),
+        "qk_rope_head_dim",
+        "even",
+        "",
+        "7",
+    ),
+    "head size that latent attention does not read": (
+        small("deepseek_v3", num_key_value_heads=4, head_dim=32),
+        "head_dim",
+        "64, which transformers computes",
+        "remove it",
+        "32",
     ),
     "dense layer": (
         small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[3]),

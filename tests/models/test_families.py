@@ -61,6 +61,22 @@ def test_blocks_partition_every_tensor_of_the_real_model(case: str, degree: int)
 
 
 @pytest.mark.parametrize("case", CONFIGS)
+def test_buffers_are_those_that_the_real_model_saves(case: str) -> None:
+    config = config_of(case)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    saved = {
+        name: (buffer.shape[0],)
+        for name, buffer in model.named_buffers()
+        if name in model.state_dict()
+    }
+    ours = megatron_model(config)
+    found = [one for one in ours.instances(buffers=True) if one.tensor in ours.buffers]
+    whole = [block for one in found for block in blocks_of(one, 0, 1)]
+    assert {block.tensor: block.rows[1:] for block in whole} == saved
+
+
+@pytest.mark.parametrize("case", CONFIGS)
 def test_shards_of_all_ranks_are_equally_large(case: str) -> None:
     """Megatron gives each rank the same shape; only the padded vocabulary's end is shorter."""
     for instance in megatron_model(config_of(case)).instances():
@@ -188,6 +204,9 @@ def test_router_normalises_as_transformers_does() -> None:
     assert not megatron_model(config_of("qwen3_moe", norm_topk_prob=True)).transformer[key]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_plain_configs_are_supported(case: str) -> None:
     assert unsupported(config_of(case)) is None
@@ -208,6 +227,27 @@ def test_plain_configs_are_supported(case: str) -> None:
         ("gpt_neox", {"use_parallel_residual": False}, None),
         ("gpt_neox", {"rope_theta": 5e5}, "rotary_emb_base"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "eps"),
+        ("deepseek_v3", {"attention_bias": True}, "no biases"),
+        ("deepseek_v3", {"rope_interleave": False}, "interleaved pairs"),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, "without experts"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_type linear",
+        ),
+        ("deepseek_v3", {"rope_scaling": YARN}, None),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7}}, "both mscale"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+        ("glm4_moe", {"norm_topk_prob": False}, "normalises the sigmoid scores"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "normalises the sigmoid scores"),
+        (
+            "glm4_moe",
+            {"num_experts_per_tok": 1, "norm_topk_prob": False, "topk_group": 4},
+            None,
+        ),
+        ("glm4_moe", {"num_experts_per_tok": 3}, "by their best two"),
+        ("glm4_moe", {"num_experts_per_tok": 3, "topk_group": 4}, None),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ("mixtral", {"num_experts_per_tok": 1}, "one expert per token"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, None),

@@ -14,6 +14,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "ep2": {"dp": 2, "ep": 2},
 }
+YARN = {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7,
+    "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 1,
+}  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3 rope": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 16384}),
     **{f"llama {rope_type}": ("llama", scaled(rope_type)) for rope_type in ROPES},
@@ -55,6 +59,10 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True, "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
+    ),
+    "deepseek_v3 yarn": ("deepseek_v3", {"rope_scaling": YARN}),
+    "qwen2_moe lower layers slide": (
+        "qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}
     ),
     "qwen3_moe window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
     "qwen3_moe normalised": ("qwen3_moe", {"norm_topk_prob": True}),

@@ -132,6 +132,15 @@ PUBLISHED = {
     ),
     "olmo-3-7b": (shape("olmo3", 4096, 11008, 32, 32, vocab_size=100278), 7_298_011_136),
     "mixtral-8x7b": ({"model_type": "mixtral"}, 46_702_792_704),
+    # "671B", model card; without the 61st layer's multi-token prediction
+    "deepseek-v3": ({"model_type": "deepseek_v3"}, 671_026_404_352),
+    # Its index has 110,468,824,832 elements: also 46 · 128 of biases, and 3,616,573,440 of a
+    # layer for multi-token prediction, which transformers leaves out.
+    "glm-4.5-air": (
+        {"model_type": "glm4_moe", "head_dim": 128, "attention_bias": True},
+        106_852_245_504,
+    ),
+    "qwen1.5-moe-a2.7b": ({"model_type": "qwen2_moe"}, 14_315_784_192),
     "qwen3-30b-a3b": (
         shape("qwen3_moe", 2048, 6144, 48, 32, num_key_value_heads=4, head_dim=128),
         30_532_122_624,
@@ -160,6 +169,15 @@ def small(model_type: str, **more: Any) -> dict:
 
 GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 MOE = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+SHARED = MOE | {"shared_expert_intermediate_size": 20, "num_key_value_heads": 2}
+GROUPED = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 24, "num_key_value_heads": 2, "topk_group": 1,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 6, "num_key_value_heads": 4,
+}  # fmt: skip
 ODD = {
     "llama-biases": small("llama", attention_bias=True, mlp_bias=True),
     "llama-head-dim": small("llama", num_key_value_heads=2, head_dim=10, **TIED),
@@ -189,6 +207,16 @@ ODD = {
     "mixtral-alias": small(
         "mixtral", num_key_value_heads=2, num_experts=3, num_experts_per_tok=1
     ),
+    "deepseek_v3": small("deepseek_v3", first_k_dense_replace=1, **GROUPED | LATENT),
+    "deepseek_v3-dense-queries": small(
+        "deepseek_v3", **GROUPED | LATENT | {"q_lora_rank": None, "head_dim": 8}
+    ),
+    "glm4_moe-biases": small("glm4_moe", attention_bias=True, use_qk_norm=True, **GROUPED),
+    "glm4_moe-dense": small("glm4_moe", first_k_dense_replace=3, **GROUPED),
+    "qwen2_moe-dense-layers": small(
+        "qwen2_moe", mlp_only_layers=[0, 2], qkv_bias=False, head_dim=8, **SHARED, **TIED
+    ),
+    "qwen2_moe-no-experts": small("qwen2_moe", decoder_sparse_step=4, **SHARED),
     "qwen3_moe": small("qwen3_moe", num_key_value_heads=2, **MOE),
     "qwen3_moe-alias": small(
         "qwen3_moe", moe_intermediate_size=24, num_local_experts=6, num_experts_per_tok=2
@@ -207,7 +235,11 @@ def test_odd_shapes_are_counted_exactly(name: str) -> None:
     assert_counts_match(ODD[name])
 
 
-@pytest.mark.parametrize("name", ODD)
+SAID = [name for name in ODD if FAMILIES[ODD[name]["model_type"]].shape is None]
+"""Models whose sizes say all of their parts."""
+
+
+@pytest.mark.parametrize("name", SAID)
 def test_counted_on_its_tensors_a_model_is_what_its_sizes_say(name: str) -> None:
     settings = settings_of(ODD[name])
     said, found = sizes(settings), counted_on_tensors(settings)
@@ -243,6 +275,19 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "num_experts": draw(st.integers(1, 6)),
         "num_experts_per_tok": draw(st.integers(1, 4)),
         "moe_intermediate_size": draw(st.integers(1, 20)),
+        "shared_expert_intermediate_size": draw(st.integers(1, 20)),
+        "qkv_bias": draw(st.booleans()),
+        "n_routed_experts": draw(st.integers(2, 6)),
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_group": draw(st.integers(1, 3)),
+        "topk_group": draw(st.integers(1, 2)),
+        "first_k_dense_replace": draw(st.integers(0, 5)),
+        "use_qk_norm": draw(st.booleans()),
+        "q_lora_rank": draw(st.sampled_from([None, 5])),
+        "kv_lora_rank": draw(st.integers(1, 9)),
+        "qk_nope_head_dim": draw(st.integers(1, 9)),
+        "qk_rope_head_dim": draw(st.sampled_from([2, 4, 5])),
+        "v_head_dim": draw(st.integers(1, 9)),
         "decoder_sparse_step": draw(st.integers(1, 3)),
         "mlp_only_layers": draw(st.lists(st.integers(0, 5), max_size=3)),
         "rotary_pct": draw(st.sampled_from([0.25, 0.5, 1.0, 0.0])),
@@ -252,11 +297,14 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "pad_token_id": draw(st.sampled_from([None, 0, -1, 20])),
     }
     chosen = {
-        key: value for key, value in options.items() if family.name_of(key) in family.keys
+        key: value
+        for key, value in options.items()
+        if family.aliases.get(key, key) in family.keys
     }
     always = {
         "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size",
         "num_attention_heads", "num_key_value_heads", "num_experts", "num_experts_per_tok",
+        "n_routed_experts",
     }  # fmt: skip
     left_out = draw(st.sets(st.sampled_from(sorted(chosen.keys() - always))))
     return {"model_type": model_type} | {
@@ -297,6 +345,9 @@ FLOP_CASES = {
     "phi3": small("phi3", num_key_value_heads=2, pad_token_id=None),
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),
+    "deepseek_v3": small("deepseek_v3", first_k_dense_replace=1, **GROUPED | LATENT),
+    "glm4_moe": small("glm4_moe", **GROUPED),
+    "qwen2_moe": small("qwen2_moe", mlp_only_layers=[1], **SHARED),
     "qwen3_moe": small("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[1], **MOE),
 }
 
@@ -395,6 +446,8 @@ WINDOWS = {
         4096,
         2,
     ),
+    "qwen2_moe-off": ({"model_type": "qwen2_moe"}, None, 0),
+    "qwen2_moe-on": ({"model_type": "qwen2_moe", "use_sliding_window": True}, 4096, 12),
     "qwen3_moe-on": ({"model_type": "qwen3_moe", "use_sliding_window": True}, 4096, 24),
     "gemma3_text-default": ({"model_type": "gemma3_text"}, 4096, 22),
     "gemma3_text-pattern": (

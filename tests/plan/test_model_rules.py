@@ -88,6 +88,14 @@ def test_tensor(
     assert problem.fix.endswith(fix)
 
 
+def test_tensor_divides_the_shared_experts() -> None:
+    shared = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 66}
+    config = LLAMA | {"model_type": "qwen2_moe", "num_experts": 4, **shared}
+    problem = only(job(config, 4, tensor=4))
+    assert "shared experts' intermediate size 66" in problem.allowed
+    assert problem.fix == "set parallel.tensor to 2"
+
+
 def test_every_objection_to_a_degree_is_in_one_problem() -> None:
     problem = only(job(LLAMA | {"intermediate_size": 190}, 8, tensor=8))
     assert "12 attention heads and a divisor of the MLP's" in problem.allowed

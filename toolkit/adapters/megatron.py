@@ -3,7 +3,8 @@
 A fused layer (query, key and value; gate and up) has the A of each of its projections stacked,
 and every row of B is multiplied with the A·x of its own projection alone. Where the base's rows
 are split over the tensor ranks, B's are too and A is whole on each; where its columns are, A's
-are too and B is whole. What travels between ranks is A·x, `rank` values a token.
+are too and B is whole; where every rank holds the base whole, both are. What travels between
+ranks is A·x, `rank` values a token.
 
 Without sequence parallel, the gradient of the whole factor is complete on every rank: what
 comes back to A·x is summed on its way, and a whole B meets the same A·x on each. With sequence
@@ -55,12 +56,13 @@ class LoraBranch(nn.Module):
         weight: Tensor = base.weight  # type: ignore[assignment]
         self.down = nn.Parameter(weight.new_empty(parts * rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_empty(len(rows), rank))
-        if self.column_parallel:
-            split, dim, whole = self.up, 0, self.down
-        else:
-            split, dim, whole = self.down, 1, self.up
-        set_tensor_model_parallel_attributes(split, True, dim, 1)
-        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self.replicated = tensor.split == "none"
+        factors = {"rows": (self.up, 0), "columns": (self.down, 1), "none": (None, 0)}
+        split, dim = factors[tensor.split]
+        if split is not None:
+            set_tensor_model_parallel_attributes(split, True, dim, 1)
+        for whole in (factor for factor in (self.down, self.up) if factor is not split):
+            whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.outputs = len(part_of_rows)
         self.fused = parts > 1 or len(rows) < self.outputs
         """Does a row of `up` meet a part of A·x, or does `up` leave out rows of the output?"""
@@ -73,6 +75,8 @@ class LoraBranch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[positions, batch, in] → [positions, batch, out], each as the base layer has it."""
         hidden = functional.linear(self._dropped(x), self.down)
+        if self.replicated:
+            return functional.linear(hidden, self._matrix()) * self.scaling
         if self.column_parallel:
             spread = gather_from_sequence_parallel_region
             whole = copy_to_tensor_model_parallel_region
@@ -93,7 +97,7 @@ class LoraBranch(nn.Module):
         """`x` after dropout: the same on all tensor ranks where they have the same x."""
         if not (self.dropout and self.training):
             return x
-        same = self.column_parallel and not self.sequence_parallel
+        same = (self.column_parallel or self.replicated) and not self.sequence_parallel
         with nullcontext() if same else get_cuda_rng_tracker().fork():
             return functional.dropout(x, self.dropout)
 

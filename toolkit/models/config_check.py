@@ -102,7 +102,7 @@ def _check_keys(settings: Settings) -> list[Problem]:
     family = settings.family
     largest = {family.name_of(name): most for name, most in LARGEST.items()}
     for name, value in settings.stated.items():
-        own = family.name_of(name)
+        own = family.aliases.get(name, name)
         key = family.keys.get(own)
         if key is None:
             problems.append(_unknown_key(name, family, look_up=len(problems) < _LOOKED_UP))
@@ -119,7 +119,7 @@ def _check_keys(settings: Settings) -> list[Problem]:
 
 
 def _unknown_key(name: object, family: Family, *, look_up: bool) -> Problem:
-    foreign = family.name_of(FOREIGN_NAMES.get(name, "")) if isinstance(name, str) else ""
+    foreign = family.name_of(FOREIGN_NAMES.get(name, name)) if isinstance(name, str) else ""
     fix = f"did you mean `{foreign}`?" if foreign in family.keys else ""
     return Problem(
         _key_text(name),
@@ -129,7 +129,28 @@ def _unknown_key(name: object, family: Family, *, look_up: bool) -> Problem:
     )
 
 
+def _check_latent(settings: Settings) -> Iterable[Problem]:
+    """Of latent attention: a key and value for each head, and what transformers computes."""
+    heads, turned = settings["num_attention_heads"], settings["qk_rope_head_dim"]
+    if turned is None:
+        return
+    if settings["num_key_value_heads"] not in (None, heads):
+        allowed = f"num_attention_heads ({heads}): latent attention has no groups"
+        found = shown(settings["num_key_value_heads"])
+        yield Problem("num_key_value_heads", found, allowed, f"use {heads}")
+    if turned % 2:
+        allowed = "an even size, because rotary positions turn pairs"
+        yield Problem("qk_rope_head_dim", shown(turned), allowed)
+    size = turned + settings["qk_nope_head_dim"]
+    for name, computed in (("head_dim", turned), ("qk_head_dim", size)):
+        if settings[name] not in (None, computed):
+            allowed = f"{computed}, which transformers computes of the other sizes"
+            yield Problem(name, shown(settings[name]), allowed, "remove it")
+
+
 def _check_heads(settings: Settings) -> Iterable[Problem]:
+    if settings["qk_rope_head_dim"] is not None:
+        return  # its head sizes are its own
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     head_dim = settings["head_dim"]
     heads_key = settings.spelling("num_attention_heads")
@@ -207,6 +228,25 @@ def _check_experts(settings: Settings) -> Iterable[Problem]:
     if experts is not None and active > experts:
         allowed = f"at most {settings.spelling('num_experts')} ({experts})"
         yield Problem("num_experts_per_tok", shown(active), allowed)
+
+
+def _check_groups(settings: Settings) -> Iterable[Problem]:
+    """Of experts: a group is ranked by its best two, and a token chooses from the best."""
+    experts, groups, best = (
+        settings[name] for name in ("num_experts", "n_group", "topk_group")
+    )
+    if groups is None or best is None:
+        return
+    if experts % groups or experts // groups < 2:
+        key = settings.spelling("num_experts")
+        allowed = f"a divisor of {key} ({experts}) that leaves 2 or more in a group"
+        yield Problem("n_group", shown(groups), allowed)
+    elif best > groups:
+        yield Problem("topk_group", shown(best), f"at most n_group ({groups})")
+    elif settings["num_experts_per_tok"] > best * experts // groups:
+        allowed = f"at most the {best * experts // groups} experts of topk_group groups"
+        found = shown(settings["num_experts_per_tok"])
+        yield Problem("num_experts_per_tok", found, allowed)
 
 
 def _check_dense_layers(settings: Settings) -> Iterable[Problem]:
@@ -353,6 +393,10 @@ _ROTARY = (
 _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Problem]]], ...] = (
     (("hidden_size", "num_attention_heads", "head_dim"), _check_heads),
     (("num_attention_heads", "num_key_value_heads"), _check_kv_heads),
+    (
+        ("num_attention_heads", "num_key_value_heads", "qk_rope_head_dim", "qk_nope_head_dim"),
+        _check_latent,
+    ),
     ((*_ROTARY, "rotary_pct", "partial_rotary_factor"), _check_rotary_share),
     (
         ("num_hidden_layers", "layer_types", "use_sliding_window", "no_rope_layers"),
@@ -360,6 +404,7 @@ _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Proble
     ),
     (("sliding_window", "use_sliding_window"), _check_sliding_window),
     (("num_experts", "num_experts_per_tok"), _check_experts),
+    (("num_experts", "num_experts_per_tok", "n_group", "topk_group"), _check_groups),
     (("num_hidden_layers", "mlp_only_layers"), _check_dense_layers),
     (("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"), _check_tokens),
     (("max_position_embeddings", "n_ctx"), _check_positions),

@@ -204,8 +204,9 @@ def _forward_flops(model: PreTrainedModel, length: int) -> int:
 class _Tensors(MegatronModel):
     """The tensors of a model that megatron-core does not know: each stands for itself."""
 
-    def instances(self) -> Any:
-        """Every tensor, with the layer and the expert that its name says."""
+    def instances(self, *, buffers: bool = False) -> Any:
+        """Every tensor, with the layer and the expert that its name says; no buffers."""
+        del buffers
         for tensor in self.tensors:
             name = tensor.stacks[0][0].tensor
             layer, expert = _LAYER.search(name), _EXPERT.search(name)

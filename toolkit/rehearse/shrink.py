@@ -30,6 +30,11 @@ _WIDEST_MLP = 4
 """Largest ratio of MLP to hidden size that is kept."""
 
 
+_INNER_SIZES = (
+    "intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Degree:
     """A degree of parallelism: the recipe's own, and what is rehearsed in its place."""
@@ -73,6 +78,7 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
     settings = settings_of(config)
     sizes = {
         **_attention(settings, degrees),
+        **_latent(settings),
         **_experts(settings, degrees),
         "vocab_size": alike(settings["vocab_size"], _PAIR, degrees.tensor, least=VOCABULARY),
     }
@@ -165,10 +171,24 @@ def _with_fewer_factors(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+_LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8, "qk_head_dim": 24,
+}  # fmt: skip
+"""Sizes of latent attention, as different from each other as published ones."""
+
+
+def _latent(settings: Settings) -> dict[str, Any]:
+    """The sizes of latent attention that the model has."""
+    if settings["qk_rope_head_dim"] is None:
+        return {}
+    return {name: size for name, size in _LATENT.items() if settings[name] is not None}
+
+
 def _mlp(settings: Settings, hidden: int, degrees: Degrees) -> dict[str, Any]:
     """Inner sizes, in their ratio to the hidden size where that is not extreme."""
     sizes = {}
-    for name in ("intermediate_size", "n_inner", "moe_intermediate_size"):
+    for name in _INNER_SIZES:
         if (inner := settings[name]) is not None:
             ratio = min(inner / settings["hidden_size"], _WIDEST_MLP)
             sizes[name] = alike(inner, _PAIR, degrees.tensor, least=int(ratio * hidden))

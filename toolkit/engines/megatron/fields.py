@@ -43,12 +43,12 @@ def _installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from toolkit.models.megatron.model import GPTChunk
 
     dataclasses = {
-        "transformer": TransformerConfig,
+        "transformer": MLATransformerConfig,  # it has all fields of TransformerConfig
         "ddp": DistributedDataParallelConfig,
         "optimizer": OptimizerConfig,
     }

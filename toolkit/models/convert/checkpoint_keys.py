@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from toolkit.models.families.base import Instance, MegatronModel
 
 _FUSED_NORMS = (
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
@@ -68,8 +70,7 @@ def _places(
         index, sizes = (layer,), (model.transformer["num_layers"],)
     key = key.replace("{layer}", str(layer))
     for plain, fused in _FUSED_NORMS:
-        # Experts have no single linear layer that could hold the norm before them.
-        if plain in key and not (layer in model.moe_layers and "mlp" in plain):
+        if plain in key and _is_fused(model, layer, plain):
             yield TensorLocation(key.replace(plain, fused), index, sizes)
     if expert is not None:
         one_each = key.replace("local_experts.{expert}", f"experts.{expert}")
@@ -78,3 +79,11 @@ def _places(
         yield TensorLocation(key, (*index, expert), (*sizes, experts))
         key = one_each
     yield TensorLocation(key, index, sizes)
+
+
+def _is_fused(model: MegatronModel, layer: int | None, norm: str) -> bool:
+    """Does a single linear layer follow this norm, which can hold it?"""
+    if "mlp" in norm:
+        return layer not in model.moe_layers
+    latent = "multi_latent_attention" in model.transformer
+    return latent != ("input" in norm)

@@ -64,7 +64,7 @@ class ConvertibleModel:
     def tensors(self) -> dict[str, list[TensorBlock]]:
         """The parts of every checkpoint tensor, in the order of Megatron's tensors."""
         parts: dict[str, list[TensorBlock]] = {}
-        for instance in self.model.instances():
+        for instance in self.model.instances(buffers=True):
             row = 0
             for block in whole_blocks(instance):
                 parts.setdefault(block.tensor, []).append(TensorBlock(instance, row, block))
@@ -73,7 +73,11 @@ class ConvertibleModel:
 
     def parameters(self) -> int:
         """Parameters of the model, tied ones counted once."""
-        return sum(prod(shape_of(parts)) for parts in self.tensors().values())
+        return sum(
+            prod(shape_of(parts))
+            for parts in self.tensors().values()
+            if parts[0].instance.tensor not in self.model.buffers
+        )
 
 
 def whole_blocks(instance: Instance) -> list[Block]:

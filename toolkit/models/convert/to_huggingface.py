@@ -77,7 +77,7 @@ class ToHuggingFace:
         """Where the checkpoint holds each tensor of the model; no weight may be left over."""
         keys = self.reader.tensors
         places: dict[Instance, TensorLocation] = {}
-        for instance in self.source.model.instances():
+        for instance in self.source.model.instances(buffers=True):
             place = found_place(self.source.model, instance, keys)
             if place is None:
                 raise self._misfit(f"it has no {instance.tensor.name}")

@@ -64,7 +64,7 @@ class ToMegatron:
     def write(self, folder: Path, tick: Callable[[int], None]) -> None:
         """Write the checkpoint into an empty folder; `tick` gets the bytes of each piece."""
         with Writer(folder / RELEASE) as writer:
-            for instance in self.source.model.instances():
+            for instance in self.source.model.instances(buffers=True):
                 self._write(writer, instance, tick)
             writer.finish(COMMON)
         kept = folder / KEPT

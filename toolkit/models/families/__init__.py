@@ -11,10 +11,12 @@ from typing import Any
 
 from toolkit.errors import PlanError
 from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
+from toolkit.models.families.deepseek_v3 import DEEPSEEK_V3
 from toolkit.models.families.gemma2 import GEMMA2
 from toolkit.models.families.gemma3_text import GEMMA3_TEXT
 from toolkit.models.families.generic import generic, model_types
 from toolkit.models.families.glm4 import GLM4
+from toolkit.models.families.glm4_moe import GLM4_MOE
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.granite import GRANITE
@@ -25,6 +27,7 @@ from toolkit.models.families.olmo2 import OLMO2
 from toolkit.models.families.olmo3 import OLMO3
 from toolkit.models.families.phi3 import PHI3
 from toolkit.models.families.qwen2 import QWEN2
+from toolkit.models.families.qwen2_moe import QWEN2_MOE
 from toolkit.models.families.qwen3 import QWEN3
 from toolkit.models.families.qwen3_moe import QWEN3_MOE
 from toolkit.models.families.shape import shape
@@ -34,8 +37,8 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        GEMMA2, GEMMA3_TEXT, GLM4, GPT2, GPT_NEOX, GRANITE, LLAMA, MISTRAL, MIXTRAL, OLMO2,
-        OLMO3, PHI3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3,
+        DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GRANITE, LLAMA,
+        MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

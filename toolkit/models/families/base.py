@@ -76,16 +76,25 @@ class MegatronModel:
     """What logits are divided by."""
     padding_token: int | None = None
     """Token whose input embedding gets no gradient; None when all are trained."""
+    buffers: tuple[TensorMap, ...] = ()
+    """What checkpoints hold besides the tensors, and no gradient trains."""
 
-    def instances(self) -> Iterator["Instance"]:
-        """Every tensor of the model, layer by layer and expert by expert."""
-        for tensor in self.tensors:
-            experts: list[int | None] = [None]
-            if "{expert}" in tensor.name:
-                experts = list(range(self.transformer["num_moe_experts"]))
+    def instances(self, *, buffers: bool = False) -> Iterator["Instance"]:
+        """Every tensor of the model, layer by layer and expert by expert, and where asked
+        every buffer."""
+        for tensor in (*self.tensors, *(self.buffers if buffers else ())):
             for layer in self._layers_of(tensor):
-                for expert in experts:
+                for expert in self._experts_of(tensor):
                     yield Instance(tensor, layer, expert)
+
+    def copies(self, tensor: TensorMap) -> int:
+        """How many tensors of the model a map stands for."""
+        return len(self._layers_of(tensor)) * len(self._experts_of(tensor))
+
+    def _experts_of(self, tensor: TensorMap) -> list[int | None]:
+        if "{expert}" not in tensor.name:
+            return [None]
+        return list(range(self.transformer["num_moe_experts"]))
 
     def _layers_of(self, tensor: TensorMap) -> list[int | None]:
         if "{layer}" not in tensor.name:
@@ -127,6 +136,9 @@ class Family:
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings that transformers accepts, and the key each one stands for."""
+    standard: Mapping[str, str] = field(default_factory=dict)
+    """Standard keys that only this family spells differently: transformers knows its own
+    spelling alone."""
     strict_heads: bool = False
     """transformers refuses hidden_size % heads != 0 even where head_dim is given."""
     attention: Callable[[Settings], Attention] = lambda _: "sdpa"
@@ -166,7 +178,7 @@ class Family:
 
     def name_of(self, key: str) -> str:
         """This family's own spelling of a standard key (`hidden_size` → `n_embd`)."""
-        return self.aliases.get(key, key)
+        return self.aliases.get(key) or self.standard.get(key, key)
 
     def spellings_of(self, own: str) -> list[str]:
         """The other spellings of this family's key `own`."""

@@ -13,9 +13,10 @@ def shape(settings: Settings) -> ModelSpec:
     return (settings.family.shape or sizes)(settings)
 
 
-def counted(settings: Settings) -> ModelSpec:
-    """The same for a family with parts that its sizes do not say: counted on its tensors."""
-    spec = sizes(settings)
+def counted(settings: Settings, spec: ModelSpec | None = None) -> ModelSpec:
+    """The same for a family with parts that its sizes (`spec`) do not say: counted on its
+    tensors."""
+    spec = spec or sizes(settings)
     return replace(spec, counted=_count(spec, settings.family.model(spec, settings)))
 
 
@@ -23,10 +24,11 @@ def _count(spec: ModelSpec, model: MegatronModel) -> Counted:
     """Parameters by part, and 2 FLOPs per weight that a token is multiplied with."""
     sizes: Counter[str] = Counter()
     weights: Counter[str] = Counter()  # without vectors, which multiply nothing
-    for tensor in (instance.tensor for instance in model.instances()):
+    for tensor in model.tensors:
         part = next(part for word, part in _PARTS.items() if word in tensor.name)
-        sizes[part] += tensor.rows * (tensor.columns or 1)
-        weights[part] += tensor.rows * (tensor.columns or 0)
+        rows = tensor.rows * model.copies(tensor)
+        sizes[part] += rows * (tensor.columns or 1)
+        weights[part] += rows * (tensor.columns or 0)
     idle = spec.experts - spec.experts_per_token
     unused = sizes["experts"] * idle // max(spec.experts, 1)
     used = sum(weights[part] for part in ("attention", "mlp", "router"))
@@ -77,7 +79,7 @@ def sizes(settings: Settings) -> ModelSpec:
         moe_layers=moe_layers,
         gated_mlp=family.gated_mlp,
         learned_positions=not family.rotary,
-        qkv_bias=family.qkv_bias or bias,
+        qkv_bias=family.qkv_bias or bias or bool(settings["qkv_bias"]),
         attention_output_bias=family.attention_output_bias or bias,
         mlp_bias=family.mlp_bias or bool(settings["mlp_bias"]),
         query_key_norm=family.query_key_norm,

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from toolkit.models.families import MegatronModel
+from toolkit.models.megatron.latent_attention import latent_attention
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd
 
 
@@ -204,17 +205,13 @@ def chunk_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
-def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
-    before = IdentityOp if model.norms == "after" else Norm
-    add = get_bias_dropout_add
-    if model.residual_scale != 1:
-        add = scaled_add(model.residual_scale)
-    if model.norms != "before":
-        add = ModuleSpec(module=NormThenAdd, params={"config": config})
+def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
     core: Any = CausalAttention
     if model.score_cap is not None:
         core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
-    attention = ModuleSpec(
+    if config.multi_latent_attention:
+        return latent_attention(core, Norm)
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -225,16 +222,28 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             k_layernorm=_head_norm(model, config, config.num_query_groups),
         ),
     )
+
+
+def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
+    before = IdentityOp if model.norms == "after" else Norm
+    add = get_bias_dropout_add
+    if model.residual_scale != 1:
+        add = scaled_add(model.residual_scale)
+    if model.norms != "before":
+        add = ModuleSpec(module=NormThenAdd, params={"config": config})
+    norms = _NORM_KEYS_OF_EXPERTS if experts else _NORM_KEYS
+    if config.multi_latent_attention:
+        norms = _NORM_KEYS_OF_LATENTS | {k: v for k, v in norms.items() if "mlp" in k}
     return ModuleSpec(
         module=ParallelResidualLayer if model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=attention,
+            self_attention=_attention(model, config),
             self_attn_bda=add,
             pre_mlp_layernorm=before,
             mlp=_experts(config) if experts else _dense_mlp(),
             mlp_bda=add,
-            sharded_state_dict_keys_map=_NORM_KEYS if not experts else _NORM_KEYS_OF_EXPERTS,
+            sharded_state_dict_keys_map=norms,
         ),
     )
 
@@ -248,6 +257,10 @@ def _head_norm(model: MegatronModel, config: TransformerConfig, heads: int | Non
 
 _NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _NORM_KEYS = _NORM_KEYS_OF_EXPERTS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_NORM_KEYS_OF_LATENTS = {
+    f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_"
+    for part in ("q", "kv")
+}
 """Names in distributed checkpoints: those of Transformer Engine's layers, which hold the norm
 inside the linear layer that follows it, so that either kind of layer reads the other's."""
 

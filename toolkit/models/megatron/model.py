@@ -9,7 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,7 +65,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             )
             for layer in self.decoder.layers:
                 choose_rotation(layer.self_attention, self._windowed.attention_factor)
-        if self.position_embedding_type == "rope":
+        if self.position_embedding_type == "rope" and not self.config.multi_latent_attention:
             self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
 
     def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
@@ -79,6 +82,13 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if self._windowed is not None:
             return torch.stack([angles, self._windowed.angles(positions)])
         return angles
+
+    def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+        """Where other models hand their layers angles, latent attention gets positions."""
+        embedded, angles, *others = super()._preprocess(*arguments, **options)
+        if self.config.multi_latent_attention and self._positions is not None:
+            angles = self._positions.T
+        return (embedded, angles, *others)
 
     def forward(
         self,
@@ -245,7 +255,8 @@ def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
         objects[name] = getattr(torch, objects[name])
     if "window_size" in objects:
         objects["window_size"] = tuple(objects["window_size"])
-    return TransformerConfig(**objects)
+    kind = MLATransformerConfig if objects.get("multi_latent_attention") else TransformerConfig
+    return kind(**objects)
 
 
 def log_probs(losses: Tensor, batch: MicroBatch) -> Tensor:

@@ -14,7 +14,7 @@ from toolkit.adapters import lora
 from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
 from toolkit.models import frozen
-from toolkit.models.families import unsupported
+from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
@@ -61,6 +61,11 @@ class PlanRequest:
     def spec(self) -> ModelSpec:
         """The model's shape, with what is frozen of it and with its adapters."""
         return lora.spec_of(self.config, self.freeze, self.adapter)
+
+    @cached_property
+    def mapped(self) -> MegatronModel:
+        """The model in megatron-core's words, its map also where it is inexpressible."""
+        return mapped(self.config)
 
     @cached_property
     def inexpressible(self) -> str | None:
@@ -178,6 +183,9 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
         return found
     if parallel.expert == 1 and spec.expert_intermediate % tp:  # the same, expert by expert
         found.append(f"a divisor of the experts' intermediate size {spec.expert_intermediate}")
+    shared = job.mapped.transformer.get("moe_shared_expert_intermediate_size", 0)
+    if shared % tp:  # shared_experts.py: linear_fc1
+        found.append(f"a divisor of the shared experts' intermediate size {shared}")
     if parallel.sequence == "auto" and job.training.sequence_length % tp:  # moe_layer.py
         length = job.training.sequence_length
         found.append(
