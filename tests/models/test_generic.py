@@ -69,7 +69,7 @@ def test_a_published_model_has_its_published_parameters(model_type: str):
 def test_attention_is_the_fastest_that_is_exact():
     assert attention({"model_type": "cohere2"}) == "sdpa"
     assert attention({"model_type": "gpt_oss"}) == "eager"  # sinks
-    capped = {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}
+    capped = {"model_type": "vaultgemma", "attn_logit_softcapping": 50.0}
     assert attention(capped) == "eager"
 
 

@@ -85,7 +85,7 @@ def _spec(
         hidden=hidden,
         heads=heads,
         kv_heads=sizes["kv_heads"] or heads,
-        head_dim=_size(stated, "head_dim") or max(1, hidden // heads),
+        head_dim=_size(stated, "qk_head_dim", "head_dim") or max(1, hidden // heads),
         intermediate=sizes["intermediate"] or 4 * hidden,
         vocab=vocab,
         max_positions=sizes["max_positions"] or _UNBOUNDED,
