@@ -201,7 +201,12 @@ def _experts(settings: Settings, degrees: Degrees) -> dict[str, Any]:
         return {}
     active = min(settings["num_experts_per_tok"], _ACTIVE_EXPERTS)
     experts = alike(settings["num_experts"], 2 * _ACTIVE_EXPERTS, degrees.expert)
-    return {"num_experts": experts, "num_experts_per_tok": active}
+    sizes = {"num_experts": experts, "num_experts_per_tok": active}
+    groups = settings["n_group"]
+    if groups is not None and groups > 1:
+        # Of two or more experts each; a token chooses among all of them as before, or not.
+        sizes |= {"n_group": 2, "topk_group": 2 if settings["topk_group"] == groups else 1}
+    return sizes
 
 
 def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
@@ -218,6 +223,9 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
     if settings["mlp_only_layers"] is not None:
         dense = settings["mlp_only_layers"]
         lists["mlp_only_layers"] = [i for i, index in enumerate(kept) if index in dense]
+    if settings["first_k_dense_replace"] is not None:
+        dense_layers = settings["first_k_dense_replace"]
+        lists["first_k_dense_replace"] = sum(index < dense_layers for index in kept)
     if settings["max_window_layers"] is not None:
         full = settings["max_window_layers"]
         lists["max_window_layers"] = sum(index < full for index in kept)
