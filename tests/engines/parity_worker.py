@@ -79,6 +79,8 @@ class Case:
     """Patterns of the parameters that do not train."""
     adapter: dict[str, Any] | None = None
     """The recipe's `adapter`."""
+    balance: dict[str, Any] | None = None
+    """The recipe's `model.balance`."""
 
     @property
     def name(self) -> str:
@@ -87,6 +89,7 @@ class Case:
         parts += [f"{key}{value}" for key, value in self.family.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
+        parts += [f"balance {self.balance['kind']}"] if self.balance else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -106,6 +109,7 @@ def recipe(case: Case, world: int) -> Recipe:
             "model": {
                 "config": config_of(case),
                 "freeze": case.freeze,
+                "balance": case.balance,
             },
             "adapter": case.adapter,
             "data": {

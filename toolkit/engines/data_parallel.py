@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toolkit.batch import MicroBatch
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
+from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, to_device
 from toolkit.engines.setup import EngineSetup
@@ -26,6 +27,7 @@ class DataParallelEngine:
     replica: nn.Module
     """What a forward pass goes through: the model, or a wrapper around it."""
     optimizer: torch.optim.AdamW
+    balance: Balance
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
@@ -59,14 +61,19 @@ class DataParallelEngine:
         """See `Engine.train_step`."""
         objective = self.setup.objective
         sums = torch.zeros(1 + len(objective.metrics), dtype=torch.float64, device=self.device)
+        self.balance.begin_step(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.accumulating(last=last):
                 batch = to_device(micro_batch, self.device)
-                loss, parts = totals.terms(objective, self.log_probs(batch), batch)
+                with self.balance.observing(batch):
+                    log_probs = self.log_probs(batch)
+                loss, parts = totals.terms(objective, log_probs, batch)
+                self.balance.follow(loss, count)
                 sums += parts / count
                 if last:
                     joint_sums = RunningSum(sums)
+                    self.balance.sum_up()
                 # Gradients are averaged over ranks; the loss is a sum over them.
                 torch.autograd.backward(self.scaler.scale(loss / count * self.world))
         self.scaler.unscale_(self.optimizer)
@@ -79,7 +86,8 @@ class DataParallelEngine:
         keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
         self.scaler.update(self.scaler.get_scale() if keep_scale else None)
         self.optimizer.zero_grad()
-        return StepResult(mean_loss, norm, skipped, totals.named(objective, metrics))
+        named = totals.named(objective, metrics) | self.balance.metrics()
+        return StepResult(mean_loss, norm, skipped, named)
 
     def _update(self, learning_rate: float, norm: float) -> None:
         """Clip gradients of this norm, and step."""

@@ -8,12 +8,14 @@ from toolkit.adapters.lora import Lora, lora_of
 from toolkit.backend import BACKENDS, ModelName
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
+from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
+from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.planner import Plan
-from toolkit.recipe.schema import OptimizerSection, Recipe
+from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,6 +49,8 @@ class EngineSetup:
     """The data isolates the documents of a row by segments."""
     lora: Lora | None = None
     """The model's adapters, whose base is `frozen`."""
+    balance: BalanceSection | None = None
+    """The recipe's `model.balance`."""
 
     @classmethod
     def of(
@@ -62,8 +66,8 @@ class EngineSetup:
 
         `model_config` is given the attention implementation of the plan.
         `weights` are those of the adapters, too. Raises PlanError when the loaded
-        `model_config` is not what was planned, RecipeError where `model.freeze` or
-        `adapter.targets` does not suit the model.
+        `model_config` is not what was planned, RecipeError where `model.freeze`,
+        `model.balance` or `adapter.targets` does not suit the model.
         """
         from toolkit.models.weights import checkpoint_names
 
@@ -77,6 +81,8 @@ class EngineSetup:
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
             megatron = lora.adapted(megatron) if lora else megatron
+        if wrong := [*balance_problems(recipe.model.balance, model_config.to_dict())]:
+            raise RecipeError(wrong)
         model_config._attn_implementation = plan.attention
         return cls(
             model_config=model_config,
@@ -94,6 +100,7 @@ class EngineSetup:
             frozen=frozen,
             isolates=recipe.data.isolates,
             lora=lora,
+            balance=recipe.model.balance,
         )
 
 

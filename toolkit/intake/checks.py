@@ -16,6 +16,7 @@ from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import rope_of
+from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
@@ -147,15 +148,30 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _router_loss(recipe: Recipe) -> Iterator[Problem]:
-    """transformers adds the router's balancing loss; no engine trains it, since its value
-    depends on how a batch is split."""
+    """The loss that transformers itself adds depends on how a batch is split."""
     if (recipe.model.config or {}).get("output_router_logits"):
         yield Problem(
             "model.config.output_router_logits",
             "true",
-            "false: the router's balancing loss is not trained",
-            "remove output_router_logits from model.config",
+            "false: transformers' balancing loss depends on the micro batches",
+            "remove it and set model.balance: {kind: sequence_loss, coefficient: 0.001}",
         )
+
+
+def _balance(recipe: Recipe) -> Iterator[Problem]:
+    """A coefficient and a kind that go together, and experts that can be balanced."""
+    balance, config = recipe.model.balance, recipe.model.config
+    if balance is None:
+        return
+    if (balance.kind == "sequence_loss") != (balance.coefficient > 0):
+        found = f"{balance.coefficient} with `kind: {balance.kind}`"
+        allowed = "more than 0 with `kind: sequence_loss`, 0 with `kind: none`"
+        fix = "set model.balance.kind to sequence_loss, or remove it"
+        if balance.kind == "sequence_loss":
+            fix = "set model.balance.coefficient to 0.001, or model.balance.kind to none"
+        yield Problem("model.balance.coefficient", found, allowed, fix)
+    if config is not None and not check_config(config):
+        yield from balance_problems(balance, config)
 
 
 def _positions(recipe: Recipe) -> Iterator[Problem]:
@@ -382,6 +398,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
+    Rule(("model.config", "model.balance"), _balance),
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("model.config", "training.sequence_length", "data"), _isolated_lengths),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),

@@ -97,8 +97,9 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
         raise PlanError(
-            "model.config.output_router_logits: the router's auxiliary loss is not trained",
-            fix="remove output_router_logits from model.config",
+            "model.config.output_router_logits: transformers' balancing loss depends on the "
+            "micro batches, and is not trained",
+            fix="remove it and set model.balance: {kind: sequence_loss, coefficient: 0.001}",
         )
     if not torch.cuda.is_available():
         # The grouped matrix products that are the default need 16-byte strides on CPUs.

@@ -143,6 +143,20 @@ class Section(BaseModel):
     )
 
 
+class BalanceSection(Section):
+    """How evenly the experts of a mixture-of-experts model are used (docs/balance.md). Its
+    presence adds the experts' load to the metrics."""
+
+    kind: Literal["none", "sequence_loss"] = "none"
+    """`sequence_loss`: a loss per layer and sequence that grows with uneven use, DeepSeek-V3's
+    (arXiv:2412.19437, equations 17 to 20)."""
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of that loss; greater than 0 with `sequence_loss`."""
+    z_loss: NonNegativeFloat = 0.0
+    """With any kind: weight of the squared logarithm of the sum of a router's exponentiated
+    logits, per layer and token (ST-MoE, arXiv:2202.08906, equation 5)."""
+
+
 class ModelSection(Section):
     """Which model, and where its weights come from."""
 
@@ -165,6 +179,8 @@ class ModelSection(Section):
     """Parameters that do not train: patterns of the names that they have in a Hugging Face
     checkpoint, e.g. `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and
     no optimizer states."""
+    balance: BalanceSection | None = None
+    """How experts are kept in use; null: not at all, and no metrics of it."""
 
 
 class TextSource(Section):

@@ -15,6 +15,7 @@ from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, parameter_blocks
 from toolkit.engines import optimizer as adam
+from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.setup import EngineSetup
@@ -36,6 +37,7 @@ class DdpEngine(DataParallelEngine):
             hf.enable_recompute(self.model)
         self.model.train()
         self.parameters = list(self.model.parameters())
+        self.balance = Balance.of_transformers(setup, self.model)
         self.replica = self.model
         if self.world > 1:
             device_ids = [self.device] if self.device.type == "cuda" else None

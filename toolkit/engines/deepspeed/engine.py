@@ -80,14 +80,20 @@ class DeepSpeedEngine:
         norm: float | None = None
         self.model.seed_dropout()
         loss_scale = self._loss_scale_of_norm()
+        balance = self.model.balance
+        balance.begin_step(micro_batches)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             batch = to_device(micro_batch, self.device)
-            loss, parts = totals.terms(self.objective, self._log_probs(batch), batch)
+            with balance.observing(batch):
+                log_probs = self._log_probs(batch)
+            loss, parts = totals.terms(self.objective, log_probs, batch)
+            balance.follow(loss, count)
             sums += parts / count
             if last:
                 mine = sums.clone()
                 joint_sums = RunningSum(sums, self.model.data_group)
+                balance.sum_up()
                 self.veto.judge(mine, joint_sums.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over data-parallel ranks; the loss is a sum.
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
@@ -102,7 +108,8 @@ class DeepSpeedEngine:
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
             skipped = NON_FINITE_GRADIENTS
-        return StepResult(mean_loss, norm, skipped, totals.named(self.objective, metrics))
+        named = totals.named(self.objective, metrics) | balance.metrics()
+        return StepResult(mean_loss, norm, skipped, named)
 
     def _plain_norm(self) -> float:
         """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""

@@ -23,6 +23,7 @@ from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
 from toolkit.engines import distributed
+from toolkit.engines.balance import Balance
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
@@ -54,6 +55,7 @@ class TrainedModel(Protocol):
     """DeepSpeed's view of the model-parallel groups; None without them."""
     data_group: dist.ProcessGroup | None
     """Ranks that hold the same parameters and different samples; None for all."""
+    balance: Balance
 
     def seed_dropout(self) -> None:
         """Let the random streams of the coming step follow from torch's seed."""
@@ -99,6 +101,7 @@ class TransformersModel:
         if setup.layout.recompute == "full":
             hf.enable_recompute(model)
         self.module = model
+        self.balance = Balance.of_transformers(setup, model)
 
     def seed_dropout(self) -> None:
         """See `TrainedModel.seed_dropout`; torch's own stream is the only one."""
@@ -146,6 +149,7 @@ class MegatronShard:
         rendered = render_model(self.model, setup.layout, setup.precision)
         self.chunks = model.build_chunks(self.model, **rendered)
         self.module = self.chunks[0]
+        self.balance = Balance(setup)  # of nothing: with experts the engine is another
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from toolkit.adapters.huggingface import inject
 from toolkit.checkpoint.shards import StateShard, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
+from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.setup import EngineSetup
@@ -42,6 +43,7 @@ class FsdpEngine(DataParallelEngine):
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
+        self.balance = Balance.of_transformers(setup, self.model)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then its layers."""
         self.model.to_empty(device=torch.device("cpu") if offloads else self.device)

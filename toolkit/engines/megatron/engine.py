@@ -7,7 +7,7 @@ once they are reduced.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
+from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
@@ -65,6 +66,7 @@ class MegatronEngine:
         self.model = setup.megatron
         config = setup.engine_config
         self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
+        self.balance = Balance.of_megatron(setup, self.chunks)
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
@@ -128,6 +130,9 @@ class MegatronEngine:
             replica.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._count = count
+        self.balance.begin_step(micro_batches)
+        # Gradients are divided by the count when they are reduced.
+        self.balance.scale_by(self.optimizer.scale_loss(self.balance.scale.new_tensor(count)))
         found, gradient_sum = self._run(micro_batches, forward_only=False)
         skipped = refusal(count, found.loss, max_loss, gradient_sum)
         grad_norm = math.inf
@@ -138,7 +143,8 @@ class MegatronEngine:
                 grad_norm = float(norm)
             else:
                 skipped = NON_FINITE_GRADIENTS
-        return StepResult(found.loss, grad_norm, skipped, found.metrics)
+        named = {**found.metrics, **self.balance.metrics()}
+        return StepResult(found.loss, grad_norm, skipped, named)
 
     def _finalize_gradients(
         self, chunks: list[DistributedDataParallel], _: object, **groups: Any
@@ -203,6 +209,7 @@ class MegatronEngine:
             total[:-1] += torch.stack(sums).sum(dim=0)
         if not forward_only:
             total[-1] = self._gradient_sum()
+            self.balance.sum_up()
         dist.all_reduce(total)
         *found, gradient_sum = total.tolist()
         return totals.eval_result(objective, found), gradient_sum
@@ -229,7 +236,14 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """One micro batch through one chunk: its output, and what makes a loss of the last."""
         batch = next(batches)
-        output = chunk(batch.input_ids, batch.positions, batch.segments, labels=batch.labels)
+        with self.balance.observing(batch) if chunk.training else nullcontext():
+            output = chunk(
+                batch.input_ids,
+                batch.positions,
+                batch.segments,
+                labels=batch.labels,
+                real=self.balance.real,
+            )
         return output, partial(terms, batch)
 
     def _sequences(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,8 +96,10 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         position_ids: Tensor | None,
         segments: Tensor | None,
         labels: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """`position_ids` None: 0, 1, 2, … in every row. `segments` as in `MicroBatch`.
+        """`position_ids` None: 0, 1, 2, … in every row. `segments` as in `MicroBatch`. `real`:
+        bool [batch, sequence], which tokens are no padding; None: the routers are not seen.
 
         The cross entropy [batch, sequence] on the last stage, hidden states on others.
         """
@@ -106,8 +108,21 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             length = input_ids.shape[1]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         masks = None if segments is None else document_masks(segments, self.config)
-        output: Tensor = super().forward(input_ids, position_ids, masks, labels=labels)
+        output: Tensor = super().forward(
+            input_ids, position_ids, masks, labels=labels, padding_mask=self._padding(real)
+        )
         return output
+
+    def _padding(self, real: Tensor | None) -> Tensor | None:
+        """megatron-core's mask of padding: under sequence parallel its first stage takes this
+        rank's positions of it, and later ones must be given these."""
+        if real is None:
+            return None
+        if self.config.sequence_parallel and not self.pre_process:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            return ~real.chunk(ranks, dim=1)[rank]
+        return ~real
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.

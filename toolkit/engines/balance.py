@@ -1,0 +1,180 @@
+"""The balance of experts (`model.balance`), with one definition in every layout.
+
+Each layer adds to the loss, per sequence of T tokens and N experts of which k work on a token,
+
+    coefficient · Σ_i f_i P_i   with f_i = N/(k T) · (tokens that chose i), P_i = 1/T · Σ_t s_it
+
+(DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; s are the scores of a token, which sum to 1)
+and z_loss · 1/T · Σ_t (log Σ_i exp logit_it)² (ST-MoE, arXiv:2202.08906, equation 5). Both are
+means over the sequences of the global batch, so neither ranks nor micro batches change them.
+The tokens are those up to the last trained label of a row; what follows is padding.
+
+The terms are not part of an engine's loss, which may be on another pipeline stage. Their
+gradients join where a router's weights have theirs, in the proportion in which the loss itself
+was scaled.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.batch import MicroBatch
+from toolkit.engines.distributed import RunningSum
+from toolkit.engines.setup import EngineSetup
+from toolkit.models import routers
+from toolkit.models.families import model_spec
+from toolkit.models.routers import Routing
+
+
+class Balance:
+    """What the routers of one rank's model did in a step, and the gradients that follow.
+
+    Without `model.balance` it sees nothing and adds nothing.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.settings = setup.balance
+        self.copies = setup.layout.dp
+        self.device = setup.ranks.device
+        self.group: dist.ProcessGroup | None = None
+        """Ranks that hold other tokens of the same rows; None: this rank holds whole rows."""
+        self.layers = 0
+        self.experts = 0
+        if self.settings is not None:
+            config = setup.model_config.to_dict()
+            self.score = routers.SCORES[config["model_type"]]
+            self.experts = model_spec(config).experts
+        self.scale = torch.zeros((), device=self.device)
+        """Derivative of what the backward pass starts from by the loss of the global batch."""
+        self._rows = 0
+        self.real: Tensor | None = None
+        """`Routing.real` of the micro batch that is computed; None: routers are not seen."""
+        self._records = False
+
+    @classmethod
+    def of_transformers(cls, setup: EngineSetup, model: nn.Module) -> "Balance":
+        """That of a transformers model, before an engine wraps it."""
+        balance = cls(setup)
+        if balance.settings is not None:
+            balance.layers = routers.watch(model, lambda: balance.real, balance._observe)
+        return balance
+
+    @classmethod
+    def of_megatron(cls, setup: EngineSetup, chunks: Sequence[nn.Module]) -> "Balance":
+        """That of the chunks of a GPTModel."""
+        from megatron.core import parallel_state
+
+        from toolkit.models.megatron.routers import watch
+
+        balance = cls(setup)
+        if balance.settings is not None:
+            assert setup.megatron is not None
+            balance.layers = len(setup.megatron.moe_layers)
+            if setup.layout.sequence_parallel:
+                balance.group = parallel_state.get_tensor_model_parallel_group()
+            watch(chunks, setup.megatron, balance._observe)
+        return balance
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Count from 0. Every data-parallel rank has as many rows."""
+        self._rows = self.copies * sum(len(batch.input_ids) for batch in micro_batches)
+        size = self.layers * self.experts
+        self._sums = torch.zeros(size + 4, dtype=torch.float64, device=self.device)
+        self._counts = self._sums[:size].view(self.layers, self.experts)
+        """Tokens by layer and expert; behind them all tokens, entropies, and both terms."""
+
+    @contextmanager
+    def observing(self, batch: MicroBatch) -> Iterator[None]:
+        """In which the forward pass of a micro batch runs.
+
+        A layer that the backward pass recomputes gets its gradient, but is not counted again.
+        """
+        if self.settings is not None:
+            left = batch.trained.flip(1).int().cumsum(1).flip(1)
+            self.real = left > 0
+        self._records = True
+        yield
+        self._records = False
+
+    def follow(self, loss: Tensor, count: float) -> None:
+        """Scale the gradients as the backward pass scales that of a micro batch's `loss`."""
+        if self.settings is not None:
+            loss.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self.scale_by(gradient * count)
+            )
+
+    def scale_by(self, scale: Tensor) -> None:
+        """Let the gradients that come be `scale` times those of what the metrics show."""
+        self.scale.copy_(scale.squeeze())
+
+    def _observe(self, layer: int, routing: Routing) -> Tensor:
+        """See `routers.Observer`."""
+        assert self.settings is not None
+        logits, real = routing.logits.float(), routing.real
+        chosen = (routing.chosen & real[..., None]).sum(1, dtype=torch.float32)
+        tokens = real.sum(1, dtype=torch.float32)
+        whole = torch.cat([chosen, tokens[:, None]], dim=1)
+        if self.group is not None:
+            dist.all_reduce(whole, group=self.group)
+        counts, length = whole[:, :-1], whole[:, -1:].clamp(min=1)
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True) * real[..., None]
+        frequency = self.experts * counts / counts.sum(1, keepdim=True).clamp(min=1)
+        share = scores.sum(1) / length
+        even = self.settings.coefficient * (frequency * share).sum() / self._rows
+        squares = logits.logsumexp(-1).square() * real / length
+        small = self.settings.z_loss * squares.sum() / self._rows
+        if self._records:
+            self._record(layer, chosen, tokens, scores, even, small)
+        weights: Tensor = _Joined.apply(routing.weights, even + small, self.scale)  # type: ignore[no-untyped-call]
+        return weights
+
+    @torch.no_grad()
+    def _record(
+        self, layer: int, chosen: Tensor, tokens: Tensor, scores: Tensor, *terms: Tensor
+    ) -> None:
+        """Count [rows, experts] choices, [rows] tokens and what is logged of their `scores`."""
+        self._counts[layer] += chosen.sum(0)
+        entropy = -torch.xlogy(scores, scores).sum()
+        self._sums[-4:] += torch.stack([tokens.sum(), entropy, *terms])
+
+    def sum_up(self) -> None:
+        """Begin to sum over all ranks, after the last forward pass. Collective."""
+        if self.settings is not None:
+            self._joint = RunningSum(self._sums)
+
+    def metrics(self) -> dict[str, float]:
+        """End the step: what is logged of the global batch."""
+        self.real = None
+        if self.settings is None:
+            return {}
+        self._joint.result()
+        tokens, entropy, even, small = self._sums[-4:].tolist()
+        load = self._counts / self._counts.mean(1, keepdim=True)
+        return {
+            "balance_loss": even,
+            "router_z_loss": small,
+            "busiest_expert": float(load.max()),
+            "router_entropy": entropy / tokens if tokens else math.nan,
+            "dropped_tokens": 0.0,
+        }
+
+
+class _Joined(torch.autograd.Function):
+    """A router's weights as they are; in the backward pass a term of the loss joins."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, term: Tensor, scale: Tensor) -> Tensor:
+        """`scale` is read when the backward pass comes here."""
+        ctx.scale, ctx.dtype = scale, term.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The weights' gradient goes through."""
+        return gradient, ctx.scale.to(ctx.dtype), None

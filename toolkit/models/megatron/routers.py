@@ -1,0 +1,44 @@
+"""Where the choices of megatron-core's routers are seen."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from toolkit.models.families import MegatronModel
+from toolkit.models.routers import Observer, Routing
+
+
+def watch(chunks: Sequence[nn.Module], model: MegatronModel, observer: Observer) -> None:
+    """Show `observer` what the routers of this rank's chunks do with batches whose padding is
+    stated (`GPTChunk.forward`).
+
+    Under sequence parallel this rank holds a part of the tokens of each row.
+    """
+    layers = sorted(model.moe_layers)
+    for chunk in chunks:
+        for router in (part for part in chunk.modules() if isinstance(part, TopKRouter)):
+            layer = layers.index(router.layer_number - 1)
+            router.routing = partial(_routing, router.routing, partial(observer, layer))
+
+
+def _routing(
+    routing: Callable[[Tensor], tuple[Tensor, Tensor]],
+    observer: Callable[[Routing], Tensor],
+    logits: Tensor,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """In place of `TopKRouter.routing`: logits [tokens, rows, experts] → weights and choice,
+    both [tokens · rows, experts].
+
+    megatron-core hands on the mask [tokens, rows], to recomputed layers, too.
+    """
+    weights, chosen = routing(logits)
+    if padding_mask is None:
+        return weights, chosen
+    if logits.requires_grad:  # megatron-core takes a gradient in this order of memory only
+        logits.register_hook(Tensor.contiguous)
+    by_row = chosen.view(logits.shape).transpose(0, 1)
+    seen = Routing(logits.transpose(0, 1), by_row, weights, ~padding_mask.T)
+    return observer(seen), chosen

@@ -1,0 +1,108 @@
+"""The routers of mixture-of-experts layers: how they score, and where their choices are seen.
+
+A router computes a logit per token and expert, scores the logits, and chooses the k experts of
+the largest scores. What there is to see of that, a `Routing`, is the same for transformers'
+models and for megatron-core's (`megatron/routers.py`); where it is caught differs.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from toolkit.errors import Problem
+from toolkit.models.families import model_spec
+from toolkit.recipe.schema import BalanceSection
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Score: TypeAlias = Literal["softmax", "sigmoid"]
+
+_SOFTMAX = (
+    "cohere2_moe", "deepseek_v2", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "jamba", "mellum", "minimax", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+_SIGMOID = (
+    "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "exaone_moe",
+    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "mimo_v2_flash",
+    "nemotron_h", "solar_open",
+)  # fmt: skip
+SCORES: Mapping[str, Score] = {
+    **dict.fromkeys(_SOFTMAX, "softmax"),
+    **dict.fromkeys(_SIGMOID, "sigmoid"),
+}
+"""How the routers of a `model_type` score their logits; a test runs each of them. Routers of
+other types score, or choose, in their own way."""
+
+
+def balance_problems(
+    balance: BalanceSection | None, config: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Why the experts of the model of this `config` cannot be balanced as asked."""
+    if balance is None:
+        return
+    model_type = config["model_type"]
+    if not model_spec(config).moe_layers:
+        found, allowed = (
+            f"settings for {model_type}, which has no experts",
+            "null without experts",
+        )
+        yield Problem("model.balance", found, allowed, "remove model.balance")
+    elif model_type not in SCORES:
+        found = f"settings for {model_type}, whose routers DMT does not know"
+        allowed = f"null, or one of the model types {', '.join(sorted(SCORES))}"
+        yield Problem("model.balance", found, allowed, "remove model.balance")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What one layer's router did with the tokens of a micro batch that this rank holds."""
+
+    logits: "Tensor"
+    """[rows, tokens, experts]."""
+    chosen: "Tensor"
+    """bool [rows, tokens, experts]: is the expert among the token's k?"""
+    weights: "Tensor"
+    """What the outputs of experts are multiplied by, in the shape that the model uses."""
+    real: "Tensor"
+    """bool [rows, tokens]: is the token no padding?"""
+
+
+Observer: TypeAlias = "Callable[[int, Routing], Tensor]"
+"""Called with the number of a layer among those with experts, and its routing; again where a
+layer is recomputed. Returns the weights that the model continues with."""
+
+
+def watch(model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer) -> int:
+    """Show `observer` what the routers of a transformers model do; return their number.
+
+    `real` returns `Routing.real` of the batch that is computed; None: nobody looks. Called
+    before an engine adds hooks of its own.
+    """
+    parts = [
+        part for part in model.modules() if re.search("Top[kK]Router$", type(part).__name__)
+    ]
+    for layer, router in enumerate(parts):
+        router.register_forward_hook(partial(_after_router, real, partial(observer, layer)))
+    return len(parts)
+
+
+def _after_router(
+    real: "Callable[[], Tensor | None]",
+    observer: "Callable[[Routing], Tensor]",
+    _router: "nn.Module",
+    _inputs: object,
+    output: "tuple[Tensor, Tensor, Tensor]",
+) -> "tuple[Tensor, Tensor, Tensor] | None":
+    """The router's (logits, weights, indices) with the observer's weights."""
+    mask = real()
+    if mask is None:
+        return None
+    logits, weights, indices = output
+    chosen = logits.new_zeros(logits.shape).scatter(-1, indices, 1.0).bool()
+    shape = (*mask.shape, -1)
+    routing = Routing(logits.view(shape), chosen.view(shape), weights, mask)
+    return logits, observer(routing), indices
