@@ -219,8 +219,10 @@ def test_refusals_are_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"pipeline, virtual pipeline, expert above 1", "ZeRO 3"} < names("refused", **asked)
 
 
-def test_the_routers_loss_is_refused() -> None:
-    assert "router's balancing loss" in names("refused", model__config=MIXTRAL)
+def test_the_balance_of_experts_is_exact() -> None:
+    balance = {"kind": "sequence_loss", "coefficient": 0.01}
+    wanted = {"model__config": MIXTRAL, "model__balance": balance}
+    assert "balance of experts" in names("exact", **wanted)
 
 
 def test_summary_has_a_line_per_kind() -> None:

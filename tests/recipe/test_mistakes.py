@@ -528,8 +528,19 @@ MISTAKES = {
         "model_type: llama",
         "model_type: mixtral\n    output_router_logits: true",
         "model.config.output_router_logits",
-        "remove",
+        "set model.balance: {kind: sequence_loss",
         at="output_router_logits",
+    ),
+    "balance without experts": M(
+        "model:\n", "model:\n  balance: {z_loss: 0.001}\n", "model.balance", "remove",
+        at="balance",
+    ),
+    "balance without a coefficient": M(
+        "model:\n",
+        "model:\n  balance: {kind: sequence_loss}\n",
+        "model.balance.coefficient",
+        "to 0.001",
+        at="balance",
     ),
     "restarts that may not continue": M(
         "checkpoint:\n",
@@ -561,6 +572,7 @@ EXTRA = {
     "more stages than layers": ("engine: auto", "pipeline: 2"),
     "a model that megatron lacks": ("engine: auto", "model: megatron"),
     "adapters and frozen weights": ("launch:", "adapter: {rank: 4, alpha: 8}\nlaunch:"),
+    "balance without a coefficient": ("model_type: llama", "model_type: mixtral"),
     "restarts that may not continue": (
         "launcher: local",
         "launcher: local\n  max_restarts: 2",

@@ -76,15 +76,19 @@ Observer: TypeAlias = "Callable[[int, Routing], Tensor]"
 layer is recomputed. Returns the weights that the model continues with."""
 
 
+def is_router(part: "nn.Module") -> bool:
+    """Is this module of a transformers model a router, which returns (logits, weights,
+    indices)?"""
+    return re.search("Top[kK]Router$", type(part).__name__) is not None
+
+
 def watch(model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer) -> int:
     """Show `observer` what the routers of a transformers model do; return their number.
 
     `real` returns `Routing.real` of the batch that is computed; None: nobody looks. Called
     before an engine adds hooks of its own.
     """
-    parts = [
-        part for part in model.modules() if re.search("Top[kK]Router$", type(part).__name__)
-    ]
+    parts = [part for part in model.modules() if is_router(part)]
     for layer, router in enumerate(parts):
         router.register_forward_hook(partial(_after_router, real, partial(observer, layer)))
     return len(parts)

@@ -55,7 +55,7 @@ def ledger(
             *_approximated(recipe, plan, spec, random),
             *plan.backend.approximations(plan, recipe.training.precision, engine_config or {}),
         ],
-        "refused": _refused(Pair(plan.engine, plan.model), spec),
+        "refused": _refused(Pair(plan.engine, plan.model)),
     }
     return [LedgerEntry(kind, what, why) for kind in KINDS for what, why in found[kind]]
 
@@ -88,6 +88,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     pairs = recipe.training.rows_per_sample > 1
     what, items = ("pair-mean", "pairs") if pairs else ("token-mean", "unmasked tokens")
     yield f"{what} loss", f"the mean over the {items} of the whole batch{split}"
+    if recipe.model.balance is not None:
+        yield "balance of experts", "defined by the sequences of the whole batch"
     if optimizer.clip_grad_norm is not None:
         yield "clipping", f"at {optimizer.clip_grad_norm:g} of the norm over all parameters"
     if optimizer.weight_decay:
@@ -145,7 +147,7 @@ def _split_sums(plan: Plan) -> str:
     return ", ".join(sums)
 
 
-def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
+def _refused(pair: Pair) -> Iterator[tuple[str, str]]:
     """What the legality table has in some other pair, but not in this one."""
     support = table()[pair]
     others = table().values()
@@ -162,5 +164,3 @@ def _refused(pair: Pair, spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield f"offload to {', '.join(sorted(missing))}", f"not in {pair}"
     if ways := {way for one in others for way in one.recompute} - set(support.recompute):
         yield f"{', '.join(sorted(ways))} recompute", f"not in {pair}"
-    if spec.moe_layers:
-        yield "router's balancing loss", "no mean over tokens: it depends on the batch's split"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, logsigmoid, relu
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.objectives import data_kinds
-from toolkit.recipe.schema import DpoSection, OrpoSection, Recipe
+from toolkit.recipe.schema import BalanceSection, DpoSection, OrpoSection, Recipe
 
 DEFINED = ("pretrain", "sft", "dpo", "orpo")
 
@@ -82,3 +82,26 @@ def _orpo(beta: float, yes: Tensor, no: Tensor, length: int, other: int) -> Tens
     p, q = (yes.double() / length).exp(), (no.double() / other).exp()
     odds_ratio = p * (1 - q) / (q * (1 - p))
     return -yes / length - beta * logsigmoid(odds_ratio.log())
+
+
+def balance_terms(
+    balance: BalanceSection, sigmoid: bool, logits: Tensor, indices: Tensor, labels: Tensor
+) -> Tensor:
+    """What one layer's router adds to the loss, a row at a time: `logits` and the `indices` of
+    the chosen experts are [rows · sequence, …]."""
+    total = torch.zeros(())
+    rows = labels.shape[0]
+    for label, row, chosen in zip(labels, logits.chunk(rows), indices.chunk(rows), strict=True):
+        trained = (label != IGNORE_INDEX).nonzero()
+        if not len(trained):
+            continue
+        length = int(trained[-1]) + 1
+        row, chosen = row[:length], chosen[:length].flatten()
+        scores = row.sigmoid() if sigmoid else row.exp()
+        shares = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        experts = len(shares)
+        frequency = chosen.bincount(minlength=experts) * experts / len(chosen)
+        squares = row.exp().sum(-1).log().pow(2)
+        total = total + balance.coefficient * (frequency * shares).sum()
+        total = total + balance.z_loss * squares.mean()
+    return total / rows

@@ -20,9 +20,10 @@ from toolkit.adapters.weights import first_weights
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
+from toolkit.models.routers import SCORES, is_router
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import document_starts, global_batch
-from toolkit.rehearse.losses import mean_loss, row_log_probs
+from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
@@ -42,16 +43,20 @@ def train(recipe: Recipe, folder: Path) -> None:
     assert steps is not None, "a rehearsal's length is stated in steps"
     batches = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
     forward = partial(_logits, recipe)
+    routers = _watched_routers(model) if recipe.model.balance is not None else []
     with torch.no_grad():
         first = [
             row_log_probs(forward(step, model, inputs), labels)
             for step, (inputs, labels) in enumerate(batches)
         ]
     for step, (inputs, labels) in enumerate(batches):
+        for seen in routers:
+            seen.clear()
         logits = forward(step, model, inputs)
         loss = mean_loss(recipe, logits, labels, first[step])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        whole = loss + _balance(recipe, config.model_type, routers, labels)
+        whole.backward()  # type: ignore[no-untyped-call]
         norm = _gradient_norm(model)
         if recipe.optimizer.clip_grad_norm is not None:
             limit = recipe.optimizer.clip_grad_norm
@@ -76,6 +81,29 @@ def _logits(recipe: Recipe, step: int, model: nn.Module, inputs: Tensor) -> Tens
         )
     ]
     return torch.stack(rows)
+
+
+def _watched_routers(model: nn.Module) -> list[list[tuple[Tensor, ...]]]:
+    """For each layer with experts, a list to which its router's outputs are added."""
+    found: list[list[tuple[Tensor, ...]]] = []
+    for router in (part for part in model.modules() if is_router(part)):
+        outputs: list[tuple[Tensor, ...]] = []
+        router.register_forward_hook(lambda _module, _inputs, out, to=outputs: to.append(out))
+        found.append(outputs)
+    return found
+
+
+def _balance(
+    recipe: Recipe, model_type: str, routers: list[list[tuple[Tensor, ...]]], labels: Tensor
+) -> Tensor:
+    """What `model.balance` adds to the loss, from the outputs of one step's forward passes."""
+    total = torch.zeros(())
+    for outputs in routers:
+        logits, _, indices = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+        assert recipe.model.balance is not None
+        sigmoid = SCORES[model_type] == "sigmoid"
+        total = total + balance_terms(recipe.model.balance, sigmoid, logits, indices, labels)
+    return total
 
 
 def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:

@@ -121,7 +121,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if self.config.sequence_parallel and not self.pre_process:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             rank = parallel_state.get_tensor_model_parallel_rank()
-            return ~real.chunk(ranks, dim=1)[rank]
+            real = real.chunk(ranks, dim=1)[rank]
         return ~real
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def _routing(
     if padding_mask is None:
         return weights, chosen
     if logits.requires_grad:  # megatron-core takes a gradient in this order of memory only
-        logits.register_hook(Tensor.contiguous)
+        logits.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     by_row = chosen.view(logits.shape).transpose(0, 1)
     seen = Routing(logits.transpose(0, 1), by_row, weights, ~padding_mask.T)
     return observer(seen), chosen

@@ -1,0 +1,47 @@
+"""Which routers DMT knows, and that they score and choose as it says."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.every_type import tiny
+from toolkit.models.routers import SCORES, is_router
+
+ONE_SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1},
+    "deepseek_v32": {"first_k_dense_replace": 1},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
+}
+"""Types whose first layers are dense, more of them than the small model has."""
+
+
+def small_model(model_type: str) -> torch.nn.Module:
+    """A model on the CPU, one of whose layers at least has experts."""
+    built = AutoConfig.for_model(**tiny(model_type) | ONE_SPARSE.get(model_type, {}))
+    built._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(built)
+
+
+@pytest.mark.parametrize("model_type", SCORES)
+def test_scores(model_type: str) -> None:
+    """The weights of the chosen experts are in the proportion of their scores, and these are
+    the largest."""
+    model = small_model(model_type)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for router in filter(is_router, model.modules()):
+        torch.nn.init.normal_(router.weight, std=0.3)
+        router.register_forward_hook(lambda _m, _i, output: found.append(output))
+    with torch.no_grad():
+        model(torch.arange(3, 35).view(2, 16), use_cache=False)
+    assert found
+    for logits, weights, indices in found:
+        assert logits.shape == (32, 4)
+        scores = logits.softmax(-1) if SCORES[model_type] == "softmax" else logits.sigmoid()
+        mine = scores.gather(1, indices)
+        torch.testing.assert_close(
+            weights / weights.sum(1, keepdim=True), mine / mine.sum(1, keepdim=True)
+        )
+        assert torch.equal(mine.amin(1), scores.topk(indices.shape[1]).values[:, -1])
