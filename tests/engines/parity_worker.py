@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +26,7 @@ from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
-from toolkit.models.weights import WeightSource
+from toolkit.models.weights import WeightSource, is_correction_bias
 from toolkit.objectives.base import LossTerms
 from toolkit.objectives.pretrain import Pretrain
 from toolkit.plan.planner import plan_recipe
@@ -332,14 +333,32 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     exported = None
     if case.export_to is not None:
         exported = exported_loss(case, ranks, engine, inputs, labels)
+    biases = biases_of(engine) if case.balance else {}
     engine.close()
     return {
         "exported": exported,
+        "biases": biases,
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "validation": validation.loss,
         "metrics": [dict(result.metrics) for result in results],
     }
+
+
+def biases_of(engine: Engine) -> dict[str, list[float]]:
+    """The correction biases of all ranks, which are equal where several hold one."""
+    mine = {
+        shard.blocks[0].tensor: shard.get("weight").tolist()
+        for shard in engine.state()
+        if shard.blocks and is_correction_bias(shard.blocks[0].tensor)
+    }
+    everyone: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    found: dict[str, list[float]] = {}
+    for one in everyone:
+        assert all(found.get(name, values) == values for name, values in one.items())
+        found |= one
+    return found
 
 
 def base_of(wanted: Recipe) -> str | None:

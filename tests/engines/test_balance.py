@@ -1,16 +1,18 @@
 """`model.balance` in every layout, compared with a plain loop of transformers and torch."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
 from tests.engines.parity_worker import (
     GLOBAL_BATCH,
-    LENGTH,
     Case,
     clipped,
     global_batches,
@@ -19,12 +21,18 @@ from tests.engines.parity_worker import (
 from toolkit.batch import IGNORE_INDEX
 
 STEPS = 6
-SETTINGS = {"kind": "sequence_loss", "coefficient": 0.05, "z_loss": 0.02}
+SEQUENCE_LOSS = {"kind": "sequence_loss", "coefficient": 0.05, "z_loss": 0.02}
 """Large enough that a part of a term that is missing is seen in the norm."""
+BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
+GLM = {
+    "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Sigmoid scores, correction biases, and one dense layer."""
 
 
 def balanced(case: Case, **settings: Any) -> Case:
-    return replace(case, steps=STEPS, balance=SETTINGS | settings)
+    return replace(case, steps=STEPS, balance=settings or SEQUENCE_LOSS)
 
 
 def hf(
@@ -33,105 +41,158 @@ def hf(
     return balanced(Case(engine, micro_batch, stage, recompute=recompute, family=MIXTRAL))
 
 
-ONE = [hf("ddp", 1), hf("ddp", 4), hf("ddp", 8, recompute="full")]
-TWO = [
-    hf("ddp", 2),
-    hf("fsdp", 1),
-    hf("fsdp", 4, recompute="full"),
-    hf("deepspeed", 2, 3),
-    hf("deepspeed", 1, 2, recompute="full"),
-    balanced(megatron(expert=2, family=MIXTRAL)),
-    balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
-]
-FOUR = [
-    balanced(megatron(expert=2, tensor=2, family=MIXTRAL)),
-    balanced(megatron(pipeline=2, tensor=2, recompute="full", family=MIXTRAL)),
-]
+def biased(case: Case) -> Case:
+    return replace(case, steps=STEPS, balance=BIAS, family=GLM)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, list[float]]:
-    return reference()
+CASES = {
+    1: [hf("ddp", 1), hf("ddp", 4), hf("ddp", 8, recompute="full"), biased(Case("ddp", 4))],
+    2: [
+        hf("ddp", 2),
+        hf("fsdp", 1),
+        hf("fsdp", 4, recompute="full"),
+        hf("deepspeed", 2, 3),
+        hf("deepspeed", 1, 2, recompute="full"),
+        balanced(megatron(expert=2, family=MIXTRAL)),
+        balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
+        biased(Case("ddp", 1)),
+        biased(Case("fsdp", 2)),
+        biased(Case("deepspeed", 4, 1)),
+        biased(Case("deepspeed", 2, 3, recompute="full")),
+    ],
+    4: [
+        balanced(megatron(expert=2, tensor=2, family=MIXTRAL)),
+        balanced(megatron(pipeline=2, tensor=2, recompute="full", family=MIXTRAL)),
+    ],
+}
 
 
-def reference() -> dict[str, list[float]]:
-    """Loss, gradient norm and what is logged, from whole global batches."""
-    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=MIXTRAL))
-    found: dict[str, list[float]] = {}
+@cache
+def reference(kind: str) -> dict[str, Any]:
+    """Loss, gradient norm and what is logged, of whole global batches; the last biases."""
+    settings, family = (BIAS, GLM) if kind == "bias" else (SEQUENCE_LOSS, MIXTRAL)
+    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
+    gates = {name: part for name, part in model.named_modules() if name.endswith("mlp.gate")}
+    seen: dict[str, torch.Tensor] = {}
+    for name, gate in gates.items():
+        gate.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out[0]}))
+    found: dict[str, Any] = {}
     for inputs, labels in global_batches(STEPS):
-        output = model(inputs, output_router_logits=True)
+        output = model(inputs, use_cache=False)
         loss = cross_entropy(
             output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
         )
-        layers = [logits.view(GLOBAL_BATCH, LENGTH, -1) for logits in output.router_logits]
-        terms = [terms_of(logits, labels) for logits in layers]
-        balance, z = (sum(part) / GLOBAL_BATCH for part in zip(*terms, strict=True))
+        layers = [Layer(gate, seen[name], labels) for name, gate in gates.items()]
+        balance = sum(layer.balance() for layer in layers) * settings["coefficient"]
+        z = sum(layer.z() for layer in layers) * settings["z_loss"]
         optimizer.zero_grad()
-        (loss + SETTINGS["coefficient"] * balance + SETTINGS["z_loss"] * z).backward()
+        (loss + balance + z).backward()
+        entropies = torch.cat([layer.entropies() for layer in layers])
         values = {
             "loss": loss.item(),
             "grad_norm": clipped(model),
-            "balance_loss": SETTINGS["coefficient"] * balance.item(),
-            "router_z_loss": SETTINGS["z_loss"] * z.item(),
-            "busiest_expert": max(busiest(logits, labels) for logits in layers),
-            "router_entropy": entropy(layers, labels),
+            "balance_loss": balance.item(),
+            "router_z_loss": z.item(),
+            "busiest_expert": max(layer.busiest() for layer in layers),
+            "router_entropy": entropies.mean().item(),
             "dropped_tokens": 0.0,
         }
         for name, value in values.items():
             found.setdefault(name, []).append(value)
         optimizer.step()
-    return found
+        if kind == "bias":
+            for layer in layers:
+                layer.move(settings["bias_update"])
+    biases = {
+        name: buffer.tolist() for name, buffer in model.named_buffers() if "correction" in name
+    }
+    return found | {"biases": biases}
 
 
-def lengths(labels: torch.Tensor) -> list[int]:
-    """Tokens of each row up to the last that is trained."""
-    return [
-        max([at + 1 for at, one in enumerate(row) if one != IGNORE_INDEX], default=0)
-        for row in labels.tolist()
-    ]
+class Layer:
+    """A router's logits of a global batch, one row at a time, without what follows the last
+    trained label."""
+
+    def __init__(self, gate: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        self.bias = getattr(gate, "e_score_correction_bias", None)
+        self.rows = []
+        for row, label in zip(logits.chunk(GLOBAL_BATCH), labels.tolist(), strict=True):
+            trained = [at for at, one in enumerate(label) if one != IGNORE_INDEX]
+            self.rows.append(row[: trained[-1] + 1] if trained else row[:0])
+
+    def scores(self, row: torch.Tensor) -> torch.Tensor:
+        if self.bias is None:
+            return row.softmax(-1)
+        return row.sigmoid() / row.sigmoid().sum(-1, keepdim=True)
+
+    def counts(self, row: torch.Tensor) -> torch.Tensor:
+        chosen = row if self.bias is None else row.sigmoid() + self.bias
+        return chosen.topk(2).indices.flatten().bincount(minlength=row.shape[-1])
+
+    def balance(self) -> torch.Tensor:
+        terms = [
+            (row.shape[-1] / (2 * len(row)) * self.counts(row) * self.scores(row).mean(0)).sum()
+            for row in self.rows
+            if len(row)
+        ]
+        return sum(terms) / len(self.rows)
+
+    def z(self) -> torch.Tensor:
+        terms = [row.exp().sum(-1).log().pow(2).mean() for row in self.rows if len(row)]
+        return sum(terms) / len(self.rows)
+
+    def entropies(self) -> torch.Tensor:
+        scores = self.scores(torch.cat(self.rows))
+        return torch.distributions.Categorical(probs=scores).entropy()
+
+    def busiest(self) -> float:
+        counts = self.counts(torch.cat(self.rows))
+        return (counts.max() / counts.double().mean()).item()
+
+    def move(self, step: float) -> None:
+        counts = self.counts(torch.cat(self.rows)).double()
+        self.bias += step * (counts.mean() - counts).sign()
 
 
-def terms_of(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both terms of a layer [rows, tokens, experts], summed over its rows one by one."""
-    balance, z = torch.zeros(()), torch.zeros(())
-    for row, length in zip(logits, lengths(labels), strict=True):
-        if length == 0:
-            continue
-        mine = row[:length]
-        scores, experts = mine.softmax(-1), mine.shape[-1]
-        chosen = scores.topk(2).indices.flatten().bincount(minlength=experts)
-        frequency = experts / (2 * length) * chosen
-        balance = balance + (frequency * scores.mean(0)).sum()
-        z = z + mine.exp().sum(-1).log().pow(2).mean()
-    return balance, z
-
-
-def real(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The logits of all tokens that are no padding."""
-    parts = zip(logits, lengths(labels), strict=True)
-    return torch.cat([row[:length] for row, length in parts])
-
-
-def busiest(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    counts = real(logits, labels).topk(2).indices.flatten().bincount(minlength=4)
-    return (counts.max() / counts.double().mean()).item()
-
-
-def entropy(layers: list[torch.Tensor], labels: torch.Tensor) -> float:
-    logits = torch.cat([real(logits, labels) for logits in layers])
-    return torch.distributions.Categorical(logits=logits).entropy().mean().item()
-
-
-def check(result: dict[str, Any], expected: dict[str, list[float]]) -> None:
+def check(kind: str, result: dict[str, Any]) -> None:
+    expected = dict(reference(kind))
+    biases = expected.pop("biases")
     logged = {name: [step[name] for step in result["metrics"]] for name in result["metrics"][0]}
     found = logged | {name: result[name] for name in ("loss", "grad_norm")}
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=TOLERANCE), name
+    assert result["biases"].keys() == biases.keys()
+    for name, values in biases.items():
+        assert result["biases"][name] == pytest.approx(values, abs=1e-6), name
+    assert all(max(map(abs, values)) > 0.03 for values in biases.values()), "they moved"
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_layouts_equal_a_plain_loop(world: int, expected: dict[str, list[float]]) -> None:
-    for name, result in run({1: ONE, 2: TWO, 4: FOUR}[world], world).items():
+def test_layouts_equal_a_plain_loop(world: int) -> None:
+    for case, (name, result) in zip(
+        CASES[world], run(CASES[world], world).items(), strict=True
+    ):
         print(name)
-        check(result, expected)
+        check(case.balance["kind"], result)
+
+
+@pytest.mark.slow
+def test_biases_are_saved_and_exported(tmp_path: Path) -> None:
+    """A load that left them out would go on with biases of 0; so would transformers."""
+    folder = str(tmp_path)
+    cases = [
+        replace(biased(Case("ddp", 4)), resume_in=folder),
+        replace(biased(Case("fsdp", 4)), resume_in=folder),
+        replace(
+            biased(Case("deepspeed", 4, 3)), resume_in=folder, export_to=f"{folder}/export"
+        ),
+    ]
+    for name, result in run(cases, world=2).items():
+        print(name)
+        check("bias", result)
+    assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
+    exported = next((tmp_path / "export").glob("*.safetensors"))
+    with safe_open(exported, "pt") as tensors:
+        for name, values in reference("bias")["biases"].items():
+            assert tensors.get_tensor(name).tolist() == pytest.approx(values, abs=1e-6)

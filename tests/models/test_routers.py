@@ -34,6 +34,8 @@ def test_scores(model_type: str) -> None:
     for router in filter(is_router, model.modules()):
         torch.nn.init.normal_(router.weight, std=0.3)
         router.register_forward_hook(lambda _m, _i, output: found.append(output))
+        has_bias = isinstance(getattr(router, "e_score_correction_bias", None), torch.Tensor)
+        assert has_bias == (SCORES[model_type] == "sigmoid")
     with torch.no_grad():
         model(torch.arange(3, 35).view(2, 16), use_cache=False)
     assert found

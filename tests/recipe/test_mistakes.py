@@ -535,6 +535,20 @@ MISTAKES = {
         "model:\n", "model:\n  balance: {z_loss: 0.001}\n", "model.balance", "remove",
         at="balance",
     ),
+    "a bias that an export would lack": M(
+        "model:\n",
+        "model:\n  balance: {kind: bias, bias_update: 0.001}\n",
+        "model.balance.kind",
+        "to {kind: sequence_loss, coefficient: 0.001}",
+        at="balance",
+    ),
+    "a bias that does not move": M(
+        "model:\n",
+        "model:\n  balance: {bias_update: 0.001}\n",
+        "model.balance.bias_update",
+        "kind to bias",
+        at="balance",
+    ),
     "balance without a coefficient": M(
         "model:\n",
         "model:\n  balance: {kind: sequence_loss}\n",
@@ -573,6 +587,8 @@ EXTRA = {
     "a model that megatron lacks": ("engine: auto", "model: megatron"),
     "adapters and frozen weights": ("launch:", "adapter: {rank: 4, alpha: 8}\nlaunch:"),
     "balance without a coefficient": ("model_type: llama", "model_type: mixtral"),
+    "a bias that an export would lack": ("model_type: llama", "model_type: mixtral"),
+    "a bias that does not move": ("model_type: llama", "model_type: mixtral"),
     "restarts that may not continue": (
         "launcher: local",
         "launcher: local\n  max_restarts: 2",

@@ -17,7 +17,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
 from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
 from toolkit.models.families import family_of
-from toolkit.models.weights import checkpoint_names
+from toolkit.models.weights import checkpoint_names, is_correction_bias
 
 COMPANIONS = "hf"
 """Folder in a checkpoint with what a Hugging Face folder has besides weights."""
@@ -38,7 +38,12 @@ def exported_bytes(folder: Path, *, merged: bool = False) -> int:
         shapes = hf.checkpoint_shapes(check_complete(state))
     elif manifest.adapter is not None:
         dtype = torch.float32
-    return dtype.itemsize * sum(map(prod, shapes.values()))
+    return sum(_dtype_of(name, dtype).itemsize * prod(shapes[name]) for name in shapes)
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a tensor of a model in `dtype`: transformers keeps correction biases in fp32."""
+    return torch.float32 if is_correction_bias(name) else dtype
 
 
 def export(
@@ -110,10 +115,11 @@ def _entries(
             for name, shape in hf.parameter_shapes(config).items()
         }
     for name, (shape, parts) in tensors.items():
+        kept = _dtype_of(name, dtype)
 
-        def pieces(parts: list[str] = parts) -> Iterator[Tensor]:
+        def pieces(parts: list[str] = parts, kept: torch.dtype = kept) -> Iterator[Tensor]:
             for part in parts:
                 for piece in state.in_pieces("weight", part):
-                    yield piece.to(dtype)
+                    yield piece.to(kept)
 
-        yield TensorToWrite(family.published_name(name), dtype, shape, pieces)
+        yield TensorToWrite(family.published_name(name), kept, shape, pieces)

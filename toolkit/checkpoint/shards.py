@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.models.families.tensors import Block
-from toolkit.models.weights import checkpoint_names
+from toolkit.models.weights import checkpoint_names, correction_biases
 
 QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
 """The fp32 weight, and Adam's first and second moment."""
@@ -72,6 +72,13 @@ class PlacedParameter:
 def parameter_blocks(name: str, shape: Sequence[int]) -> tuple[Block, ...]:
     """The blocks that, flattened one after the other, are a transformers parameter."""
     return tuple(whole_block(p.name, p.shape) for p in checkpoint_names(name, shape))
+
+
+def bias_shards(model: nn.Module, *, saved_here: bool) -> Iterator[StateShard]:
+    """The correction biases of a transformers model, which every rank holds."""
+    for name, bias in correction_biases(model).items():
+        blocks = parameter_blocks(name, bias.shape)
+        yield StateShard(blocks, {"weight": bias}, saved_here=saved_here)
 
 
 def whole_block(tensor: str, shape: Sequence[int]) -> Block:

@@ -12,6 +12,7 @@ from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
+from toolkit.models.weights import is_correction_bias
 
 _DTYPE = "F32"
 """safetensors' name of the type of weights and moments."""
@@ -73,9 +74,9 @@ def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
 def coverage_problems(state: SavedState, freeze: Sequence[str] = ()) -> Iterator[str]:
     """Where weight and moments do not hold every element of each tensor exactly once.
 
-    Tensors that match a pattern of `freeze` have no moments.
+    Tensors that match a pattern of `freeze` have no moments, and correction biases neither.
     """
-    frozen = matching(freeze, state.shapes)
+    frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
         whole = whole_block(tensor, shape)
         if tensor in frozen and len(state.quantities(tensor)) > 1:

@@ -45,6 +45,10 @@ class Balance:
         """Ranks that hold other tokens of the same rows; None: this rank holds whole rows."""
         self.layers = 0
         self.experts = 0
+        self.routers: dict[int, nn.Module] = {}
+        """This rank's, by the layer's number among those with experts."""
+        self.bias = "e_score_correction_bias"
+        """What a router calls its correction bias, which stays in fp32."""
         if self.settings is not None:
             config = setup.model_config.to_dict()
             self.score = routers.SCORES[config["model_type"]]
@@ -61,7 +65,8 @@ class Balance:
         """That of a transformers model, before an engine wraps it."""
         balance = cls(setup)
         if balance.settings is not None:
-            balance.layers = routers.watch(model, lambda: balance.real, balance._observe)
+            balance.routers = routers.watch(model, lambda: balance.real, balance._observe)
+            balance.layers = len(balance.routers)
         return balance
 
     @classmethod
@@ -77,7 +82,8 @@ class Balance:
             balance.layers = len(setup.megatron.moe_layers)
             if setup.layout.sequence_parallel:
                 balance.group = parallel_state.get_tensor_model_parallel_group()
-            watch(chunks, setup.megatron, balance._observe)
+            balance.routers = watch(chunks, setup.megatron, balance._observe)
+            balance.bias = "expert_bias"
         return balance
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -148,12 +154,19 @@ class Balance:
         if self.settings is not None:
             self._joint = RunningSum(self._sums)
 
-    def metrics(self) -> dict[str, float]:
-        """End the step: what is logged of the global batch."""
+    def end_step(self, *, applied: bool) -> dict[str, float]:
+        """What is logged of the global batch; where the step was `applied`, the correction
+        biases follow it: b_i += bias_update · sign(mean count − count_i) (arXiv:2408.15664,
+        algorithm 1)."""
         self.real = None
         if self.settings is None:
             return {}
         self._joint.result()
+        if applied and self.settings.kind == "bias":
+            missing = self._counts.mean(1, keepdim=True) - self._counts
+            for layer, router in self.routers.items():
+                bias = getattr(router, self.bias)
+                bias += self.settings.bias_update * missing[layer].sign().to(bias.dtype)
         tokens, entropy, even, small = self._sums[-4:].tolist()
         load = self._counts / self._counts.mean(1, keepdim=True)
         return {

@@ -86,7 +86,8 @@ class DataParallelEngine:
         keep_scale = skipped not in (None, NON_FINITE_GRADIENTS)
         self.scaler.update(self.scaler.get_scale() if keep_scale else None)
         self.optimizer.zero_grad()
-        named = totals.named(objective, metrics) | self.balance.metrics()
+        named = totals.named(objective, metrics)
+        named |= self.balance.end_step(applied=skipped is None)
         return StepResult(mean_loss, norm, skipped, named)
 
     def _update(self, learning_rate: float, norm: float) -> None:

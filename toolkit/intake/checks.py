@@ -163,13 +163,24 @@ def _balance(recipe: Recipe) -> Iterator[Problem]:
     balance, config = recipe.model.balance, recipe.model.config
     if balance is None:
         return
-    if (balance.kind == "sequence_loss") != (balance.coefficient > 0):
-        found = f"{balance.coefficient} with `kind: {balance.kind}`"
-        allowed = "more than 0 with `kind: sequence_loss`, 0 with `kind: none`"
-        fix = "set model.balance.kind to sequence_loss, or remove it"
-        if balance.kind == "sequence_loss":
-            fix = "set model.balance.coefficient to 0.001, or model.balance.kind to none"
-        yield Problem("model.balance.coefficient", found, allowed, fix)
+    needed = {"sequence_loss": "coefficient", "bias": "bias_update"}
+    for kind, name in needed.items():
+        value = getattr(balance, name)
+        if (balance.kind == kind) == (value > 0) or (name, balance.kind) == (
+            "coefficient",
+            "bias",
+        ):
+            continue
+        found = f"{value} with `kind: {balance.kind}`"
+        allowed = f"more than 0 with `kind: {kind}`, 0 with another"
+        fix = f"set model.balance.{name} to 0.001"
+        if balance.kind != kind:
+            fix = f"remove it, or set model.balance.kind to {kind}"
+        yield Problem(f"model.balance.{name}", found, allowed, fix)
+    if balance.kind == "bias" and recipe.adapter is not None:
+        found, allowed = "bias together with adapter", "none or sequence_loss: PEFT has no bias"
+        fix = "set model.balance.kind to sequence_loss, or remove adapter"
+        yield Problem("model.balance.kind", found, allowed, fix)
     if config is not None and not check_config(config):
         yield from balance_problems(balance, config)
 
@@ -398,7 +409,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
-    Rule(("model.config", "model.balance"), _balance),
+    Rule(("model.config", "model.balance", "adapter"), _balance),
     Rule(("model.config", "training.sequence_length"), _positions),
     Rule(("model.config", "training.sequence_length", "data"), _isolated_lengths),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),

@@ -31,6 +31,7 @@ from toolkit.models.weights import (
     SafetensorsWeights,
     WeightSource,
     checkpoint_names,
+    correction_biases,
 )
 from toolkit.recipe.schema import ModelSection
 from toolkit.untrusted import read_json
@@ -209,10 +210,18 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: WeightSource) -> None:
-    """Give every parameter its initial value in place."""
+    """Give every parameter and correction bias its initial value in place."""
     for name, parameter in named_parameters(model):
         values = weights.read(name, 0, parameter.numel())
         parameter.copy_(values.view_as(parameter))
+    fill_biases(model, weights)
+
+
+@torch.no_grad()
+def fill_biases(model: nn.Module, weights: WeightSource) -> None:
+    """Give the routers' correction biases their values, which every rank holds whole."""
+    for name, bias in correction_biases(model).items():
+        bias.copy_(weights.read(name, 0, bias.numel()))
 
 
 def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -264,8 +273,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the model; tied ones appear once."""
-    return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+    """Name and shape of every parameter and correction bias; tied ones appear once."""
+    model = meta_model(config)
+    tensors = (*model.named_parameters(), *correction_biases(model).items())
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def checkpoint_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

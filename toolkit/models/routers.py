@@ -35,7 +35,7 @@ SCORES: Mapping[str, Score] = {
     **dict.fromkeys(_SIGMOID, "sigmoid"),
 }
 """How the routers of a `model_type` score their logits; a test runs each of them. Routers of
-other types score, or choose, in their own way."""
+other types score, or choose, in their own way. Those with sigmoids have a correction bias."""
 
 
 def balance_problems(
@@ -55,6 +55,14 @@ def balance_problems(
         found = f"settings for {model_type}, whose routers DMT does not know"
         allowed = f"null, or one of the model types {', '.join(sorted(SCORES))}"
         yield Problem("model.balance", found, allowed, "remove model.balance")
+    elif balance.kind == "bias" and SCORES[model_type] != "sigmoid":
+        yield Problem(
+            "model.balance.kind",
+            f"bias for {model_type}: transformers' {model_type} has no such bias, so the "
+            "exported model would choose other experts",
+            f"sequence_loss, or one of the model types {', '.join(sorted(_SIGMOID))}",
+            "set model.balance to {kind: sequence_loss, coefficient: 0.001}",
+        )
 
 
 @dataclass(frozen=True)
@@ -82,16 +90,18 @@ def is_router(part: "nn.Module") -> bool:
     return re.search("Top[kK]Router$", type(part).__name__) is not None
 
 
-def watch(model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer) -> int:
-    """Show `observer` what the routers of a transformers model do; return their number.
+def watch(
+    model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer
+) -> "dict[int, nn.Module]":
+    """Show `observer` what the routers of a transformers model do; return them by layer.
 
     `real` returns `Routing.real` of the batch that is computed; None: nobody looks. Called
     before an engine adds hooks of its own.
     """
-    parts = [part for part in model.modules() if is_router(part)]
-    for layer, router in enumerate(parts):
+    parts = dict(enumerate(part for part in model.modules() if is_router(part)))
+    for layer, router in parts.items():
         router.register_forward_hook(partial(_after_router, real, partial(observer, layer)))
-    return len(parts)
+    return parts
 
 
 def _after_router(

@@ -36,12 +36,26 @@ DRAWN_AT_ONCE = 1 << 24
 """Elements that `RandomWeights.read_block` holds while it cuts out columns."""
 
 
+_CORRECTION_BIAS = "e_score_correction_bias"
+
+
+def is_correction_bias(name: str) -> bool:
+    """Is this tensor a router's correction bias: a buffer in fp32, which is part of the model
+    and no gradient trains?"""
+    return name.rpartition(".")[2] == _CORRECTION_BIAS
+
+
+def correction_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The correction biases of a transformers model's routers, by name."""
+    return {name: b for name, b in model.named_buffers() if is_correction_bias(name)}
+
+
 class WeightSource(Protocol):
     """Where initial weights come from."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The parameters of the transformers model."""
+        """The parameters and correction biases of the transformers model."""
         ...
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -218,6 +232,9 @@ class RandomWeights:
             meta_model.initialize_weights()  # type: ignore[operator]
         self._initialize = recorder.initialize
         self.fills, self.others = recorder.fills, recorder.others
+        for name, bias in correction_biases(meta_model).items():
+            self.shapes[name] = tuple(bias.shape)
+            self.fills[name] = [_Fill(0, bias.numel(), 0.0, 0.0)]
         self._drawn: tuple[str, dict[str, Tensor]] = "", {}
         self.tensors = CheckpointTensors(self.shapes)
         missing = [n for n in self.shapes if n not in self.fills and n not in self.others]

@@ -147,11 +147,17 @@ class BalanceSection(Section):
     """How evenly the experts of a mixture-of-experts model are used (docs/balance.md). Its
     presence adds the experts' load to the metrics."""
 
-    kind: Literal["none", "sequence_loss"] = "none"
+    kind: Literal["none", "sequence_loss", "bias"] = "none"
     """`sequence_loss`: a loss per layer and sequence that grows with uneven use, DeepSeek-V3's
-    (arXiv:2412.19437, equations 17 to 20)."""
+    (arXiv:2412.19437, equations 17 to 20). `bias`: a bias per expert, added to scores for the
+    choice of experts alone and moved after each step (arXiv:2408.15664); of model types that
+    have one."""
     coefficient: NonNegativeFloat = 0.0
-    """Weight of that loss; greater than 0 with `sequence_loss`."""
+    """Weight of the loss: greater than 0 with `sequence_loss`; with `bias`, of the same loss
+    in addition to the bias."""
+    bias_update: NonNegativeFloat = 0.0
+    """With `bias`, greater than 0: how far a step moves the bias, up for experts that were
+    chosen less often than the mean in the global batch, down for the others."""
     z_loss: NonNegativeFloat = 0.0
     """With any kind: weight of the squared logarithm of the sum of a router's exponentiated
     logits, per layer and token (ST-MoE, arXiv:2202.08906, equation 5)."""

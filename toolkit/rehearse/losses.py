@@ -84,6 +84,12 @@ def _orpo(beta: float, yes: Tensor, no: Tensor, length: int, other: int) -> Tens
     return -yes / length - beta * logsigmoid(odds_ratio.log())
 
 
+def tokens_of(labels: Tensor) -> int:
+    """Tokens of a row up to the last that is trained."""
+    trained = (labels != IGNORE_INDEX).nonzero()
+    return int(trained[-1]) + 1 if len(trained) else 0
+
+
 def balance_terms(
     balance: BalanceSection, sigmoid: bool, logits: Tensor, indices: Tensor, labels: Tensor
 ) -> Tensor:
@@ -92,10 +98,9 @@ def balance_terms(
     total = torch.zeros(())
     rows = labels.shape[0]
     for label, row, chosen in zip(labels, logits.chunk(rows), indices.chunk(rows), strict=True):
-        trained = (label != IGNORE_INDEX).nonzero()
-        if not len(trained):
+        length = tokens_of(label)
+        if not length:
             continue
-        length = int(trained[-1]) + 1
         row, chosen = row[:length], chosen[:length].flatten()
         scores = row.sigmoid() if sigmoid else row.exp()
         shares = (scores / scores.sum(-1, keepdim=True)).mean(0)

@@ -21,9 +21,10 @@ from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.models.routers import SCORES, is_router
+from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import document_starts, global_batch
-from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs
+from toolkit.rehearse.losses import balance_terms, mean_loss, row_log_probs, tokens_of
 from toolkit.rehearse.record import write_step
 from toolkit.run.directory import RunDirectory
 
@@ -62,6 +63,8 @@ def train(recipe: Recipe, folder: Path) -> None:
             limit = recipe.optimizer.clip_grad_norm
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
         optimizer.step()
+        if recipe.model.balance is not None and recipe.model.balance.kind == "bias":
+            _move_biases(model, recipe.model.balance.bias_update, routers, labels)
         write_step(folder, loss.item(), norm)
 
 
@@ -104,6 +107,19 @@ def _balance(
         sigmoid = SCORES[model_type] == "sigmoid"
         total = total + balance_terms(recipe.model.balance, sigmoid, logits, indices, labels)
     return total
+
+
+@torch.no_grad()
+def _move_biases(
+    model: nn.Module, step: float, routers: list[list[tuple[Tensor, ...]]], labels: Tensor
+) -> None:
+    """Move every correction bias by the choices of the global batch."""
+    real = torch.cat([torch.arange(len(row)) < tokens_of(row) for row in labels])
+    biases = [bias for name, bias in model.named_buffers() if is_correction_bias(name)]
+    for bias, outputs in zip(biases, routers, strict=True):
+        indices = torch.cat([found for _, _, found in outputs])[real]
+        counts = indices.flatten().bincount(minlength=len(bias)).double()
+        bias += step * torch.sign(counts.mean() - counts).float()
 
 
 def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:

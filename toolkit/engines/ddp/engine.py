@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.shards import StateShard, parameter_blocks
+from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
@@ -93,3 +93,4 @@ class DdpEngine(DataParallelEngine):
                 adam.states(self.optimizer, parameter),
                 saved_here=index % self.world == self.setup.ranks.rank,
             )
+        yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ class DeepSpeedEngine:
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
             skipped = NON_FINITE_GRADIENTS
-        named = totals.named(self.objective, metrics) | balance.metrics()
+        named = totals.named(self.objective, metrics)
+        # A step that changes nothing has a rate of 0.
+        named |= balance.end_step(applied=skipped is None and learning_rate > 0)
         return StepResult(mean_loss, norm, skipped, named)
 
     def _plain_norm(self) -> float:
@@ -149,6 +152,9 @@ class DeepSpeedEngine:
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
+        return chain(self._parameter_shards(), self.model.biases())
+
+    def _parameter_shards(self) -> Iterator[StateShard]:
         placed = self.model.placed()
         if self.stage == 0:
             return whole_parameters(self.optimizer, placed, self.copies, self.copy)

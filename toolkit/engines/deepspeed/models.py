@@ -21,7 +21,12 @@ from transformers import initialization as hf_initialization
 
 from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
-from toolkit.checkpoint.shards import PlacedParameter, parameter_blocks
+from toolkit.checkpoint.shards import (
+    PlacedParameter,
+    StateShard,
+    bias_shards,
+    parameter_blocks,
+)
 from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
 from toolkit.engines.megatron.config import render_model
@@ -73,6 +78,10 @@ class TrainedModel(Protocol):
         """Give buffers that DeepSpeed cast to 16 bits their fp32 values again."""
         ...
 
+    def biases(self) -> Iterator[StateShard]:
+        """The routers' correction biases."""
+        ...
+
     def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
         """Every parameter with the checkpoint rectangles that it is made of."""
         ...
@@ -95,7 +104,7 @@ class TransformersModel:
     data_group: dist.ProcessGroup | None = None
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.config = setup.model_config
+        self.config, self.weights = setup.model_config, setup.weights
         model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
         if setup.layout.recompute == "full":
@@ -117,6 +126,11 @@ class TransformersModel:
     def restore_buffers(self, module: nn.Module) -> None:
         """See `TrainedModel.restore_buffers`."""
         hf.restore_buffers(module, self.config)
+        hf.fill_biases(module, self.weights)
+
+    def biases(self) -> Iterator[StateShard]:
+        """See `TrainedModel.biases`."""
+        return bias_shards(self.module, saved_here=dist.get_rank() == 0)
 
     def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
         """See `TrainedModel.placed`."""
@@ -206,6 +220,10 @@ class MegatronShard:
 
     def restore_buffers(self, module: nn.Module) -> None:
         """See `TrainedModel.restore_buffers`; megatron-core keeps no buffers."""
+
+    def biases(self) -> Iterator[StateShard]:
+        """See `TrainedModel.biases`; none without experts."""
+        return iter(())
 
     def placed(self) -> Iterator[tuple[nn.Parameter, PlacedParameter]]:
         """See `TrainedModel.placed`."""

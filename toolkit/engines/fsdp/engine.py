@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from toolkit.adapters.huggingface import inject
-from toolkit.checkpoint.shards import StateShard, cut, parameter_blocks
+from toolkit.checkpoint.shards import StateShard, bias_shards, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
@@ -91,6 +91,7 @@ class FsdpEngine(DataParallelEngine):
             held, first = local(parameter), self._first_element(parameter)
             values = self.setup.weights.read(name, first, first + held.numel())
             held.copy_(values.view_as(held))
+        hf.fill_biases(self.model, self.setup.weights)
 
     def _first_element(self, parameter: nn.Parameter) -> int:
         """Of the flattened parameter, the first element that this rank holds, or would.
@@ -146,6 +147,7 @@ class FsdpEngine(DataParallelEngine):
             blocks = parameter_blocks(name, parameter.shape)
             held = cut(blocks, first, first + values["weight"].numel())
             yield StateShard(held, values, saved_here=True)
+        yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)
 
     def close(self) -> None:
         """See `Engine.close`."""

@@ -143,7 +143,7 @@ class MegatronEngine:
                 grad_norm = float(norm)
             else:
                 skipped = NON_FINITE_GRADIENTS
-        named = {**found.metrics, **self.balance.metrics()}
+        named = {**found.metrics, **self.balance.end_step(applied=skipped is None)}
         return StepResult(found.loss, grad_norm, skipped, named)
 
     def _finalize_gradients(

@@ -10,17 +10,21 @@ from toolkit.models.families import MegatronModel
 from toolkit.models.routers import Observer, Routing
 
 
-def watch(chunks: Sequence[nn.Module], model: MegatronModel, observer: Observer) -> None:
+def watch(
+    chunks: Sequence[nn.Module], model: MegatronModel, observer: Observer
+) -> dict[int, nn.Module]:
     """Show `observer` what the routers of this rank's chunks do with batches whose padding is
-    stated (`GPTChunk.forward`).
+    stated (`GPTChunk.forward`); return them by layer.
 
     Under sequence parallel this rank holds a part of the tokens of each row.
     """
-    layers = sorted(model.moe_layers)
+    layers, found = sorted(model.moe_layers), {}
     for chunk in chunks:
         for router in (part for part in chunk.modules() if isinstance(part, TopKRouter)):
             layer = layers.index(router.layer_number - 1)
             router.routing = partial(_routing, router.routing, partial(observer, layer))
+            found[layer] = router
+    return found
 
 
 def _routing(
