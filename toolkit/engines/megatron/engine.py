@@ -71,6 +71,7 @@ class MegatronEngine:
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
         self.replicas = self._wrap()
+        weights.fill_buffers(self.chunks, self.model, setup.weights)
         self.optimizer = self._build_optimizer()
         self._configure_schedule()
 

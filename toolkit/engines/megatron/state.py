@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ def state(
 ) -> Iterator[StateShard]:
     """See `Engine.state`."""
     masters = dict(_masters(optimizer))
+    yield from _buffers(chunks, model)
     for index, shard in enumerate(weights.shards(chunks, model)):
         master = masters.get(shard.parameter)
         copies, copy = weights.copies(shard)
@@ -56,6 +58,14 @@ def state(
             values,
             saved_here=mine and weights.saved_here(shard),
         )
+
+
+def _buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[StateShard]:
+    """The correction biases, which no optimizer has."""
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for buffer, block in weights.buffers(chunks, model):
+        yield StateShard([block], {"weight": buffer}, saved_here=tensor == copy == 0)
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, _Master]]:

@@ -108,25 +108,31 @@ def fill(chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource
             group = parallel_state.get_tensor_model_parallel_group()
             dist.broadcast(shard.parameter, source, group)
     _share_embedding(chunks[0], embedding)
-    _fill_buffers(chunks, model, weights)
+    fill_buffers(chunks, model, weights)
 
 
-def _fill_buffers(
+@torch.no_grad()
+def fill_buffers(
     chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource
 ) -> None:
-    """Give the buffers that the source holds their values; others stay as they were made."""
+    """Give the buffers their values, in fp32: `Float16Module` rounds them."""
+    for buffer, block in buffers(chunks, model):
+        buffer.data = buffer.float()
+        buffer.copy_(weights.read_block(block))
+
+
+def buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[tuple[Tensor, Block]]:
+    """The buffers of this rank's chunks that checkpoints hold; every replica has them whole."""
     maps = {tensor.name: tensor for tensor in model.buffers}
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, buffer in chunk.named_buffers():
             match = re.search(r"layers\.(\d+)\.", name)
             template = name.replace(match[0], "layers.{layer}.") if match else name
-            if template not in maps:
-                continue
-            layer = offset + int(match[1]) if match else None
-            (block,) = blocks(maps[template], 0, 1, layer=layer)
-            if block.tensor in weights.shapes:
-                buffer.copy_(weights.read_block(block))
+            if template in maps:
+                layer = offset + int(match[1]) if match else None
+                (block,) = blocks(maps[template], 0, 1, layer=layer)
+                yield buffer, block
 
 
 def _write(shard: Shard, weights: WeightSource) -> None:
