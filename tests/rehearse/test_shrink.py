@@ -215,7 +215,7 @@ def test_dropout_is_off() -> None:
 def test_every_family_has_a_small_form() -> None:
     for family in FAMILIES:
         config: dict[str, Any] = {"model_type": family}
-        if family in ("qwen2", "qwen3_moe"):
+        if family in ("qwen2", "qwen3_moe", "glm4_moe"):
             heads = settings_of(config)
             config["head_dim"] = heads["hidden_size"] // heads["num_attention_heads"]
         # glm4 has 16 query heads for a key head, and keeps them.
