@@ -18,6 +18,7 @@ from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
+from toolkit.models.weights import correction_biases
 
 
 def checkpoint_of(model: Any, folder: Path, leave_out: str = "", **recipe: str) -> Path:
@@ -28,7 +29,7 @@ def checkpoint_of(model: Any, folder: Path, leave_out: str = "", **recipe: str) 
             dict.fromkeys(QUANTITIES, value),
             saved_here=True,
         )
-        for name, value in model.named_parameters()
+        for name, value in (*model.named_parameters(), *correction_biases(model).items())
         if name != leave_out
     ]
     made = folder / "companions"

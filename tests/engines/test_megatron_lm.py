@@ -48,6 +48,7 @@ CASES = {
     "mixtral-8x7b-ep8": (
         "mistral/mixtral-8x7b-pretrain.yaml",
         MEGATRON,
+        "model.balance=null",
         "parallel.expert=8",
         "parallel.tensor=1",
         "parallel.pipeline=1",
@@ -242,6 +243,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     assert "rope_theta 1.5" in theta and epochs.startswith("training.epochs: found 1")
     (isolated,) = problems(TINY, auto, "data.isolate_documents=true")
     assert isolated.startswith("data.isolate_documents: found true")
+    (balance,) = problems(RECIPES / "mistral" / "mixtral-8x7b-pretrain.yaml")
+    assert balance.startswith("model.balance: found sequence_loss")
     (adapters,) = problems(TINY, auto, "adapter={rank: 4, alpha: 8}")
     assert adapters.startswith("adapter: found lora; allowed: in Megatron-LM's pretrain_gpt.py")
 

@@ -15,7 +15,7 @@ from toolkit.backend import BACKENDS
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.setup import EngineSetup
-from toolkit.models.families import attention, unsupported
+from toolkit.models.families import attention, megatron_model, unsupported
 from toolkit.models.weights import WeightSource
 from toolkit.plan.planner import Plan, plan_recipe
 
@@ -87,9 +87,10 @@ def test_the_plans_attention_is_what_the_model_gets(stated: str | None) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_attention_is_the_one_of_transformers(family: str) -> None:
-    """Its default: sdpa where the class supports it."""
+    """Its default: sdpa where the class supports it; megatron-core's computes the same."""
     config = AutoConfig.for_model(family, **FAMILIES[family])
     supported = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
     known = {"model_type": family, **FAMILIES[family]}
     assert attention(known) == ("sdpa" if supported else "eager")
-    assert supported or unsupported(known), "megatron-core's here is sdpa"
+    if not supported and not unsupported(known):
+        assert megatron_model(known).score_cap, "without one, megatron-core's is sdpa"

@@ -44,7 +44,7 @@ class Balance:
         self.group: dist.ProcessGroup | None = None
         """Ranks that hold other tokens of the same rows; None: this rank holds whole rows."""
         self.layers = 0
-        self.experts = 0
+        self.experts = self.per_token = 0
         self.routers: dict[int, nn.Module] = {}
         """This rank's, by the layer's number among those with experts."""
         self.bias = "e_score_correction_bias"
@@ -52,7 +52,8 @@ class Balance:
         if self.settings is not None:
             config = setup.model_config.to_dict()
             self.score = routers.SCORES[config["model_type"]]
-            self.experts = model_spec(config).experts
+            spec = model_spec(config)
+            self.experts, self.per_token = spec.experts, spec.experts_per_token
         self.scale = torch.zeros((), device=self.device)
         """Derivative of what the backward pass starts from by the loss of the global batch."""
         self._rows = 0
@@ -174,7 +175,7 @@ class Balance:
             "router_z_loss": small,
             "busiest_expert": float(load.max()),
             "router_entropy": entropy / tokens if tokens else math.nan,
-            "dropped_tokens": 0.0,
+            "dropped_tokens": tokens * self.per_token - float(self._counts.sum()),
         }
 
 

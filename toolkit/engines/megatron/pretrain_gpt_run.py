@@ -43,6 +43,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, pretrain",
             "set training.objective to pretrain, or train with `dmt launch`",
         )
+    if recipe.model.balance is not None:
+        yield Problem(
+            "model.balance",
+            recipe.model.balance.kind,
+            "in Megatron-LM, nothing: it defines its balancing losses by arguments of its own",
+            "set model.balance to null and add --moe-* arguments, or train with `dmt launch`",
+        )
     if recipe.model.freeze:
         yield Problem(
             "model.freeze",

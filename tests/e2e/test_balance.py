@@ -1,0 +1,76 @@
+"""`model.balance` keeps experts in use where the data would leave most of them idle."""
+
+import random
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.e2e.product import dmt, run, settings
+from toolkit.run import jsonl
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+MIXTRAL = SIZES | {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 8}
+GLM = SIZES | {
+    "model_type": "glm4_moe", "num_hidden_layers": 3, "first_k_dense_replace": 1,
+    "head_dim": 16, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1,
+}  # fmt: skip
+RECIPE = """
+name: balance
+model: {config: {}}
+data: {train: {kind: text, files: [skewed.txt]}, tokenizer: bytes}
+training:
+  steps: 200
+  sequence_length: 128
+  global_batch_size: 16
+  micro_batch_size: 16
+  precision: fp32
+optimizer: {learning_rate: 1.0e-3}
+schedule: {name: constant, warmup_steps: 10}
+parallel: {engine: ddp}
+cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
+checkpoint: {export: false}
+logging: {every_steps: 1}
+"""
+
+
+def skewed(folder: Path) -> None:
+    """Letters of 64, half of which follow from the one before, the others Zipf's."""
+    draw = random.Random(0)
+    weights = [1 / rank for rank in range(1, 65)]
+    text, last = [], 0
+    for chance in (draw.random() for _ in range(300_000)):
+        last = (7 * last + 3) % 64 if chance < 0.5 else draw.choices(range(64), weights)[0]
+        text.append(chr(48 + last))
+    (folder / "skewed.txt").write_text("".join(text))
+
+
+@pytest.mark.parametrize(
+    ("config", "balance", "least", "most"),
+    [
+        (MIXTRAL, {"kind": "none"}, 3.0, 4.0),
+        (MIXTRAL, {"kind": "sequence_loss", "coefficient": 0.1}, 1.0, 1.5),
+        (GLM, {"kind": "bias", "bias_update": 0.005}, 1.0, 1.5),
+    ],
+    ids=["none", "sequence_loss", "bias"],
+)
+def test_the_busiest_expert_of_the_last_of_200_steps(
+    tmp_path: Path, config: dict[str, Any], balance: dict[str, Any], least: float, most: float
+) -> None:
+    """Over the mean; with 2 of 8 experts per token it is 4 where all tokens choose the same."""
+    skewed(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    changes = settings({"model.config": config, "model.balance": balance})
+    ended = run(dmt("launch", "r.yaml", "--run-dir", "run", *changes), tmp_path)
+    assert ended.code == 0, ended.err
+    steps = jsonl.read(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 200
+    assert least <= mean(step["busiest_expert"] for step in steps[-20:]) <= most
+    assert all(step["dropped_tokens"] == 0 for step in steps)
