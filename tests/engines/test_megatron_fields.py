@@ -25,7 +25,7 @@ def test_known_fields_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("section", "owner"),
     [
-        ("transformer", "TransformerConfig"),
+        ("transformer", "MLATransformerConfig"),
         ("gpt", "GPTModel"),
         ("ddp", "DistributedDataParallelConfig"),
         ("optimizer", "OptimizerConfig"),

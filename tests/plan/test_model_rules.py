@@ -214,11 +214,12 @@ def test_interleaving_takes_whole_groups(
 
 
 def test_what_megatron_cannot_express_is_left_to_transformers() -> None:
-    assert able_pairs(job(GEMMA, 2)) == HF
+    unknown = {**LLAMA, "hidden_act": "relu"}
+    assert able_pairs(job(unknown, 2)) == HF
     for asked in ({"engine": "megatron"}, {"tensor": 2}, {"model": "megatron"}):
-        problem = only(job(GEMMA, 2, **asked))
+        problem = only(job(unknown, 2, **asked))
         assert (problem.key, problem.fix[:24]) == ("model.config", "set parallel.model to hf")
-        assert "soft-capping" in problem.allowed
+        assert "activation relu" in problem.allowed
 
 
 def test_several_mistakes_are_all_reported() -> None:
