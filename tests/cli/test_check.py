@@ -280,6 +280,6 @@ def test_exit_codes(
 
 
 def test_human_numbers() -> None:
-    assert [human(n) for n in (7, 1234, 1.5e6, 8.03e9, 2e12)] == [
-        "7", "1.23k", "1.5M", "8.03B", "2T",
+    assert [human(n) for n in (7, 1234, 1.5e6, 999_885_952, 8.03e9, 2e12)] == [
+        "7", "1.23k", "1.5M", "1B", "8.03B", "2T",
     ]  # fmt: skip

@@ -162,7 +162,7 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
 def human(number: float) -> str:
     """1234567 → `1.23M`."""
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
+        if number >= 0.9995 * limit:  # which three digits round up
             return f"{number / limit:.3g}{suffix}"
     return f"{number:g}"
 
