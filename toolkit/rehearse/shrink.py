@@ -138,6 +138,8 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
     head_dim = settings["head_dim"] or hidden // heads
     small_dim = _head_dim(settings, head_dim)
     small_hidden = max(1, small_heads * small_dim * hidden // (heads * head_dim))
+    if hidden % heads == 0:  # which some families need
+        small_hidden = max(1, small_hidden // small_heads) * small_heads
     sizes = {"num_attention_heads": small_heads, "hidden_size": small_hidden}
     if stated_groups is not None:
         sizes["num_key_value_heads"] = small_groups
