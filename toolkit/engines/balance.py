@@ -89,6 +89,8 @@ class Balance:
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count from 0. Every data-parallel rank has as many rows."""
+        if self.settings is None:
+            return
         self._rows = self.copies * sum(len(batch.input_ids) for batch in micro_batches)
         size = self.layers * self.experts
         self._sums = torch.zeros(size + 4, dtype=torch.float64, device=self.device)

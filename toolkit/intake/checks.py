@@ -15,7 +15,7 @@ from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
-from toolkit.models.families.common import rope_of
+from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import OBJECTIVES, data_kinds
 from toolkit.plan.rules import legality
@@ -164,12 +164,11 @@ def _balance(recipe: Recipe) -> Iterator[Problem]:
     if balance is None:
         return
     needed = {"sequence_loss": "coefficient", "bias": "bias_update"}
+    taken = {"none": (), "sequence_loss": ("coefficient",), "bias": tuple(needed.values())}
     for kind, name in needed.items():
         value = getattr(balance, name)
-        if (balance.kind == kind) == (value > 0) or (name, balance.kind) == (
-            "coefficient",
-            "bias",
-        ):
+        lacks = value == 0 and balance.kind == kind
+        if not lacks and (value == 0 or name in taken[balance.kind]):
             continue
         found = f"{value} with `kind: {balance.kind}`"
         allowed = f"more than 0 with `kind: {kind}`, 0 with another"
@@ -202,8 +201,7 @@ def _positions(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _rope_scaled(config: dict[str, object]) -> bool:
-    rope = rope_of(settings_of(config))
-    return bool(rope.get("rope_type", rope.get("type", "default")) != "default")
+    return bool(rope_type_of(rope_of(settings_of(config))) != "default")
 
 
 def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
@@ -214,7 +212,7 @@ def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
         return
     settings = settings_of(config)
     rope = rope_of(settings)
-    rope_type = rope.get("rope_type", rope.get("type"))
+    rope_type = rope_type_of(rope)
     if rope_type not in ("dynamic", "longrope"):
         return
     limit = settings["max_position_embeddings"]

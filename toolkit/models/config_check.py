@@ -22,6 +22,7 @@ from toolkit.models.config_keys import (
 )
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.families.base import Family, Settings
+from toolkit.models.families.common import rope_type_of
 from toolkit.models.families.generic import build_config, model_types
 from toolkit.suggest import did_you_mean
 
@@ -192,9 +193,7 @@ def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
         found = f"{shown(stated)}, but partial_rotary_factor: {shown(inner)}"
         yield Problem(name, found, "one value", "remove one of them")
         return
-    head_dim = settings["head_dim"] or (
-        settings["hidden_size"] // settings["num_attention_heads"]
-    )
+    head_dim = settings.head_dim
     share = settings[name] if inner is None else inner
     turned = int(head_dim * share)
     if turned < 2 or turned % 2:
@@ -291,9 +290,8 @@ def _check_rope(settings: Settings) -> Iterable[Problem]:
         yield from _check_rope_layers(settings, parameters)
     for where, rope in _rope_maps(settings):
         theta, inner = settings["rope_theta"], rope.get("rope_theta")
-        windowed = where.endswith(
-            ".sliding_attention"
-        )  # transformers reads rope_theta elsewhere
+        # Of layers with a window, transformers reads the base elsewhere.
+        windowed = where.endswith(".sliding_attention")
         if not windowed and None not in (theta, inner) and theta != inner:
             found = f"{shown(inner)}, but rope_theta: {shown(theta)}"
             yield Problem(f"{where}.rope_theta", found, "one value", "remove one of them")
@@ -343,7 +341,7 @@ def _check_rope_values(where: str, rope: Mapping[str, object]) -> Iterable[Probl
 def _check_rope_type(
     settings: Settings, where: str, rope: Mapping[str, object]
 ) -> Iterable[Problem]:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope_type_of(rope)
     known = settings.family.rope_types
     if not isinstance(rope_type, str) or rope_type not in known:
         fix, allowed = did_you_mean(rope_type, known), ", ".join(known)
@@ -373,9 +371,7 @@ def _check_rope_factors_of(
     if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low >= high:
         allowed = f"above low_freq_factor ({shown(low)})"
         yield Problem(f"{where}.high_freq_factor", shown(high), allowed)
-    head_dim = settings["head_dim"] or (
-        settings["hidden_size"] // settings["num_attention_heads"]
-    )
+    head_dim = settings.head_dim
     share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
     for name in ("short_factor", "long_factor"):
         factors = rope.get(name, ())

@@ -135,7 +135,7 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
         small_groups = 1  # more ranks than groups, in small too
     small_heads = heads // groups * small_groups
     hidden = settings["hidden_size"]
-    head_dim = settings["head_dim"] or hidden // heads
+    head_dim = settings.head_dim
     small_dim = _head_dim(settings, head_dim)
     small_hidden = max(1, small_heads * small_dim * hidden // (heads * head_dim))
     if hidden % heads == 0:  # which some families need
@@ -159,9 +159,7 @@ def _head_dim(settings: Settings, head_dim: int) -> int:
 def _with_fewer_factors(config: dict[str, Any]) -> dict[str, Any]:
     """The config with as many factors of longrope as the smaller heads have pairs."""
     settings = settings_of(config)
-    head_dim = (
-        settings["head_dim"] or settings["hidden_size"] // settings["num_attention_heads"]
-    )
+    head_dim = settings.head_dim
     for where in ("rope_scaling", "rope_parameters"):
         rope = config.get(where) or {}
         share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)

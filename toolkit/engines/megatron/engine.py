@@ -132,8 +132,10 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         self._count = count
         self.balance.begin_step(micro_batches)
-        # Gradients are divided by the count when they are reduced.
-        self.balance.scale_by(self.optimizer.scale_loss(self.balance.scale.new_tensor(count)))
+        if self.setup.balance is not None:
+            # Gradients are divided by the count when they are reduced.
+            scale = self.balance.scale.new_tensor(count)
+            self.balance.scale_by(self.optimizer.scale_loss(scale))
         found, gradient_sum = self._run(micro_batches, forward_only=False)
         skipped = refusal(count, found.loss, max_loss, gradient_sum)
         grad_norm = math.inf

@@ -37,6 +37,12 @@ class Settings:
                 return self.stated[spelling]
         return self.family.keys[own].default if own in self.family.keys else None
 
+    @property
+    def head_dim(self) -> int:
+        """Features of one head; the hidden size over the heads where no key says it."""
+        stated = self["head_dim"] or self["hidden_size"] // self["num_attention_heads"]
+        return int(stated)
+
     def spelling(self, name: str) -> str:
         """How to call the standard key `name` in a message to this user."""
         return name if name in self.stated else self.family.name_of(name)

@@ -102,6 +102,11 @@ def rope_of(settings: Settings, layer_type: str = "full_attention") -> Mapping[s
     return stated.get(layer_type) or {}
 
 
+def rope_type_of(rope: Mapping[str, Any]) -> Any:
+    """The variant that a map of rotary settings names, under its new or its old key."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def outer_tensors(
     spec: ModelSpec, embedding: str, norm: str, positions: str = ""
 ) -> list[TensorMap]:
@@ -146,7 +151,7 @@ def layered_rotary(settings: Settings) -> dict[str, Any]:
 def _rotary(
     settings: Settings, rope: Mapping[str, Any], theta: float, share: float = 1.0
 ) -> dict[str, Any]:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope_type_of(rope)
     theta = rope.get("rope_theta", theta)
     share = rope.get("partial_rotary_factor", share)
     arguments: dict[str, Any] = {

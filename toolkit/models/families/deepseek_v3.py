@@ -76,13 +76,7 @@ def attention_tensors(spec: ModelSpec, settings: Settings) -> list[TensorMap]:
     values = heads * settings["v_head_dim"]
     keys = heads * settings["qk_nope_head_dim"]
     theirs, ours = f"{llama.HF_LAYER}.self_attn", f"{llama.LAYER}.self_attention"
-    tensors = [
-        whole(f"{llama.LAYER}.{norm}.weight", f"{llama.HF_LAYER}.{name}.weight", hidden)
-        for norm, name in (
-            ("input_layernorm", "input_layernorm"),
-            ("pre_mlp_layernorm", "post_attention_layernorm"),
-        )
-    ]
+    tensors = llama.layer_norms(spec, llama.NORMS)
     tensors += _query_tensors(spec, settings["q_lora_rank"], theirs, ours)
     down, up = f"{theirs}.kv_a_proj_with_mqa.weight", f"{theirs}.kv_b_proj.weight"
     return [
@@ -138,15 +132,10 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     return deepseek_experts.with_experts(dense, spec, settings)
 
 
-def _rope_type(settings: Settings) -> str:
-    rope = common.rope_of(settings)
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
 def _scaling(settings: Settings) -> dict[str, Any]:
     """TransformerConfig fields of the positions: plain, or YaRN (arXiv:2309.00071)."""
     rope = common.rope_of(settings)
-    if _rope_type(settings) != "yarn":
+    if common.rope_type_of(rope) != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     stated = {name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope}
     betas = {name: rope.get(name, value) for name, value in _YARN_DEFAULTS.items()}
@@ -161,7 +150,8 @@ def _scaling(settings: Settings) -> dict[str, Any]:
 
 def unsupported_positions(settings: Settings) -> str | None:
     """Why megatron-core cannot turn positions as this config says; None when it can."""
-    rope, rope_type = common.rope_of(settings), _rope_type(settings)
+    rope = common.rope_of(settings)
+    rope_type = common.rope_type_of(rope)
     if not settings["rope_interleave"]:
         return "megatron-core's latent attention turns interleaved pairs (rope_interleave)"
     if rope_type not in ("default", "yarn"):

@@ -14,9 +14,9 @@ from toolkit.models.config_keys import (
     Key,
     without,
 )
-from toolkit.models.families import common, deepseek_experts, llama
+from toolkit.models.families import common, deepseek_experts, glm4, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
-from toolkit.models.families.shape import counted, sizes
+from toolkit.models.families.shape import counted
 from toolkit.models.spec import ModelSpec
 
 KEYS: Mapping[str, Key] = {
@@ -39,11 +39,8 @@ KEYS: Mapping[str, Key] = {
 
 def shape(settings: Settings) -> ModelSpec:
     """`attention_bias` is on query, key and value alone."""
-    spec = replace(
-        sizes(settings),
-        attention_output_bias=False,
-        query_key_norm=settings["use_qk_norm"],
-    )
+    spec = glm4.without_output_bias(settings)
+    spec = replace(spec, query_key_norm=settings["use_qk_norm"])
     return counted(settings, deepseek_experts.shape(spec, settings))
 
 

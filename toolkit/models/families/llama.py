@@ -53,17 +53,15 @@ KEYS: Mapping[str, Key] = {
 
 LAYER = "decoder.layers.{layer}"
 HF_LAYER = "model.layers.{layer}"
+NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+"""A layer's norms: megatron-core's names inside it, each with the checkpoint's."""
 
 
 def attention_tensors(spec: ModelSpec) -> list[TensorMap]:
     """Norm, projections and (where the family has them) biases and head norms of attention."""
-    names = {
-        "input_layernorm": "input_layernorm",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-    }
     sizes = {"q": spec.head_dim, "k": spec.head_dim} if spec.query_key_norm else {}
     return [
-        *layer_norms(spec, names), *projections(spec), *query_key_norms(sizes),
+        *layer_norms(spec, NORMS), *projections(spec), *query_key_norms(sizes),
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from toolkit.models.config_keys import (
 )
 from toolkit.models.families import common, llama
 from toolkit.models.families.base import Family, MegatronModel, Settings
-from toolkit.models.families.tensors import Rows, TensorMap, fused_qkv
+from toolkit.models.families.tensors import TensorMap, fused_qkv, gated
 from toolkit.models.spec import ModelSpec
 
 KEYS: Mapping[str, Key] = {
@@ -43,7 +43,6 @@ def _fused_tensors(spec: ModelSpec) -> list[TensorMap]:
     hidden, inner = spec.hidden, spec.intermediate
     qkv = f"{llama.HF_LAYER}.self_attn.qkv_proj.weight"
     gate_up = f"{llama.HF_LAYER}.mlp.gate_up_proj.weight"
-    stacks = (Rows(gate_up, 0, inner),), (Rows(gate_up, inner, 2 * inner),)
     return [
         fused_qkv(
             f"{llama.LAYER}.self_attention.linear_qkv.weight",
@@ -51,7 +50,7 @@ def _fused_tensors(spec: ModelSpec) -> list[TensorMap]:
             common.heads_of(spec),
             hidden,
         ),
-        TensorMap(f"{llama.LAYER}.mlp.linear_fc1.weight", stacks, hidden, "rows"),
+        gated(f"{llama.LAYER}.mlp.linear_fc1.weight", gate_up, gate_up, inner, hidden),
     ]
 
 

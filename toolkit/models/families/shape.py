@@ -66,7 +66,7 @@ def sizes(settings: Settings) -> ModelSpec:
         hidden=hidden,
         heads=heads,
         kv_heads=settings["num_key_value_heads"] or heads,
-        head_dim=settings["head_dim"] or hidden // heads,
+        head_dim=settings.head_dim,
         intermediate=settings["intermediate_size"] or settings["n_inner"] or 4 * hidden,
         vocab=settings["vocab_size"],
         max_positions=settings["max_position_embeddings"],

@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from toolkit.models.megatron.norms import local_device
+
 
 class ReplicatedLinear(nn.Module):
     """A projection that every tensor-parallel rank holds whole, without bias.
@@ -27,8 +29,7 @@ class ReplicatedLinear(nn.Module):
         self, inputs: int, outputs: int, *, config: TransformerConfig, **_: object
     ) -> None:
         super().__init__()
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        empty = torch.empty(outputs, inputs, device=device, dtype=config.params_dtype)
+        empty = torch.empty(outputs, inputs, device=local_device(), dtype=config.params_dtype)
         self.weight = nn.Parameter(empty)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ which is the plan's `sdpa`.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron.latent_attention import latent_attention
-from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd
+from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd, changed_then_added
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -174,20 +175,10 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def scaled_add(factor: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """megatron-core's function residual + branch, for branches that are multiplied first."""
+    """residual + factor · branch; megatron-core calls functions alone, no other callable."""
 
     def choose(training: bool, fused: bool) -> Callable[..., Tensor]:
-        add = get_bias_dropout_add(training, fused)
-
-        def add_scaled(
-            output: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
-        ) -> Tensor:
-            branch, bias = output
-            branch = branch if bias is None else branch + bias
-            total: Tensor = add((branch * factor, None), residual, probability)
-            return total
-
-        return add_scaled
+        return changed_then_added(partial(torch.mul, other=factor), training, fused)
 
     return choose
 
@@ -226,7 +217,7 @@ def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
 
 def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) -> ModuleSpec:
     before = IdentityOp if model.norms == "after" else Norm
-    add = get_bias_dropout_add
+    add: Any = get_bias_dropout_add
     if model.residual_scale != 1:
         add = scaled_add(model.residual_scale)
     if model.norms != "before":

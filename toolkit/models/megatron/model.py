@@ -1,6 +1,7 @@
 """Building megatron-core's GPTModel on this rank, and asking it for log-probabilities."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +69,13 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if self.position_embedding_type == "rope" and not self.config.multi_latent_attention:
             self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
 
-    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor:
+    def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
         """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
         of the batch, which megatron-core itself gives to learned embeddings only. Where layers
         with a window turn differently: two of them, [2, sequence, batch, 1, size]."""
         positions = self._positions
+        if positions is None and self._scaled is None and self._windowed is None:
+            return None
         if positions is not None and self._scaled is None:
             angles = angles[positions.T, 0]
         if positions is None:
@@ -199,9 +202,10 @@ def build_chunks(
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:
-            _divide_logits(chunk.output_layer, model.logits_divisor)
+            divided = partial(torch.div, other=model.logits_divisor)
+            _change_logits(chunk.output_layer, divided)
         if last and model.logit_cap is not None:
-            _cap_logits(chunk.output_layer, model.logit_cap)
+            _change_logits(chunk.output_layer, partial(_capped, cap=model.logit_cap))
         if first and model.padding_token is not None:
             _freeze_embedding_of(model.padding_token, chunk.embedding.word_embeddings)
         chunks.append(chunk)
@@ -218,22 +222,17 @@ def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
     embedding.register_forward_hook(scaled)
 
 
-def _divide_logits(head: ColumnParallelLinear, divisor: float) -> None:
-    def divided(
+def _change_logits(head: ColumnParallelLinear, change: Callable[[Tensor], Tensor]) -> None:
+    def changed(
         _: object, __: object, output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        return output[0] / divisor, output[1]
+        return change(output[0]), output[1]
 
-    head.register_forward_hook(divided)
+    head.register_forward_hook(changed)
 
 
-def _cap_logits(head: ColumnParallelLinear, cap: float) -> None:
-    def capped(
-        _: object, __: object, output: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        return torch.tanh(output[0] / cap) * cap, output[1]
-
-    head.register_forward_hook(capped)
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:

@@ -27,7 +27,7 @@ class Norm:
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         if config.layernorm_zero_centered_gamma:
             kind = ZeroCenteredNorm
-        norm = kind(hidden_size, eps=eps, device=_device(), dtype=config.params_dtype)
+        norm = kind(hidden_size, eps=eps, device=local_device(), dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -42,7 +42,8 @@ class ZeroCenteredNorm(nn.RMSNorm):
         return (normed * (1.0 + self.weight.float())).to(x.dtype)
 
 
-def _device() -> torch.device:
+def local_device() -> torch.device:
+    """Where this rank's parameters are."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -65,7 +66,7 @@ class FullWidthNorm(nn.Module):
         """Place of this rank's first head in the weight; ranks may share a key head."""
         size = heads * hidden_size
         self.weight = nn.Parameter(
-            torch.empty(size, device=_device(), dtype=config.params_dtype)
+            torch.empty(size, device=local_device(), dtype=config.params_dtype)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,14 +91,21 @@ class NormThenAdd(nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """The function that adds, as megatron-core's layer asks for it."""
-        add = get_bias_dropout_add(training, fused)
+        return changed_then_added(self.norm, training, fused)
 
-        def add_normed(
-            output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
-        ) -> Tensor:
-            branch, bias = output
-            branch = branch if bias is None else branch + bias
-            total: Tensor = add((self.norm(branch), None), residual, dropout)
-            return total
 
-        return add_normed
+def changed_then_added(
+    change: Callable[[Tensor], Tensor], training: bool, fused: bool
+) -> Callable[..., Tensor]:
+    """megatron-core's function residual + branch, for branches that are changed first."""
+    add = get_bias_dropout_add(training, fused)
+
+    def add_changed(
+        output: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+    ) -> Tensor:
+        branch, bias = output
+        branch = branch if bias is None else branch + bias
+        total: Tensor = add((change(branch), None), residual, probability)
+        return total
+
+    return add_changed
