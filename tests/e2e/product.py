@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +23,8 @@ from tests.warm import REGISTER, WarmPython, registered
 _MARK = "DMT_TEST_COMMAND"
 _WARM_VARIABLES = {"DMT_FAILPOINTS"}
 """What a warm process may find in its environment: not what is read by an import."""
+_MOMENT_S = 30.0
+"""How long a service may take to notice that its parent is gone."""
 _USERS_OWN = (
     "WANDB_",
     "DMT_",
@@ -141,10 +144,15 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def end(self) -> Ended:
-        """Wait for the end; assert that no process of this command is left then."""
+        """Wait for the end; assert that no process of this command outlives it.
+
+        A service that looks for its parent every now and then has a moment to notice.
+        """
         wait_until(lambda: self.process.poll() is not None, "the end", self.printed)
         out, err = (path.read_text(errors="replace") for path in self._outputs)
-        left = [(p.pid, p.cmdline()) for p in self.alive()]
+        moment = time.monotonic() + _MOMENT_S
+        while (left := self.alive()) and time.monotonic() < moment:
+            time.sleep(0.1)
         assert not left, f"left behind: {left}"
         return Ended(self.process.returncode, out, err)
 

@@ -174,6 +174,8 @@ def follow(run_dir: RunDirectory, settings: FollowerSettings, ended: threading.E
     if exit_code == EXIT_RESUMABLE:
         run.mark_preempting()
     run.finish(exit_code=exit_code)
+    # wandb-core would notice by itself, but only later, that its user is gone.
+    wandb.teardown(exit_code=exit_code)
 
 
 def _private_settings(wandb: Any) -> Any:
