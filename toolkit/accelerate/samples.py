@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from toolkit.data.build import build_data
-from toolkit.data.order import sample_indices
 from toolkit.errors import DataError
 from toolkit.intake.checks import steps_with
 from toolkit.models.huggingface import build_config
@@ -38,7 +37,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 fix="set data.isolate_documents to false and data.packing to none, or train "
                 "with `dmt launch`",
             )
-        if recipe.data.train.kind == "preference":
+        if recipe.data.kind == "preference":
             raise DataError(
                 "pairs of preferences need DMT's own training loop",
                 fix="use data of `kind: chat`, or `dmt launch`",
@@ -53,8 +52,8 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
             base=Path.cwd(),
         )
         self._packed = data.train
-        self._seed = training.seed
-        self.steps = steps_with(recipe, len(data.train))
+        self._order = data.order
+        self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
         """Optimizer steps of the run."""
         self._length = self.steps * training.global_batch_size
 
@@ -64,7 +63,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         if not 0 <= place < self._length:
             raise IndexError(place)
-        (index,) = sample_indices(self._seed, len(self._packed), place, 1)
+        (index,) = self._order.indices(place, 1)
         (row,) = self._packed.rows(int(index))
         tokens, following = map(torch.from_numpy, (row.input_ids, row.labels))
         return {"input_ids": tokens, "labels": following, "shift_labels": following}

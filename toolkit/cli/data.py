@@ -14,6 +14,8 @@ from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from toolkit.data.build import TokenisedSamples, TrainingData
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
@@ -38,6 +40,13 @@ def prepare(
                 f"({side.tokens_per_epoch:,} tokens per epoch)",
                 sys.stdout,
             )
+    for one in summary.sources:
+        tell(
+            f"  {one.title}: {one.share:.2%} of the samples, {one.passes:.2f} passes over "
+            f"{one.train.documents:,} documents, {one.train.tokens:,} tokens, "
+            f"{one.train.samples:,} samples",
+            sys.stdout,
+        )
     tell(f"unigram entropy: {summary.unigram_entropy_nats:.4f} nats per token", sys.stdout)
     tell(f"cache: {summary.cache}", sys.stdout)
 
@@ -53,14 +62,27 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, dataset: "TokenisedSamples") -> Self:
-        """Size of tokenised data."""
+    def of(cls, parts: "Sequence[TokenisedSamples]") -> Self:
+        """Size of the tokenised data of all sources together."""
+        samples = sum(map(len, parts))
         return cls(
-            documents=dataset.n_documents,
-            tokens=dataset.n_tokens,
-            samples=len(dataset),
-            tokens_per_epoch=len(dataset) * dataset.rows_per_sample * dataset.sequence_length,
+            documents=sum(part.n_documents for part in parts),
+            tokens=sum(part.n_tokens for part in parts),
+            samples=samples,
+            tokens_per_epoch=samples * parts[0].rows_per_sample * parts[0].sequence_length,
         )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One source of a blend."""
+
+    title: str
+    train: _Side
+    share: float
+    """Of the samples of the run."""
+    passes: float
+    """How often its samples are seen in the run, on average."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,8 @@ class _Summary:
 
     train: _Side
     validation: _Side | None
+    sources: tuple[_Source, ...]
+    """Of a blend."""
     sequence_length: int
     vocab_size: int
     unigram_entropy_nats: float
@@ -96,16 +120,29 @@ def _prepare(recipe: Recipe) -> _Summary:
     from toolkit.data.files import cache_folder
 
     data = _build(recipe)
-    validation = data.validation
     return _Summary(
-        train=_Side.of(data.train),
-        validation=None if validation is None else _Side.of(validation),
+        train=_Side.of([source.train for source in data.sources]),
+        validation=_Side.of([*data.validation.values()]) if data.validation else None,
+        sources=tuple(_sources(recipe, data)),
         sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
         fingerprint=data.fingerprint,
         cache=str(cache_folder(recipe.data.cache, Path.cwd())),
     )
+
+
+def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
+    from toolkit.data.blend import Blended
+    from toolkit.intake.checks import steps_with
+
+    if not isinstance(data.order, Blended):
+        return
+    steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
+    seen = data.order.counts(steps * recipe.training.global_batch_size)
+    for source, count in zip(data.sources, seen.tolist(), strict=True):
+        side = _Side.of([source.train])
+        yield _Source(source.title, side, count / sum(seen.tolist()), count / side.samples)
 
 
 @app.command(epilog="Example: dmt data show recipes/tiny/llama-bytes.yaml --samples 1")
@@ -120,11 +157,17 @@ def show(
     from toolkit.cli.data_show import print_preview
     from toolkit.data.preview import preview
 
-    shown = preview(_build(load_recipe(recipe, overrides)), samples, tokens)
+    data = _build(load_recipe(recipe, overrides))
+    shown = {
+        source.title: preview(source, data.tokenizer, samples, tokens)
+        for source in data.sources
+    }
     if as_json:
-        typer.echo(json.dumps(asdict(shown)))
-    else:
-        print_preview(shown)
+        found = {title: asdict(one) for title, one in shown.items()}
+        typer.echo(json.dumps(found if len(found) > 1 else next(iter(found.values()))))
+        return
+    for title, one in shown.items():
+        print_preview(one, title if len(shown) > 1 else "")
 
 
 @app.command(

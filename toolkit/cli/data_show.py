@@ -1,5 +1,6 @@
 """How `dmt data show` prints a preview."""
 
+from rich.markup import escape
 from rich.text import Text
 
 from toolkit.cli.console import Console
@@ -9,9 +10,12 @@ _BAR_WIDTH = 40
 _TRAINED = "bold green"
 
 
-def print_preview(shown: Preview) -> None:
-    """Samples, trained tokens in colour, or between « and » where there is none; numbers."""
+def print_preview(shown: Preview, title: str = "") -> None:
+    """Samples, trained tokens in colour, or between « and » where there is none; numbers.
+    `title` is that of a source among several."""
     console = Console(soft_wrap=True)
+    if title:
+        console.rule(f"[bold]{escape(title)}", characters="═", align="left")
     marks = console.color_system is None
     for sample in shown.samples:
         for number, document in enumerate(sample.documents, start=1):

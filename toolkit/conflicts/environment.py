@@ -355,6 +355,7 @@ class _Reader:
                 yield "model.hub"
             if data.tokenizer != "bytes" and not Path(data.tokenizer).exists():
                 yield "data.tokenizer"
-        remote = isinstance(data.train, RowsSource) and not Path(data.train.path).exists()
-        if remote and name != "TRANSFORMERS_OFFLINE":
-            yield "data.train.path"
+        if name != "TRANSFORMERS_OFFLINE":
+            for key, source in data.named_sources:
+                if isinstance(source, RowsSource) and not Path(source.path).exists():
+                    yield f"{key}.path"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from toolkit.batch import MicroBatch
-from toolkit.data.order import sample_indices
+from toolkit.data.order import Order
 from toolkit.data.rows import Int64Array, Row, Samples
 
 _PADDING = -1
@@ -22,11 +22,11 @@ _ORDERED_AT_ONCE = 1024
 class GlobalBatches:
     """The endless sequence of global batches of training; epochs follow without a seam."""
 
-    def __init__(self, dataset: Samples, seed: int, global_batch_size: int) -> None:
+    def __init__(self, dataset: Samples, order: Order, global_batch_size: int) -> None:
         self._dataset = dataset
-        self._seed = seed
+        self._order = order
         self._global_batch_size = global_batch_size
-        self._first, self._order = 0, np.zeros(0, dtype=np.int64)
+        self._first, self._ordered = 0, np.zeros(0, dtype=np.int64)
         """Some of the endless order of samples, from place `_first` on."""
 
     def micro_batches(
@@ -49,11 +49,11 @@ class GlobalBatches:
         """
         size = self._global_batch_size
         place = position - self._first
-        if not 0 <= place <= len(self._order) - size:
+        if not 0 <= place <= len(self._ordered) - size:
             count = max(1, _ORDERED_AT_ONCE // size) * size
-            self._order = sample_indices(self._seed, len(self._dataset), position, count)
+            self._ordered = self._order.indices(position, count)
             self._first, place = position, 0
-        return self._order[place : place + size]
+        return self._ordered[place : place + size]
 
 
 def evaluation_batches(

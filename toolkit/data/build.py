@@ -1,20 +1,24 @@
 """From the recipe's data section to packed samples: the one entry for training and CLI."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import template_text
-from toolkit.data.chat.tokens import StoredChats, prepare_chats
+from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
+from toolkit.data.interleave import Interleaving
+from toolkit.data.order import Order, Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.progress import Track, untracked
-from toolkit.data.rows import Int64Array
+from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import TokenizedData, prepare
+from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import (
@@ -24,6 +28,7 @@ from toolkit.recipe.schema import (
     DocumentSource,
     PreferenceSource,
     Source,
+    StageSection,
 )
 
 if TYPE_CHECKING:
@@ -35,21 +40,58 @@ TokenisedSamples: TypeAlias = PackedDataset | ChatSamples
 
 
 @dataclass(frozen=True)
+class SourceData:
+    """The samples of one source."""
+
+    title: str
+    """What it is called in a list of sources."""
+    train: TokenisedSamples
+    held_out: TokenisedSamples | None
+    """Documents of the same source that are not in `train`."""
+    identity: tuple[object, ...]
+    """Changes with the tokens and the split."""
+
+
+@dataclass(frozen=True)
 class TrainingData:
     """Everything that training reads."""
 
-    train: TokenisedSamples
-    validation: TokenisedSamples | None
-    """No document of it is in `train` when it was held out of the same source."""
+    sources: tuple[SourceData, ...]
+    """One, or those of a blend."""
+    train: Samples
+    """Their samples; of a blend, one source after the other."""
+    order: Order
+    """In which order these are seen."""
+    samples_per_epoch: int
+    """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
+    ends_after: int | None
+    """Samples after which a source that is not to be repeated is at its end."""
+    validation: dict[str, TokenisedSamples]
+    """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
-    isolated; a checkpoint's cursor is meaningful only together with it."""
+    isolated: with what sample *i* is."""
+
+    def fingerprint_at(self, samples: int) -> str:
+        """What a checkpoint's cursor of so many samples is meaningful with: `fingerprint`, and
+        of a blend the weights until then. What comes later may still be changed."""
+        if not isinstance(self.order, Blended):
+            return self.fingerprint
+        return fingerprint_of([self.fingerprint, self.order.begun(samples)])
 
     def unigram_entropy_nats(self) -> float:
-        """Entropy of the trained tokens; a model that learns anything gets below it."""
-        counts = self.train.token_counts()
-        shares = counts[counts > 0] / counts.sum()
+        """Entropy of the tokens that training begins with; a model that learns anything gets
+        below it."""
+        weights = [1.0]
+        if isinstance(self.order, Blended):
+            ((_, parts),) = self.order.begun(0)
+            weights = [part / sum(parts) for part in parts]
+        found = [source.train.token_counts() for source in self.sources]
+        shares = np.zeros(max(map(len, found)))
+        for weight, counts in zip(weights, found, strict=True):
+            shares[: len(counts)] += weight * counts / counts.sum()
+        shares = shares[shares > 0]
         return float(-(shares * np.log(shares)).sum())
 
 
@@ -73,156 +115,178 @@ def build_data(
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
-    if isinstance(data.train, ChatRowsSource):
-        sides = _chat_sides(data, tokenizer, sequence_length, seed=seed, base=base, track=track)
-    else:
-        streams = _prepare_streams(data, tokenizer, seed=seed, base=base, track=track)
-        sides = _text_sides(
-            streams, sequence_length, vocab_size, isolate_documents=data.isolate_documents
-        )
-    _check_size("training", sides.train, global_batch_size)
-    if sides.validation is not None:
-        _check_size("validation", sides.validation, 1)
-    fingerprint = fingerprint_of([sides.fingerprint, sequence_length])
-    return TrainingData(sides.train, sides.validation, tokenizer, fingerprint)
+    if isinstance(data.sources[0], ChatRowsSource):
+        # Saved with the tokenizer: an exported model is to be prompted as it was trained.
+        tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
+    builder = _Builder(data, tokenizer, sequence_length, vocab_size, seed, base, track)
+    sources = [builder.build(source, data.validation_fraction) for source in data.sources]
+    others = [builder.build(source, 0.0) for source in data.validation_sources]
+    parts = [part for one in (*sources, *others) for part in one.identity]
+    fingerprint = fingerprint_of(parts)
+    if data.isolate_documents:
+        fingerprint = fingerprint_of([fingerprint, "isolated documents"])
+    train, order, epoch = _ordered(data, sources, seed, global_batch_size, sequence_length)
+    held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
+    validation = held_out | {one.title: one.train for one in others}
+    # A blend may repeat a small source within a batch.
+    least = 1 if isinstance(order, Blended) else global_batch_size
+    for one in sources:
+        _check_size("training", one, one.train, least)
+        if one.held_out is not None:
+            _check_size("validation", one, one.held_out, 1)
+    for one in others:
+        _check_size("validation", one, one.train, 1)
+    return TrainingData(
+        tuple(sources),
+        train,
+        order,
+        epoch,
+        _end(order, data.sources),
+        validation,
+        tokenizer,
+        fingerprint_of([fingerprint, sequence_length]),
+    )
+
+
+def _ordered(
+    data: DataSection,
+    sources: Sequence[SourceData],
+    seed: int,
+    global_batch_size: int,
+    sequence_length: int,
+) -> tuple[Samples, Order, int]:
+    """The samples of all sources, the order in which they are seen, and samples of an epoch."""
+    if not isinstance(data.train, tuple):
+        only = sources[0].train
+        return only, Shuffled(seed, len(only)), len(only)
+    joined = JoinedSamples([source.train for source in sources])
+    sizes = [len(part) for part in joined.parts]
+    epochs = [exact(source.epochs or 0.0) for source in data.sources]
+    passes = [times * size for times, size in zip(epochs, sizes, strict=True)]
+    weights = [exact(source.weight or 0.0) for source in data.sources]
+    first = Stage(0, Interleaving(passes if any(passes) else weights))
+    titles = [source.title for source in data.sources]
+
+    def later(stage: StageSection) -> Stage:
+        steps = stage.first_step(global_batch_size * sequence_length * joined.rows_per_sample)
+        shares = [exact(stage.weights[title]) for title in titles]
+        return Stage(steps * global_batch_size, Interleaving(shares))
+
+    order = Blended(seed, sizes, [first, *map(later, data.stages)])
+    return joined, order, max(round(sum(passes)), 1)
+
+
+def _end(order: Order, sources: Sequence[Source]) -> int | None:
+    """Where the first source that must not be repeated would be."""
+    if not isinstance(order, Blended):
+        return None
+    found = [
+        order.first_repeat(number)
+        for number, source in enumerate(sources)
+        if source.at_end == "stop"
+    ]
+    return min((place for place in found if place is not None), default=None)
 
 
 @dataclass(frozen=True)
-class _Sides:
-    train: TokenisedSamples
-    validation: TokenisedSamples | None
-    fingerprint: str
+class _Builder:
+    """Makes samples of sources; all of a recipe's have the same settings."""
 
+    data: DataSection
+    tokenizer: "PreTrainedTokenizerFast"
+    sequence_length: int
+    vocab_size: int | None
+    seed: int
+    base: Path
+    track: Track
 
-def _chat_sides(
-    data: DataSection,
-    tokenizer: "PreTrainedTokenizerFast",
-    sequence_length: int,
-    *,
-    seed: int,
-    base: Path,
-    track: Track,
-) -> _Sides:
-    """Samples of chats or preferences: two sources, or one that is divided by row."""
-    cache = cache_folder(data.cache, base)
-    # Saved with the tokenizer: an exported model is to be prompted as it was trained.
-    tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
+    @property
+    def cache(self) -> Path:
+        return cache_folder(self.data.cache, self.base)
 
-    def stored(source: Source) -> StoredChats:
-        assert isinstance(source, ChatSource | PreferenceSource), "the recipe's check"
-        return prepare_chats(
+    def build(self, source: Source, fraction: float) -> SourceData:
+        """Samples of one source; `fraction` of its documents are held out."""
+        if isinstance(source, ChatSource | PreferenceSource):
+            return self._chats(source, fraction)
+        return self._text(source, fraction)
+
+    def _chats(self, source: ChatSource | PreferenceSource, fraction: float) -> SourceData:
+        """Samples of chats or preferences."""
+        data, length = self.data, self.sequence_length
+        stored = prepare_chats(
             source,
             data,
-            tokenizer,
-            sequence_length=sequence_length,
-            base=base,
-            cache=cache,
-            track=track,
+            self.tokenizer,
+            sequence_length=length,
+            base=self.base,
+            cache=self.cache,
+            track=self.track,
         )
 
-    def samples(chats: StoredChats, numbers: Int64Array, part: str) -> ChatSamples:
-        pairs = isinstance(data.train, PreferenceSource)
-        return chat_samples(
-            chats,
-            numbers,
-            sequence_length,
-            rows_per_sample=2 if pairs else 1,
-            packing=data.packing,
-            part=part,
-            cache=cache,
+        def samples(numbers: Int64Array, part: str) -> ChatSamples:
+            pairs = isinstance(source, PreferenceSource)
+            return chat_samples(
+                stored,
+                numbers,
+                length,
+                rows_per_sample=2 if pairs else 1,
+                packing=data.packing,
+                part=part,
+                cache=self.cache,
+            )
+
+        identity = (stored.fingerprint, data.packing)
+        if fraction == 0:
+            numbers = np.arange(stored.indexed.n_documents, dtype=np.int64)
+            return SourceData(source.title, samples(numbers, "all"), None, identity)
+        split = f"of {fraction} by {self.seed}"
+        kept, held_out = split_rows(stored, fraction, self.seed)
+        return SourceData(
+            source.title,
+            samples(kept, f"train {split}"),
+            samples(held_out, f"validation {split}"),
+            (*identity, split),
         )
 
-    def whole(chats: StoredChats) -> ChatSamples:
-        return samples(chats, np.arange(chats.indexed.n_documents, dtype=np.int64), "all")
-
-    train = stored(data.train)
-    parts: list[object] = [train.fingerprint, data.packing]
-    if data.validation is not None:
-        other = stored(data.validation)
-        return _Sides(whole(train), whole(other), fingerprint_of([*parts, other.fingerprint]))
-    if data.validation_fraction == 0:
-        return _Sides(whole(train), None, fingerprint_of(parts))
-    split = f"of {data.validation_fraction} by {seed}"
-    kept, held_out = split_rows(train, data.validation_fraction, seed)
-    return _Sides(
-        samples(train, kept, f"train {split}"),
-        samples(train, held_out, f"validation {split}"),
-        fingerprint_of([*parts, split]),
-    )
-
-
-def _text_sides(
-    streams: "_Streams",
-    sequence_length: int,
-    vocab_size: int | None,
-    *,
-    isolate_documents: bool,
-) -> _Sides:
-    """Samples of text: the tokens of all documents, cut at equal lengths."""
-
-    def packed(stream: TokenStream) -> PackedDataset:
-        return PackedDataset(
-            stream, sequence_length, vocab_size, isolate_documents=isolate_documents
-        )
-
-    train = packed(streams.train)
-    validation = None if streams.validation is None else packed(streams.validation)
-    parts = [streams.fingerprint, *["isolated documents"] * isolate_documents]
-    return _Sides(train, validation, fingerprint_of(parts) if parts[1:] else parts[0])
-
-
-@dataclass(frozen=True)
-class _Streams:
-    train: TokenStream
-    validation: TokenStream | None
-    fingerprint: str
-
-
-def _prepare_streams(
-    data: DataSection,
-    tokenizer: "PreTrainedTokenizerFast",
-    *,
-    seed: int,
-    base: Path,
-    track: Track,
-) -> _Streams:
-    """Tokens of both sides: two sources, or one that is divided by document."""
-
-    def tokens_of(source: Source) -> TokenizedData:
-        assert isinstance(source, DocumentSource), "the recipe's check"
-        return prepare(
+    def _text(self, source: DocumentSource, fraction: float) -> SourceData:
+        """Samples of text: the tokens of all documents, cut at equal lengths."""
+        tokens = prepare(
             source,
-            tokenizer,
-            base=base,
-            cache=cache_folder(data.cache, base),
-            parse_special=data.special_tokens == "parse",
-            track=track,
+            self.tokenizer,
+            base=self.base,
+            cache=self.cache,
+            parse_special=self.data.special_tokens == "parse",
+            track=self.track,
         )
 
-    train = tokens_of(data.train)
-    if data.validation is not None:
-        other = tokens_of(data.validation)
-        fingerprint = fingerprint_of([train.fingerprint, other.fingerprint])
-        return _Streams(TokenStream.whole(train), TokenStream.whole(other), fingerprint)
-    if data.validation_fraction == 0:
-        return _Streams(TokenStream.whole(train), None, fingerprint_of([train.fingerprint]))
-    documents = held_out_documents(train.indexed.n_documents, data.validation_fraction, seed)
-    return _Streams(
-        TokenStream.without(train, documents),
-        TokenStream.only(train, documents),
-        fingerprint_of([train.fingerprint, data.validation_fraction, seed]),
-    )
+        def packed(stream: TokenStream) -> PackedDataset:
+            isolates = self.data.isolate_documents
+            length, size = self.sequence_length, self.vocab_size
+            return PackedDataset(stream, length, size, isolate_documents=isolates)
+
+        if fraction == 0:
+            whole = packed(TokenStream.whole(tokens))
+            return SourceData(source.title, whole, None, (tokens.fingerprint,))
+        documents = held_out_documents(tokens.indexed.n_documents, fraction, self.seed)
+        return SourceData(
+            source.title,
+            packed(TokenStream.without(tokens, documents)),
+            packed(TokenStream.only(tokens, documents)),
+            (tokens.fingerprint, fraction, self.seed),
+        )
 
 
-def _check_size(side: str, dataset: TokenisedSamples, needed_samples: int) -> None:
+def _check_size(
+    side: str, source: SourceData, dataset: TokenisedSamples, needed_samples: int
+) -> None:
     if len(dataset) < needed_samples:
         length = dataset.sequence_length
         needed = f"{needed_samples:,}"
         if isinstance(dataset, PackedDataset):
             needed += f" ({needed_samples * length + 1:,} tokens)"
         raise DataError(
-            f"the {side} data has {dataset.n_tokens:,} tokens, which make {len(dataset):,} "
-            f"samples of {length:,} tokens; needed: {needed}",
+            f"the {side} data of `{source.title}` has {dataset.n_tokens:,} tokens, which make "
+            f"{len(dataset):,} samples of {length:,} tokens; needed: {needed}",
             fix="use more data, or a smaller `training.sequence_length` or "
             "`training.global_batch_size`",
         )

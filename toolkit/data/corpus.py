@@ -23,14 +23,14 @@ _MEASURED_CHARACTERS = 2**17
 class TrainingCorpus:
     """The texts of the recipe's training documents, without those held out for validation."""
 
-    documents: Documents
-    held_out: frozenset[int]
-    """Numbers, among the documents with text, of those left out."""
+    parts: tuple[tuple[Documents, frozenset[int]], ...]
+    """Documents of each source, and the numbers, among those with text, that are left out."""
 
     def __iter__(self) -> Iterator[str]:
-        for number, text in enumerate(filter(None, self.documents)):
-            if number not in self.held_out:
-                yield text
+        for documents, held_out in self.parts:
+            for number, text in enumerate(filter(None, documents)):
+                if number not in held_out:
+                    yield text
 
 
 def open_training_corpus(data: DataSection, *, seed: int, base: Path) -> TrainingCorpus:
@@ -38,22 +38,25 @@ def open_training_corpus(data: DataSection, *, seed: int, base: Path) -> Trainin
 
     Raises DataError when there are none: data that is tokenised already, or chats.
     """
-    if not isinstance(data.train, TextSource | HfSource):
-        what = "tokenised already"
-        if not isinstance(data.train, MegatronSource):
-            what = "chats, not documents"
-        raise DataError(
-            f"`data.train` is {what} (`kind: {data.train.kind}`): there is no text to train "
-            "a tokenizer on",
-            fix="use a recipe whose `data.train` is of `kind: text` or `kind: hf`",
-        )
-    documents = open_source(data.train, base=base, cache=cache_folder(data.cache, base))
-    held_out: frozenset[int] = frozenset()
-    if data.validation is None and data.validation_fraction > 0:
-        n_documents = sum(1 for _ in filter(None, documents))
-        numbers = held_out_documents(n_documents, data.validation_fraction, seed)
-        held_out = frozenset(numbers.tolist())
-    return TrainingCorpus(documents, held_out)
+    parts = []
+    for source in data.sources:
+        if not isinstance(source, TextSource | HfSource):
+            what = "tokenised already"
+            if not isinstance(source, MegatronSource):
+                what = "chats, not documents"
+            raise DataError(
+                f"`data.train` is {what} (`kind: {source.kind}`): there is no text to train "
+                "a tokenizer on",
+                fix="use a recipe whose `data.train` is of `kind: text` or `kind: hf`",
+            )
+        documents = open_source(source, base=base, cache=cache_folder(data.cache, base))
+        held_out: frozenset[int] = frozenset()
+        if data.validation is None and data.validation_fraction > 0:
+            n_documents = sum(1 for _ in filter(None, documents))
+            numbers = held_out_documents(n_documents, data.validation_fraction, seed)
+            held_out = frozenset(numbers.tolist())
+        parts.append((documents, held_out))
+    return TrainingCorpus(tuple(parts))
 
 
 def bytes_per_token(tokenizer: "PreTrainedTokenizerFast", corpus: TrainingCorpus) -> float:

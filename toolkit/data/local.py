@@ -50,10 +50,9 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _weights_problems(recipe.model)
     yield from _adapter_problems(recipe.adapter)
     yield from _tokenizer_problems(data, _vocabulary(recipe.model))
-    for key, source in (("data.train", data.train), ("data.validation", data.validation)):
-        if source is not None:
-            wrong = list(_source_problems(key, source))
-            yield from wrong or _template_problems(data, source)
+    for key, source in data.named_sources:
+        wrong = list(_source_problems(key, source))
+        yield from wrong or _template_problems(data, source)
 
 
 def _vocabulary(model: ModelSection) -> int | None:

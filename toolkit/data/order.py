@@ -7,28 +7,53 @@ sufficient power of four, walked until it lands inside the data set ("cycle walk
 Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
-import numpy.typing as npt
 
 from toolkit.data.hashing import SAMPLE_ORDER, UInt64Array, derive_key, mix64
+from toolkit.data.rows import Int64Array
 
 _ROUNDS = 8
 
 
-def sample_indices(
-    seed: int, n_samples: int, position: int, count: int
-) -> npt.NDArray[np.int64]:
-    """Samples at places `position … position + count - 1` of the endless order, int64 [count].
+class Order(Protocol):
+    """An endless order of samples."""
 
-    `position` is the number of samples consumed before; epoch `position // n_samples`
-    passes over all `n_samples` samples once, in its own order.
-    """
+    def indices(self, position: int, count: int) -> Int64Array:
+        """Samples at places `position … position + count - 1`, int64 [count].
+
+        `position` is the number of samples consumed before.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """All samples of a data set, once an epoch, every epoch in an order of its own."""
+
+    seed: int
+    n_samples: int
+    source: int = 0
+    """Number of the source: sources of equal size are shuffled differently."""
+
+    def indices(self, position: int, count: int) -> Int64Array:
+        """See `Order.indices`."""
+        return sample_indices(self.seed, self.n_samples, position, count, self.source)
+
+
+def sample_indices(
+    seed: int, n_samples: int, position: int, count: int, source: int = 0
+) -> Int64Array:
+    """See `Shuffled`: epoch `position // n_samples` passes over all samples once."""
     positions = np.arange(position, position + count, dtype=np.uint64)
     epochs, within = np.divmod(positions, np.uint64(n_samples))
     indices = np.empty(count, dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        key = derive_key(seed, SAMPLE_ORDER, int(epoch))
+        # The first source has the order of a data set that is not blended.
+        key = derive_key(seed, SAMPLE_ORDER, int(epoch), *[source] * (source > 0))
         indices[chosen] = permute(within[chosen], n_samples, key)
     return indices
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.build import TokenisedSamples, TrainingData
+from toolkit.data.build import SourceData, TokenisedSamples
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.packing import PackedDataset
@@ -75,9 +75,11 @@ class Preview:
     """What became of the rows of a chat data set (`ChatReport`)."""
 
 
-def preview(data: TrainingData, samples: int, tokens: int) -> Preview:
-    """The first samples of the training data, `tokens` of each document, and statistics."""
-    train = data.train
+def preview(
+    source: SourceData, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
+) -> Preview:
+    """The first training samples of a source, `tokens` of each document, and statistics."""
+    train = source.train
     n_rows = len(train) * train.rows_per_sample
     positions = n_rows * train.sequence_length
     if isinstance(train, ChatSamples):
@@ -94,7 +96,7 @@ def preview(data: TrainingData, samples: int, tokens: int) -> Preview:
         tuple(
             ShownSample(
                 index,
-                tuple(_shown(one, data.tokenizer, tokens) for one in _documents(train, index)),
+                tuple(_shown(one, tokenizer, tokens) for one in _documents(train, index)),
             )
             for index in range(min(samples, len(train)))
         ),

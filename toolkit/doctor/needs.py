@@ -136,7 +136,7 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "megatron-core", f"parallel.model: {model}"
     if recipe.adapter is not None:
         yield "peft", "adapter"
-    for source in (recipe.data.train, recipe.data.validation):
+    for _, source in recipe.data.named_sources:
         if isinstance(source, RowsSource):
             yield "datasets", f"data: kind: {source.kind}"
     wandb = recipe.logging.wandb

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
+from toolkit.intake.blends import blend_problems
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import rope_of, rope_type_of
@@ -46,14 +47,17 @@ def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]
             yield from rule.check(recipe)
 
 
-def steps_with(recipe: Recipe, samples: int) -> int:
-    """Optimizer steps of a run with so many samples of training data.
+def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
+    """Optimizer steps of a run with so many samples of training data in an epoch, at most
+    `ends_after` of which are seen.
 
     Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
     time that their steps are known.
     """
     steps = recipe.training.total_steps(samples)
     assert steps is not None
+    if ends_after is not None:
+        steps = min(steps, ends_after // recipe.training.global_batch_size)
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps
@@ -349,7 +353,7 @@ def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     """Packed text has no pairs, and conversations have tokens that are not to be trained."""
     objective = recipe.training.objective
     kinds = data_kinds(objective)
-    kind = recipe.data.train.kind
+    kind = recipe.data.kind
     if kinds and kind not in kinds:
         others = [name for name in OBJECTIVES.names if kind in data_kinds(name)]
         fix = f"set training.objective to {' or '.join(others)}, or use other data"
@@ -360,7 +364,7 @@ def _objective_data(recipe: Recipe) -> Iterator[Problem]:
 def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
     """Settings that mean something for chats only, and sources that go together."""
     data = recipe.data
-    kind, chats = data.train.kind, isinstance(data.train, ChatRowsSource)
+    kind, chats = data.kind, isinstance(data.sources[0], ChatRowsSource)
     if data.chat_template is not None and not chats:
         fix = "remove it, or use `kind: chat`"
         yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
@@ -373,11 +377,13 @@ def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
     if data.isolate_documents and chats:
         allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
         yield Problem("data.isolate_documents", "true", allowed, fix)
-    other = data.validation.kind if data.validation is not None else kind
-    if other != kind and (chats or isinstance(data.validation, ChatRowsSource)):
-        found = f"{other} with `kind: {kind}` in data.train"
-        fix = f"give validation data of `kind: {kind}`, or use `validation_fraction`"
-        yield Problem("data.validation.kind", found, "the kind of data.train", fix)
+    for key, source in data.named_sources[1:]:
+        if source.kind != kind and (chats or isinstance(source, ChatRowsSource)):
+            found = f"{source.kind} with `kind: {kind}` in {data.named_sources[0][0]}"
+            fix = f"give data of `kind: {kind}`"
+            if key.startswith("data.validation"):
+                fix += ", or use `validation_fraction`"
+            yield Problem(f"{key}.kind", found, "the kind of data.train", fix)
 
 
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
@@ -435,5 +441,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
     Rule(("training.objective", "data.train"), _objective_data),
     Rule(("data",), _chat_settings),
+    Rule(
+        ("data", *_LENGTH, "training.global_batch_size", "training.sequence_length"),
+        blend_problems,
+    ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

@@ -79,9 +79,11 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
         )
     yield "data order", "global batch k follows from the seed and k, under any world size"
+    if isinstance(recipe.data.train, tuple):
+        yield "blended sources", "each has its share of every prefix to within one sample"
     if recipe.data.isolates:
         yield "isolated documents", "a token attends to its own only, and positions restart"
-    elif not isinstance(recipe.data.train, ChatRowsSource):
+    elif not isinstance(recipe.data.sources[0], ChatRowsSource):
         yield "packed documents", "attention crosses those of a sequence, in every layout"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""

@@ -37,12 +37,16 @@ class Setting:
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
-        """The section classes that its value may be: none for plain values."""
-        return tuple(
-            member
-            for member, _ in members(self.info.annotation)
-            if isinstance(member, type) and issubclass(member, Section)
-        )
+        """The section classes that its value or its items may be: none for plain values."""
+        return tuple(dict.fromkeys(_sections(self.info.annotation)))
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    for member, _ in members(annotation):
+        if get_origin(member) is tuple:
+            yield from _sections(get_args(member)[0])
+        elif isinstance(member, type) and issubclass(member, Section):
+            yield member
 
 
 def members(annotation: Any, metadata: Any = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -171,7 +175,11 @@ def _member(annotation: Any, metadata: tuple[Any, ...]) -> str:
 
 def _list_text(arguments: tuple[Any, ...]) -> str:
     count = "a list of" if arguments[-1] is Ellipsis else f"a list of {len(arguments)}"
-    ((item, constraints),) = members(arguments[0])
+    (item, constraints), *others = members(arguments[0])
+    if others:
+        return f"{count} such maps"
+    if item not in _PLURALS:
+        return f"{count} maps of {', '.join(item.model_fields)}"
     return f"{count} {_PLURALS[item]}{_range_text(constraints)}"
 
 

@@ -29,7 +29,7 @@ from toolkit.recipe.describe import (
 )
 from toolkit.recipe.foreign import FOREIGN_VALUES, LATER_VALUES, foreign
 from toolkit.recipe.layers import describe_node
-from toolkit.recipe.schema import GPU_MAP, GPU_NAME, Recipe, Section
+from toolkit.recipe.schema import GPU_MAP, GPU_NAME, ONE_SOURCE, SOURCE_LIST, Recipe, Section
 from toolkit.recipe.yaml_nodes import Location, Node, Scalar
 from toolkit.suggest import closest
 
@@ -109,6 +109,11 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+def setting_of(path: Sequence[str | int]) -> str:
+    """`["data", "train", 0, "path"]` → `data.train.path`: its name in `settings()`."""
+    return ".".join(part for part in path if isinstance(part, str))
+
+
 def place_of(path: Sequence[str | int], root: yaml_nodes.Mapping) -> Location:
     """Where a setting is stated: its value, else the nearest section around it."""
     place = root.place
@@ -158,7 +163,7 @@ def _path(loc: Sequence[str | int]) -> list[str | int]:
     for part in loc:
         if isinstance(part, int):
             path.append(part)
-        elif part in (GPU_NAME, GPU_MAP):
+        elif part in (GPU_NAME, GPU_MAP, ONE_SOURCE, SOURCE_LIST):
             continue
         elif len(sections) > 1:
             sections = [section for section in sections if kind_of(section) == part]
@@ -188,12 +193,14 @@ def _explain(path: list[str | int], error: str, root: yaml_nodes.Mapping) -> Exp
 
 def _expected(path: Sequence[str | int]) -> tuple[Any, Sequence[Any], FieldInfo]:
     """What the setting (or the list's item) at `path` accepts."""
-    names = [part for part in path if isinstance(part, str)]
-    info = settings()[".".join(names)].info
+    info = settings()[setting_of(path)].info
     if not isinstance(path[-1], int):
         return info.annotation, info.metadata, info
-    (listed, _), *_ = members(info.annotation)
-    arguments = get_args(listed)
+    arguments = next(
+        get_args(listed)
+        for listed, _ in members(info.annotation)
+        if get_origin(listed) is tuple
+    )
     item = arguments[0] if arguments[-1] is Ellipsis else arguments[path[-1]]
     return item, (), info
 
@@ -203,7 +210,7 @@ def _problem(key: str, place: Location, found: str, accepted: str, fix: str) -> 
 
 
 def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
-    kinds = [kind_of(section) for section in settings()[dotted(path)].sections]
+    kinds = [kind_of(section) for section in settings()[setting_of(path)].sections]
     node = node_at([*path, "kind"], root)
     key = f"{dotted(path)}.kind"
     found = describe_node(node) if node else "nothing"
@@ -215,7 +222,7 @@ def _wrong_kind(path: list[str | int], root: yaml_nodes.Mapping) -> Explained:
 
 
 def _missing(path: list[str | int], key: str, root: yaml_nodes.Mapping) -> Explained:
-    info = settings()[key].info
+    info = settings()[setting_of(path)].info
     accepted = allowed(info.annotation, info.metadata)
     section = dotted(path[:-1])
     where = f"under `{section}`" if section else "at the top level"
@@ -230,7 +237,7 @@ def _unknown(path: list[str | int], root: yaml_nodes.Mapping, look_up: bool) -> 
     Only looked up for the problems that are shown: thousands would take a minute.
     """
     key, name, section = dotted(path), str(path[-1]), dotted(path[:-1])
-    here = fields_of(section, _kind(path[:-1], root))
+    here = fields_of(setting_of(path[:-1]), _kind(path[:-1], root))
     where = f"`{section}`" if section else "the top level"
     fix, meant = _what_was_meant(name, section, here) if look_up else (_REMOVE, [])
     problem = _problem(

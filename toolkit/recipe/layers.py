@@ -246,6 +246,12 @@ def _absolute_paths(tree: Mapping, folder: Path, prefix: str = "") -> Mapping:
         node = entry.node
         if isinstance(node, Mapping):
             node = _absolute_paths(node, folder, f"{path}.")
+        elif isinstance(node, yaml_nodes.Sequence) and path not in _PATHS:
+            items = (
+                _absolute_paths(item, folder, f"{path}.") if isinstance(item, Mapping) else item
+                for item in node.items
+            )
+            node = yaml_nodes.Sequence(node.place, tuple(items))
         elif resolve := _PATHS.get(path):
             node = _absolute(node, folder, resolve)
         entries[key] = YamlEntry(entry.place, node)

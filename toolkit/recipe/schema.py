@@ -7,6 +7,7 @@ two settings in `checks.py`, file reading and error texts in `load.py`.
 
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -189,7 +190,33 @@ class ModelSection(Section):
     """How experts are kept in use; null: not at all, and no metrics of it."""
 
 
-class TextSource(Section):
+class SourceSection(Section):
+    """What all sources have in common: their part in a list of sources."""
+
+    label: NonEmpty | None = None
+    """In a list of sources: what this one is called. Default: the last part of its path."""
+    weight: NonNegativeFloat | None = None
+    """In a list for training: share of the samples, relative to the other weights, e.g. tokens.
+    Of every number of samples from the start, a source has its share to within one sample."""
+    epochs: PositiveFloat | None = None
+    """In a list for training, instead of `weight`: passes over this source; with
+    `training.epochs: 1`, all of them are the run."""
+    at_end: Literal["repeat", "stop"] = "repeat"
+    """In a list for training, when all samples of this source were seen: begin again in another
+    order, or end the run before."""
+
+    @property
+    def place(self) -> str:
+        """The path or name that the source is read from."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """What the source is called."""
+        return self.label or PurePath(self.place).name
+
+
+class TextSource(SourceSection):
     """Plain text files: one document per file."""
 
     kind: Literal["text"]
@@ -199,8 +226,13 @@ class TextSource(Section):
     exclude: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
     """Globs to exclude, in the same form as `files`."""
 
+    @property
+    def place(self) -> str:
+        """See `SourceSection.place`: the first file or glob."""
+        return self.files[0]
 
-class RowsSource(Section):
+
+class RowsSource(SourceSection):
     """What all sources made of rows have in common."""
 
     kind: str
@@ -213,6 +245,11 @@ class RowsSource(Section):
     """Hub revision of the dataset."""
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
+
+    @property
+    def place(self) -> str:
+        """See `SourceSection.place`: the path or hub id."""
+        return self.path
 
 
 class HfSource(RowsSource):
@@ -263,12 +300,17 @@ class PreferenceSource(ChatRowsSource):
     the pair out."""
 
 
-class MegatronSource(Section):
+class MegatronSource(SourceSection):
     """Tokenised data in Megatron's indexed format (`PREFIX.bin` and `PREFIX.idx`)."""
 
     kind: Literal["megatron"]
     prefix: NonEmpty
     """Path of the pair of files, without `.bin`/`.idx`, relative to the recipe's file."""
+
+    @property
+    def place(self) -> str:
+        """See `SourceSection.place`: the prefix."""
+        return self.prefix
 
 
 DocumentSource: TypeAlias = TextSource | HfSource | MegatronSource
@@ -278,13 +320,44 @@ Source: TypeAlias = Annotated[
 ]
 
 
+ONE_SOURCE, SOURCE_LIST = "(source)", "(sources)"
+"""pydantic's names of the two forms of `data.train`; error texts do not show them."""
+
+Sources: TypeAlias = Annotated[
+    Annotated[Source, Tag(ONE_SOURCE)]
+    | Annotated[tuple[Source, ...], Field(min_length=1, strict=False), Tag(SOURCE_LIST)],
+    Discriminator(lambda value: SOURCE_LIST if isinstance(value, list | tuple) else ONE_SOURCE),
+]
+
+
+class StageSection(Section):
+    """From which step on the sources of a list have other weights."""
+
+    from_step: Positive | None = None
+    """The first step of the stage is the one after so many steps."""
+    from_tokens: TokenCount | None = None
+    """The same, in training tokens; rounded up to whole steps."""
+    weights: dict[NonEmpty, NonNegativeFloat]
+    """Weight of every source, by its label."""
+
+    def first_step(self, global_batch_tokens: int) -> int:
+        """Steps before the stage."""
+        if self.from_step is not None:
+            return self.from_step
+        return math.ceil((self.from_tokens or 0) / global_batch_tokens)
+
+
 class DataSection(Section):
     """What to train on."""
 
-    train: Source
-    """Training documents."""
-    validation: Source | None = None
-    """Validation documents; without it, `validation_fraction` of `train` is held out."""
+    train: Sources
+    """Training documents: a source, or a list of sources, each with a `weight` or `epochs`
+    (docs/data.md)."""
+    stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
+    """Of a list of sources: when their weights change."""
+    validation: Sources | None = None
+    """Validation documents: a source, or a list of sources, whose losses are reported one by
+    one. Without it, `validation_fraction` of every source of `train` is held out."""
     validation_fraction: Fraction = 0.0
     """Share of the training documents held out for validation, chosen by the seed."""
     tokenizer: NonEmpty = "bytes"
@@ -307,6 +380,35 @@ class DataSection(Section):
     conversations as fit, none of which attends to another."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `train` names: one source or several, all of one form."""
+        return self.train if isinstance(self.train, tuple) else (self.train,)
+
+    @property
+    def kind(self) -> str:
+        """The form of what is trained on, that of the first source."""
+        return self.sources[0].kind
+
+    @property
+    def named_sources(self) -> tuple[tuple[str, Source], ...]:
+        """Every source with its dotted key: `data.train`, or `data.train[0]` of a list."""
+        return tuple(
+            (f"data.{side}[{number}]" if isinstance(stated, tuple) else f"data.{side}", source)
+            for side, stated, sources in (
+                ("train", self.train, self.sources),
+                ("validation", self.validation, self.validation_sources),
+            )
+            for number, source in enumerate(sources)
+        )
+
+    @property
+    def validation_sources(self) -> tuple[Source, ...]:
+        """What `validation` names."""
+        if self.validation is None:
+            return ()
+        return self.validation if isinstance(self.validation, tuple) else (self.validation,)
 
     @property
     def isolates(self) -> bool:

@@ -19,7 +19,7 @@ DEFINED = ("pretrain", "sft", "dpo", "orpo")
 
 def rehearsed_objective(recipe: Recipe) -> str:
     """The recipe's objective, or where it is another package's one for the same data."""
-    chosen, kind = recipe.training.objective, recipe.data.train.kind
+    chosen, kind = recipe.training.objective, recipe.data.kind
     if chosen in DEFINED:
         return chosen
     return next(name for name in DEFINED if kind in data_kinds(name))

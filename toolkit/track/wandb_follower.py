@@ -34,6 +34,8 @@ _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
 """How long an upload may continue after the trainer has ended."""
 
+VALIDATION = "validation/"
+"""How the names of the losses of validation sources begin in an `evaluation` event."""
 _POSTED_EVENTS = ("evaluation", "save", "skip")
 """Events whose numbers are curves: `evaluation/loss`, `save/seconds`."""
 
@@ -103,8 +105,10 @@ class Poster:
             # W&B drops rows of earlier steps, and those of a redone step are there already.
             step = record.get("step", -1)
             if record["kind"] in _POSTED_EVENTS and step >= self._state.posted_step:
-                numbers = {f"{record['kind']}/{k}": v for k, v in _numbers(record).items()}
-                rows.setdefault(step, {}).update(numbers)
+                for name, value in _numbers(record).items():
+                    own = name.startswith(VALIDATION)
+                    curve = name if own else f"{record['kind']}/{name}"
+                    rows.setdefault(step, {})[curve] = value
             elif record["kind"] == "prediction":
                 self._run.summary.update(summary_numbers(record))
         newest = max([self._state.posted_step, *rows])

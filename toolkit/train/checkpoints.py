@@ -1,7 +1,7 @@
 """The checkpoints of a run as the worker sees them: continue from one, write the next."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -45,20 +45,20 @@ _EXPORTED = (
 class RunCheckpoints:
     """Finds, loads and saves the checkpoints of one run. Collective, but for `tell`.
 
-    `companions` are what a Hugging Face folder has besides weights: paths in a checkpoint, and
-    contents.
+    `fingerprint_at` identifies the data that so many samples are of. `companions` are what a
+    Hugging Face folder has besides weights: paths in a checkpoint, and contents.
     """
 
     def __init__(
         self,
         assignment: Assignment,
         rank: int,
-        data_fingerprint: str,
+        fingerprint_at: Callable[[int], str],
         companions: Mapping[str, bytes],
     ) -> None:
         self.assignment = assignment
         self.leader = rank == 0
-        self.fingerprint = data_fingerprint
+        self.fingerprint_at = fingerprint_at
         self.companions = companions
         self.versions = environment_report() if self.leader else {}
         self.recipe = jsonl.plain(assignment.recipe.model_dump(mode="json"))
@@ -107,10 +107,14 @@ class RunCheckpoints:
 
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run: its numbers would mean something else here."""
-        if found.manifest.data_fingerprint != self.fingerprint:
+        manifest = found.manifest
+        if manifest.data_fingerprint != self.fingerprint_at(manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
                 fix += "; its release read text as data.special_tokens: parse does"
+            if isinstance(self.assignment.recipe.data.train, tuple):
+                step = manifest.step
+                fix += f"; to change weights, add a stage to data.stages from step {step} on"
             raise CheckpointError(
                 f"{found.folder} was trained on other data: its cursor means nothing here",
                 fix=fix,
@@ -310,7 +314,7 @@ class RunCheckpoints:
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
             recent_losses=progress.recent_losses,
-            data_fingerprint=self.fingerprint,
+            data_fingerprint=self.fingerprint_at(progress.consumed_samples),
             engine=plan.engine,
             model=plan.model,
             layout=plan.layout,

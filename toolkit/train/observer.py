@@ -1,9 +1,10 @@
 """What surrounds the steps of a run: logging, validation, checkpoints. Implements Hooks."""
 
+import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -24,6 +25,7 @@ from toolkit.track.metrics import Metrics, MetricsLog, mfu
 from toolkit.track.progress import ProgressReport
 from toolkit.track.sample_log import SampleLog, drop_later_samples
 from toolkit.track.tensorboard import TensorBoardLog
+from toolkit.track.wandb_follower import VALIDATION
 from toolkit.track.wandb_service import WandbFollower
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
@@ -78,15 +80,24 @@ class Reporter:
         self.events.write("warning", source="guard", step=step, message=problem)
         self.progress.message(f"warning: {problem}")
 
-    def validated(self, step: int, result: EvalResult, seconds: float) -> None:
-        """Write a validation loss everywhere, and how long training waited for it."""
+    def validated(self, step: int, results: Mapping[str, EvalResult], seconds: float) -> None:
+        """Write the validation loss, and that of each of several sources, everywhere, and how
+        long training waited for it."""
+        result = mean_of([*results.values()])
         found = {"step": step, "loss": result.loss, "tokens": result.tokens}
+        sources = {}
+        said = f"step {step}  validation loss {result.loss:.4f}"
+        if len(results) > 1:
+            sources = {name: one.loss for name, one in results.items()}
+            said += f" ({', '.join(f'{name} {loss:.4f}' for name, loss in sources.items())})"
+        fields = {f"{VALIDATION}{name}": loss for name, loss in sources.items()}
         self.events.write(
-            "evaluation", **{**result.metrics, **found}, seconds=round(seconds, 3)
+            "evaluation", **{**result.metrics, **fields, **found}, seconds=round(seconds, 3)
         )
-        self.progress.message(f"step {step}  validation loss {result.loss:.4f}")
+        self.progress.message(said)
         if self.tensorboard is not None:
-            self.tensorboard.write_validation(step, {**result.metrics, "loss": result.loss})
+            written = {**result.metrics, **sources, "loss": result.loss}
+            self.tensorboard.write_validation(step, written)
 
     def finish(self) -> None:
         """Let W&B and TensorBoard write what they hold."""
@@ -106,8 +117,8 @@ class Observed:
     plan: Plan
     engine: Engine
     ranks: Ranks
-    validation: Callable[[], Sequence[MicroBatch]] | None
-    """This rank's validation batches; None without validation data."""
+    validation: Mapping[str, Callable[[], Sequence[MicroBatch]]]
+    """This rank's validation batches, by the title of their source."""
     checkpoints: RunCheckpoints
     prediction: Prediction | None
     """What the plan promises."""
@@ -202,15 +213,17 @@ class Observer:
 
     def evaluate_now(self, progress: Progress) -> None:
         """Validate, unless that was done at this step already."""
-        if self.run.validation is None or self._validated_at == progress.step:
+        if not self.run.validation or self._validated_at == progress.step:
             return
         self._validated_at = progress.step
         started = time.perf_counter()
-        self.run.mark("building the validation batches")
-        batches = HeartbeatBatches(self.run.validation(), self.run.mark)
-        result = self.run.engine.evaluate(batches)
+        results = {}
+        for name, batches in self.run.validation.items():
+            self.run.mark("building the validation batches")
+            watched = HeartbeatBatches(batches(), self.run.mark)
+            results[name] = self.run.engine.evaluate(watched)
         if self.reporter is not None:
-            self.reporter.validated(progress.step, result, time.perf_counter() - started)
+            self.reporter.validated(progress.step, results, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
         """Begin to save when due; when stopping, be done with it.
@@ -252,6 +265,21 @@ class Observer:
         if self.reporter is not None:
             fields = event_fields(prediction, measured)
             self.reporter.events.write("prediction", step=progress.step, **fields)
+
+
+def mean_of(results: Sequence[EvalResult]) -> EvalResult:
+    """The results of several sources together, each with the weight of its tokens."""
+    if len(results) == 1:
+        return results[0]
+    tokens = sum(result.tokens for result in results)
+
+    def mean(values: Sequence[float]) -> float:
+        weighted = sum(v * one.tokens for v, one in zip(values, results, strict=True))
+        return weighted / tokens if tokens else math.nan
+
+    names = results[0].metrics
+    metrics = {name: mean([one.metrics[name] for one in results]) for name in names}
+    return EvalResult(mean([one.loss for one in results]), tokens, metrics)
 
 
 class HeartbeatBatches(Sequence[MicroBatch]):

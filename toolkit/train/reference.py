@@ -34,7 +34,6 @@ from toolkit.data.files import (
     fingerprint_of,
     write_atomically,
 )
-from toolkit.data.order import sample_indices
 from toolkit.data.rows import Int64Array, Row, Samples
 from toolkit.engines.base import Engine
 from toolkit.errors import CheckpointError, DataError, RunFailed
@@ -224,14 +223,16 @@ class RunReference:
             path = self._cache / "reference" / f"{fingerprint_of([*key, side])}.npy"
             return ReferenceTable(samples, needed, path, together)
 
-        size, seed = recipe.training.global_batch_size, recipe.training.seed
-        count = min(steps * size, len(data.train))
-        used = np.unique(sample_indices(seed, len(data.train), 0, count))
-        self._tables = [table("train", data.train, used)]
-        if data.validation is not None:
-            count = min(recipe.evaluation.batches * size, len(data.validation))
+        size = recipe.training.global_batch_size
+        used = np.unique(data.order.indices(0, steps * size))
+        self._train = table("train", data.train, used)
+        self._validation = {}
+        for number, (name, samples) in enumerate(data.validation.items()):
+            count = min(recipe.evaluation.batches * size, len(samples))
             held_out = np.arange(count, dtype=np.int64)
-            self._tables.append(table("validation", data.validation, held_out))
+            side = f"validation{number or ''}"
+            self._validation[name] = table(side, samples, held_out)
+        self._tables = [self._train, *self._validation.values()]
 
     def _note_weights(self) -> str:
         weights = weights_fingerprint(self._recipe, self._cache)
@@ -241,12 +242,12 @@ class RunReference:
     @property
     def train(self) -> Samples:
         """The training data with the reference."""
-        return self._tables[0].samples
+        return self._train.samples
 
     @property
-    def validation(self) -> Samples | None:
-        """The validation data with the reference."""
-        return self._tables[1].samples if len(self._tables) > 1 else None
+    def validation(self) -> dict[str, Samples]:
+        """The validation data with the reference, by title."""
+        return {name: table.samples for name, table in self._validation.items()}
 
     @property
     def missing(self) -> int:

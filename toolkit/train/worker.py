@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from toolkit.adapters.weights import AdaptedWeights
+from toolkit.batch import MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
@@ -190,12 +191,14 @@ class _Worker:
         if recipe.model.init != "pretrained":
             config.eos_token_id = data.tokenizer.eos_token_id
             config.bos_token_id = data.tokenizer.bos_token_id
-        steps = self.together.run(lambda: steps_with(recipe, len(data.train)))
+        steps = self.together.run(
+            lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after)
+        )
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))
         engine: Engine | None = None
         train_samples: Samples = data.train
-        validation: Samples | None = data.validation
+        validation: Mapping[str, Samples] = data.validation
         if found and self.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
             self.progress = checkpoints.take(found)
         else:
@@ -219,7 +222,10 @@ class _Worker:
         self.phases.heard = watchdog.hear
         if engine is not None:
             observer = Observer(self._observed(engine, validation, checkpoints), reporter)
-            self._train(self._job(engine, train_samples, steps), observer, watchdog, stop)
+            batches = GlobalBatches(
+                train_samples, data.order, recipe.training.global_batch_size
+            )
+            self._train(self._job(engine, batches, steps), observer, watchdog, stop)
         self.phases.show()
         self.phases.begin("closing")
         checkpoints.close()
@@ -335,12 +341,12 @@ class _Worker:
             launch.grace_s,
         )
 
-    def _job(self, engine: Engine, samples: Samples, steps: int) -> TrainingRun:
+    def _job(self, engine: Engine, batches: GlobalBatches, steps: int) -> TrainingRun:
         recipe, plan = self.assignment.recipe, self.assignment.plan
         training = recipe.training
         return TrainingRun(
             engine,
-            GlobalBatches(samples, training.seed, training.global_batch_size),
+            batches,
             plan.layout,
             plan.layout.data_rank(self.ranks.rank),
             training.seed,
@@ -429,7 +435,7 @@ class _Worker:
                 self._save_tokenizer(data, Path(folder))
                 files = sorted(Path(folder).iterdir())
                 companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
-        return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint, companions)
+        return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint_at, companions)
 
     def _base_model(self) -> Path | None:
         """The folder with the config of the model that training began with, if there is one."""
@@ -458,22 +464,21 @@ class _Worker:
             hf.write_chat_template(str(data.tokenizer.chat_template), folder)
 
     def _observed(
-        self, engine: Engine, validation: Samples | None, checkpoints: RunCheckpoints
+        self, engine: Engine, validation: Mapping[str, Samples], checkpoints: RunCheckpoints
     ) -> Observed:
         return Observed(
             self.assignment.recipe,
             self.assignment.plan,
             engine,
             self.ranks,
-            self._validation(validation),
+            {name: self._batches_of(samples) for name, samples in validation.items()},
             checkpoints,
             self.assignment.prediction,
             self.phases.begin,
         )
 
-    def _validation(self, validation: Samples | None) -> Callable[[], Any] | None:
-        if validation is None:
-            return None
+    def _batches_of(self, validation: Samples) -> Callable[[], Sequence[MicroBatch]]:
+        """This rank's validation batches, built when they are asked for."""
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout
         return lambda: evaluation_batches(
             validation,

@@ -72,6 +72,15 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "remove adapter, or start the run with `dmt launch`",
         )
     train, validation = recipe.data.train, recipe.data.validation
+    for key, stated in (("data.train", train), ("data.validation", validation)):
+        if isinstance(stated, tuple):
+            yield Problem(
+                key,
+                f"a list of {len(stated)} sources",
+                "in Megatron-LM's pretrain_gpt.py, one: it blends in an order of its own",
+                "name one source, or train with `dmt launch`",
+            )
+            return
     if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
         yield Problem(
             "data.validation.kind",
@@ -190,7 +199,7 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
     if not isinstance(data.train, MegatronSource):
         yield (
             "add --data-path PREFIX and --split: Megatron-LM reads only its own indexed "
-            f"format, and data.train is {data.train.kind}"
+            f"format, and data.train is {data.kind}"
         )
     yield "data order and held-out documents are Megatron-LM's own choice, not DMT's"
     if data.tokenizer_revision is not None:

@@ -1,0 +1,118 @@
+"""Several sources as one: which samples of which source are seen, and in which order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from toolkit.data.interleave import Interleaving
+from toolkit.data.order import Shuffled
+from toolkit.data.rows import Int64Array, Row, Samples
+
+Part = TypeVar("Part", bound=Samples)
+
+
+class JoinedSamples(Generic[Part]):
+    """The samples of several sources, numbered one source after the other."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """`parts` have rows of one form, length and number."""
+        self.parts = tuple(parts)
+        self.sequence_length = parts[0].sequence_length
+        self.rows_per_sample = parts[0].rows_per_sample
+        self.starts = np.cumsum([0, *map(len, parts)])
+        """Number of the first sample of each source, and behind the last."""
+
+    def __len__(self) -> int:
+        """Number of samples of all sources."""
+        return int(self.starts[-1])
+
+    def rows(self, index: int) -> Sequence[Row]:
+        """See `Samples.rows`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.parts[part].rows(index - int(self.starts[part]))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From which sample on the sources of a blend have which weights."""
+
+    first: int
+    """Samples consumed before."""
+    weights: Interleaving
+
+
+class Blended:
+    """The order of samples of a blend, as `JoinedSamples` numbers them.
+
+    Every source is seen in an order of its own, pass after pass, and continues through a
+    change of the weights where it was.
+    """
+
+    def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
+        """`sizes` are samples of each source; the first stage begins at 0."""
+        self._sizes = sizes
+        self._starts = np.cumsum([0, *sizes])
+        self._orders = [Shuffled(seed, size, number) for number, size in enumerate(sizes)]
+        self._stages = tuple(stages)
+        self._before = [np.zeros(len(sizes), dtype=np.int64)]
+        """Samples of each source that were seen before each stage."""
+        for stage, following in pairwise(stages):
+            seen = stage.weights.counts(following.first - stage.first)
+            self._before.append(self._before[-1] + seen)
+
+    def indices(self, position: int, count: int) -> Int64Array:
+        """See `Order.indices`."""
+        found = np.empty(count, dtype=np.int64)
+        for number, stage in enumerate(self._stages):
+            low = max(position, stage.first)
+            high = position + count
+            if number + 1 < len(self._stages):
+                high = min(high, self._stages[number + 1].first)
+            if low < high:
+                part = self._in_stage(number, low - stage.first, high - low)
+                found[low - position : high - position] = part
+        return found
+
+    def _in_stage(self, number: int, start: int, count: int) -> Int64Array:
+        sources, places = self._stages[number].weights.sources(start, count)
+        found = np.empty(count, dtype=np.int64)
+        for source in np.unique(sources):
+            here = sources == source
+            first = int(self._before[number][source] + places[here][0])
+            order = self._orders[source].indices(first, int(here.sum()))
+            found[here] = self._starts[source] + order
+        return found
+
+    def counts(self, samples: int) -> Int64Array:
+        """How many of the first `samples` are of each source, repeated ones too."""
+        number = max(n for n, stage in enumerate(self._stages) if stage.first <= samples)
+        stage = self._stages[number]
+        return self._before[number] + stage.weights.counts(samples - stage.first)
+
+    def first_repeat(self, source: int) -> int | None:
+        """Where, in samples from the start, a source begins again; None where never."""
+        for number, stage in reversed([*enumerate(self._stages)]):
+            left = self._sizes[source] - int(self._before[number][source])
+            if left >= 0:  # it lasts until this stage, the last such one
+                place = stage.weights.place(source, left)
+                return None if place is None else stage.first + place
+        return None
+
+    def begun(self, samples: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The stages that the first `samples` are of: first sample and weights of each."""
+        return [
+            (stage.first, stage.weights.parts)
+            for stage in self._stages
+            if stage.first < max(samples, 1)
+        ]
+
+
+def exact(weight: float) -> Fraction:
+    """The decimal number that a recipe states: 0.1 is a tenth."""
+    return Fraction(repr(weight))

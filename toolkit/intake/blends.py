@@ -1,0 +1,83 @@
+"""Lists of sources: what their weights, stages and titles must be."""
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.recipe.schema import Recipe, Source
+
+
+def blend_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Shares of a list of sources, and what means something for a list only."""
+    data = recipe.data
+    for key, source in data.named_sources:
+        if not key.startswith("data.train["):
+            yield from _no_shares(key, source)
+    if not isinstance(data.train, tuple):
+        if data.stages:
+            fix = "remove it, or give `data.train` as a list of sources with weights"
+            yield Problem(
+                "data.stages", f"{len(data.stages)} stages", "none of one source", fix
+            )
+        return
+    yield from _shares(recipe)
+    yield from _stages(recipe)
+
+
+def _no_shares(key: str, source: Source) -> Iterator[Problem]:
+    for name, default in (("weight", None), ("epochs", None), ("at_end", "repeat")):
+        if (found := getattr(source, name)) != default:
+            allowed = "nothing: it belongs to a list of sources in data.train"
+            fix = "remove it, or write data.train as a list (`- kind: …`)"
+            yield Problem(f"{key}.{name}", str(found), allowed, fix)
+
+
+def _shares(recipe: Recipe) -> Iterator[Problem]:
+    """Every source of a list has a title of its own, and a weight or epochs as all others."""
+    data = recipe.data
+    by_epochs = data.sources[0].epochs is not None
+    kind, other = ("epochs", "weight") if by_epochs else ("weight", "epochs")
+    seen: dict[str, str] = {}
+    for key, source in data.named_sources:
+        side = key.partition("[")[0]
+        first = seen.setdefault(f"{side} {source.title}", key)
+        if first != key:
+            fix = "give each a `label`"
+            yield Problem(f"{key}.label", f"{source.title}, as {first}", "different ones", fix)
+        if side != "data.train":
+            continue
+        if getattr(source, other) is not None:
+            found = f"{other} with {kind} in data.train[0]"
+            yield Problem(f"{key}.{other}", found, "one of the two, in all", f"write {kind}")
+        elif getattr(source, kind) is None:
+            allowed = "weight or epochs, the same in all sources"
+            yield Problem(f"{key}.{kind}", "nothing", allowed, f"add e.g. `{kind}: 1`")
+    if not by_epochs and not any(source.weight for source in data.sources):
+        yield Problem("data.train", "no weight above 0", "a sum above 0", "raise a weight")
+    if recipe.training.epochs is not None and not by_epochs:
+        fix = "write training.steps or training.tokens, or `epochs` instead of `weight`"
+        found = f"{recipe.training.epochs:g} of sources with weights"
+        yield Problem("training.epochs", found, "null: they do not end together", fix)
+
+
+def _stages(recipe: Recipe) -> Iterator[Problem]:
+    """Stages begin one after the other, with a weight for every source."""
+    data, before = recipe.data, 0
+    titles = {source.title for source in data.sources}
+    for number, stage in enumerate(data.stages):
+        key = f"data.stages[{number}]"
+        if (stage.from_step is None) == (stage.from_tokens is None):
+            fix = "write `from_step: N` or `from_tokens: N`"
+            yield Problem(key, "both or neither", "one of from_step and from_tokens", fix)
+            continue
+        first = stage.first_step(recipe.training.global_batch_tokens)
+        if first <= before:
+            allowed = f"a step after {before}"
+            yield Problem(key, f"a stage from step {first}", allowed, "put stages in order")
+        before = first
+        if stage.weights.keys() != titles:
+            wrong = ", ".join(sorted(stage.weights.keys() ^ titles))
+            allowed = f"a weight for each of {', '.join(sorted(titles))}"
+            fix = "name every source once (0: none of it); `label` names a source"
+            yield Problem(f"{key}.weights", f"other names: {wrong}", allowed, fix)
+        elif not any(stage.weights.values()):
+            yield Problem(f"{key}.weights", "only zeros", "a sum above 0", "raise a weight")
