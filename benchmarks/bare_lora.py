@@ -53,7 +53,7 @@ def batches_of(run: Assignment, steps: int, rank: int, world: int) -> list[list[
         vocab_size=None,
         base=Path.cwd(),
     )
-    batches = GlobalBatches(data.train, training.seed, training.global_batch_size)
+    batches = GlobalBatches(data.train, data.order, training.global_batch_size)
     found = []
     for step in range(steps):
         ours = batches.micro_batches(step * training.global_batch_size, rank, world, micro)

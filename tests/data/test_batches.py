@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import GlobalBatches, evaluation_batches
+from toolkit.data.order import Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
 
@@ -60,7 +61,7 @@ Make = Callable[[int], PackedDataset]
 def test_every_layout_gets_the_same_global_batch(
     dataset: Make, size: int, n_samples: int, consumed: int, seed: int
 ) -> None:
-    batches = GlobalBatches(dataset(n_samples), seed, size)
+    batches = GlobalBatches(dataset(n_samples), Shuffled(seed, n_samples), size)
     expected = rows(batches.micro_batches(consumed, 0, 1, size))
     assert len(expected) == size
     for dp, micro in splits(size):
@@ -76,28 +77,28 @@ def test_epochs_follow_without_a_seam(
     dataset: Make, n_samples: int, size: int, steps: int
 ) -> None:
     """Continuing from a cursor is the same as never having stopped, and nothing is lost."""
-    data = dataset(n_samples)
+    data, order = dataset(n_samples), Shuffled(5, n_samples)
     seen = [
         row
         for step in range(steps)  # a fresh object per step: there is no state but the cursor
-        for row in rows(GlobalBatches(data, 5, size).micro_batches(step * size, 0, 1, 1))
+        for row in rows(GlobalBatches(data, order, size).micro_batches(step * size, 0, 1, 1))
     ]
-    assert seen == rows(GlobalBatches(data, 5, steps * size).micro_batches(0, 0, 1, 1))
+    assert seen == rows(GlobalBatches(data, order, steps * size).micro_batches(0, 0, 1, 1))
     for start in range(0, len(seen) - n_samples + 1, n_samples):
         epoch = {tuple(inputs) for inputs, _ in seen[start : start + n_samples]}
         assert len(epoch) == n_samples
 
 
 def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) -> None:
-    data = dataset(30)
-    kept = GlobalBatches(data, 5, 24)
+    data, order = dataset(30), Shuffled(5, 30)
+    kept = GlobalBatches(data, order, 24)
     for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
-        fresh = GlobalBatches(data, 5, 24).micro_batches(step * 24, 0, 1, 24)
+        fresh = GlobalBatches(data, order, 24).micro_batches(step * 24, 0, 1, 24)
         assert rows(kept.micro_batches(step * 24, 0, 1, 24)) == rows(fresh)
 
 
 def test_tensors(dataset: Make) -> None:
-    (batch,) = GlobalBatches(dataset(10), 1, 4).micro_batches(0, 0, 1, 4)
+    (batch,) = GlobalBatches(dataset(10), Shuffled(1, 10), 4).micro_batches(0, 0, 1, 4)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (4, 2)
 

@@ -11,6 +11,7 @@ import pytest
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.corpus import bytes_per_token, open_training_corpus
 from toolkit.data.packing import PackedDataset
+from toolkit.data.rows import Samples
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
 
@@ -34,15 +35,21 @@ def build(base: Path, data: dict[str, Any] | None = None, **settings: Any) -> Tr
     )
 
 
-def letters(dataset: PackedDataset) -> set[str]:
-    tokens, _ = dataset.stream.read(0, len(dataset.stream))
+def text(dataset: Samples | None) -> PackedDataset:
+    assert isinstance(dataset, PackedDataset)
+    return dataset
+
+
+def letters(samples: Samples | None) -> set[str]:
+    stream = text(samples).stream
+    tokens, _ = stream.read(0, len(stream))
     return set(bytes(tokens[tokens < 256].tolist()).decode())
 
 
 def test_without_validation(base: Path) -> None:
     data = build(base)
-    assert data.validation is None
-    assert len(data.train.stream) == N_DOCUMENTS * 11
+    assert data.validation == {}
+    assert len(text(data.train).stream) == N_DOCUMENTS * 11
     assert len(data.train) == (N_DOCUMENTS * 11 - 1) // 4
     shares = np.array([10] * 12 + [12]) / 132
     assert data.unigram_entropy_nats() == pytest.approx(-(shares * np.log(shares)).sum())
@@ -57,16 +64,15 @@ def test_isolated_documents_are_other_data(base: Path) -> None:
 
 def test_no_document_is_on_both_sides(base: Path) -> None:
     data = build(base, {"validation_fraction": 0.25})
-    assert data.validation is not None
-    train, validation = letters(data.train), letters(data.validation)
+    (held_out,) = data.validation.values()
+    train, validation = letters(data.train), letters(held_out)
     assert (len(train), len(validation)) == (9, 3)
     assert not train & validation
-    assert len(data.train.stream) + len(data.validation.stream) == N_DOCUMENTS * 11
+    assert len(text(data.train).stream) + len(text(held_out).stream) == N_DOCUMENTS * 11
     again = build(base, {"validation_fraction": 0.25})
-    assert again.validation is not None
-    assert letters(again.validation) == validation
+    assert letters(*again.validation.values()) == validation
     seeds = [build(base, {"validation_fraction": 0.25}, seed=s).validation for s in range(5)]
-    assert len({frozenset(letters(v)) for v in seeds if v is not None}) > 1
+    assert len({frozenset(letters(*one.values())) for one in seeds}) > 1
 
 
 def test_tokenizer_corpus_leaves_out_the_same_documents(base: Path) -> None:
@@ -79,9 +85,8 @@ def test_tokenizer_corpus_leaves_out_the_same_documents(base: Path) -> None:
 
 def test_own_validation_source(base: Path) -> None:
     data = build(base, {"validation": {"kind": "text", "files": ["validation.md"]}})
-    assert data.validation is not None
-    assert letters(data.validation) == {"#"}
-    assert len(data.train.stream) == N_DOCUMENTS * 11
+    assert letters(data.validation["validation.md"]) == {"#"}
+    assert len(text(data.train).stream) == N_DOCUMENTS * 11
 
 
 def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
@@ -107,7 +112,7 @@ def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
         (
             {"validation": {"kind": "text", "files": ["validation.md"]}},
             {"sequence_length": 21},
-            "the validation data has 21 tokens",
+            "the validation data of `validation.md` has 21 tokens",
         ),
         (
             {"train": {"kind": "text", "files": ["00.txt"]}, "validation_fraction": 0.5},

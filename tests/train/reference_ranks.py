@@ -7,6 +7,7 @@ import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches, evaluation_batches
+from toolkit.data.order import Shuffled
 from toolkit.data.rows import Row
 from toolkit.engines.distributed import join, leave
 from toolkit.engines.fake import FakeEngine
@@ -106,7 +107,8 @@ def compute_unusable(path: Path) -> tuple[str, list[bool]]:
 def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:
     """The reference in training and in validation batches, by sample."""
     shape = layout.dp, layout.micro_batch
-    training = GlobalBatches(table.samples, 3, 4).micro_batches(8, 0, *shape)
+    order = Shuffled(3, len(table.samples))
+    training = GlobalBatches(table.samples, order, 4).micro_batches(8, 0, *shape)
     validation = evaluation_batches(table.samples, 4, 100, 0, *shape)
     both = {"training": training, "validation": validation}
     return {

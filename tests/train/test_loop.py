@@ -14,6 +14,7 @@ import pytest
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.indexed import IndexedWriter, read_indexed
+from toolkit.data.order import Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
 from toolkit.engines.base import StepResult
@@ -75,7 +76,7 @@ def job(
 ) -> TrainingRun:
     return TrainingRun(
         engine=engine,
-        batches=GlobalBatches(dataset, seed=1, global_batch_size=LAYOUT.global_batch),
+        batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), LAYOUT.global_batch),
         layout=LAYOUT,
         dp_rank=0,
         seed=1,

@@ -326,14 +326,15 @@ def test_held_out_rows_leave_no_piece_in_the_training_data(tmp_path: Path) -> No
         data = build(
             tmp_path, {"too_long": "split"}, 100, validation_fraction=0.3, packing=packing
         )
-        assert isinstance(data.validation, ChatSamples)
+        (held_out,) = data.validation.values()
+        assert isinstance(held_out, ChatSamples)
         kept, held_out = (
             {
                 int(source)
                 for i in range(len(side))
                 for source in side.chats.source_rows()[side.stored_rows(i)]
             }
-            for side in (samples_of(data), data.validation)
+            for side in (samples_of(data), held_out)
         )
         assert len(held_out) == 3 and kept | held_out == set(range(1, 11))
         assert not kept & held_out

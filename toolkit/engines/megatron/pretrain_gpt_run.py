@@ -80,8 +80,9 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
                 "in Megatron-LM's pretrain_gpt.py, one: it blends in an order of its own",
                 "name one source, or train with `dmt launch`",
             )
-            return
-    if isinstance(train, MegatronSource) and not isinstance(validation, MegatronSource | None):
+    if isinstance(train, MegatronSource) and not isinstance(
+        validation, MegatronSource | tuple | None
+    ):
         yield Problem(
             "data.validation.kind",
             validation.kind,

@@ -1,0 +1,97 @@
+"""The order of a blend's sources: shares at every prefix, random access, no state."""
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.data.interleave import MAX_PERIOD, Interleaving, whole_parts
+
+WEIGHTS = st.lists(st.integers(0, 9000), min_size=1, max_size=40).filter(any)
+BLENDS = {
+    "two": [0.9, 0.1],
+    "tiny share": [0.9, 0.099, 0.001],
+    "uneven": [0.37, 0.21, 0.2, 0.13, 0.09],
+    "equal": [1.0] * 7,
+    "forty": [0.9, *[(1 + n % 9) / 1000 for n in range(39)]],
+}
+
+
+def exact(weights: list[float]) -> list[Fraction]:
+    return [Fraction(str(weight)) for weight in weights]
+
+
+def largest_deviation(weights: list[Fraction], sources: np.ndarray) -> float:
+    """Over all prefixes and sources: samples more or less than the source's share."""
+    n = np.arange(1, len(sources) + 1)
+    shares = [float(weight / sum(weights)) for weight in weights]
+    return max(
+        float(np.abs(np.cumsum(sources == number) - n * share).max())
+        for number, share in enumerate(shares)
+    )
+
+
+@pytest.mark.parametrize("weights", BLENDS.values(), ids=BLENDS.keys())
+def test_every_prefix_holds_each_share_to_within_one_sample(weights: list[float]) -> None:
+    mixed = Interleaving(exact(weights))
+    sources, _ = mixed.sources(0, 3 * mixed.period + 5)
+    assert largest_deviation(exact(weights), sources) < 1
+
+
+@given(WEIGHTS)
+def test_any_weights(weights: list[int]) -> None:
+    mixed = Interleaving([Fraction(weight) for weight in weights])
+    sources, _ = mixed.sources(0, mixed.period)
+    assert largest_deviation([Fraction(w) for w in weights], sources) < 1
+    assert [int((sources == number).sum()) for number in range(len(weights))] == [*mixed.parts]
+
+
+@given(WEIGHTS, st.integers(0, 10**12), st.integers(1, 300))
+def test_any_place_is_answered_without_those_before(
+    weights: list[int], start: int, count: int
+) -> None:
+    mixed = Interleaving([Fraction(weight) for weight in weights])
+    sources, before = mixed.sources(start, count)
+    assert (before >= mixed.counts(start)[sources]).all()
+    for number in np.unique(sources).tolist():
+        places = before[sources == number]
+        assert places.tolist() == [*range(places[0], places[0] + len(places))]
+        assert places[0] == mixed.counts(start)[number]
+        first = start + int(np.flatnonzero(sources == number)[0])
+        assert mixed.place(number, int(places[0])) == first
+
+
+def test_weights_as_whole_numbers() -> None:
+    assert whole_parts(exact([0.7, 0.2, 0.1])) == (7, 2, 1)
+    assert whole_parts(exact([1.0, 0.0])) == (1, 0)
+    assert whole_parts([Fraction(2 * 10**12), Fraction(10**12)]) == (2, 1)
+    parts = whole_parts([Fraction(10**12 + 1), Fraction(10**9 + 7), Fraction(1)])
+    assert sum(parts) == MAX_PERIOD
+    assert parts[1:] == (1048, 1)
+
+
+FAR = """
+import resource, time
+from fractions import Fraction
+from toolkit.data.blend import Blended, Stage
+from toolkit.data.interleave import Interleaving
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+started = time.process_time()
+weights = [Fraction(str(0.9)), *(Fraction(n % 9 + 1, 1000) for n in range(39))]
+order = Blended(1, [10**10 // 40] * 40, [Stage(0, Interleaving(weights))])
+assert len(order.indices(10**9, 1024)) == 1024
+print(time.process_time() - started)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_a_billion_samples_in() -> None:
+    """Neither time nor memory grow with the place: a thousandth of what walking there takes."""
+    printed = subprocess.check_output([sys.executable, "-c", FAR], text=True)
+    seconds, mib = map(float, printed.split())
+    assert seconds < 1
+    assert mib < 300
