@@ -65,6 +65,9 @@ DATA = {
         ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
         ("HuggingFaceFW/fineweb", "default", "train"),
         ("monology/pile-uncopyrighted", None, "train"),
+        ("HuggingFaceTB/finemath", "finemath-3plus", "train"),
+        ("bigcode/starcoderdata", None, "train"),
+        ("HuggingFaceFW/fineweb-2", "fra_Latn", "train"),
     },
     "sft": {("HuggingFaceH4/ultrachat_200k", None, "train_sft")},
     "lora": {("HuggingFaceH4/ultrachat_200k", None, "train_sft")},
@@ -125,9 +128,9 @@ def test_recipe_names_where_weights_data_and_tokenizer_come_from(path: Path) -> 
     size, task = named(path)
     assert recipe.model.hub == (None if size in WITH_VISION else recipe.data.tokenizer)
     assert recipe.model.init == ("random" if task == "pretrain" else "pretrained")
-    train = recipe.data.train
-    assert isinstance(train, RowsSource)
-    assert (train.path, train.name, train.split) in DATA[task]
+    for train in recipe.data.sources:
+        assert isinstance(train, RowsSource)
+        assert (train.path, train.name, train.split) in DATA[task]
     assert recipe.logging.wandb is not None
     assert recipe.logging.wandb.project == "dmt"
 

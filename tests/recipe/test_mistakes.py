@@ -23,6 +23,26 @@ class Mistake:
 
 
 M = Mistake
+_ONE_SOURCE = GOOD[GOOD.index("  train:") : GOOD.index("  tokenizer:")]
+
+
+def blend(
+    first: str, second: str, third: str = "", stages: str = "[]", run: str = "steps: 100"
+) -> tuple[str, str]:
+    """GOOD from its data to its length, and the same with a list of sources."""
+    sources = [
+        f"{{kind: text, files: [a.txt], {first}}}",
+        f"{{kind: text, files: [b.txt], {second}}}",
+        *[third] * bool(third),
+    ]
+    listed = "".join(f"    - {one}\n" for one in sources)
+    rest = "  tokenizer: bytes\ntraining:\n"
+    return (
+        f"{_ONE_SOURCE}{rest}  steps: 100",
+        f"  train:\n{listed}  stages: {stages}\n  validation_fraction: 0.05\n{rest}  {run}",
+    )
+
+
 MISTAKES = {
     # types and ranges
     "quoted number": M(
@@ -452,6 +472,91 @@ MISTAKES = {
         "data.validation.kind",
         "validation_fraction",
         at="  validation:",
+    ),
+    "weight of one source": M(
+        "kind: text",
+        "kind: text\n    weight: 1",
+        "data.train.weight",
+        "write data.train as",
+        at="weight",
+    ),
+    "stages of one source": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, weights: {a: 1}}]",
+        "data.stages",
+        "list of sources",
+    ),
+    "source without a weight": M(
+        *blend("weight: 1", "label: b"), "data.train[1].weight", "add e.g. `weight: 1`", at=":"
+    ),
+    "weights and epochs": M(
+        *blend("weight: 1", "epochs: 2"), "data.train[1].epochs", "write weight", at="epochs: 2"
+    ),
+    "weights without a sum": M(
+        *blend("weight: 0", "weight: 0"), "data.train", "raise a weight", at="train:"
+    ),
+    "two sources of one name": M(
+        *blend("weight: 1, label: a", "weight: 1, label: a"),
+        "data.train[1].label",
+        "`label`",
+        at="[b.txt]",
+    ),
+    "sources of two kinds": M(
+        *blend("weight: 1", "weight: 1", "{kind: chat, path: org/chats, weight: 1}"),
+        "data.train[2].kind",
+        "kind: text",
+        at="org/chats",
+    ),
+    "misspelt key of a listed source": M(
+        *blend("weight: 1", "wieght: 1"), "data.train[1].wieght", "`weight`", at="wieght"
+    ),
+    "wrong kind of a listed source": M(
+        *blend("weight: 1", "weight: 1", "{kind: txt, weight: 1}"),
+        "data.train[2].kind",
+        "did you mean text",
+        at="txt",
+    ),
+    "wrong value in a listed source": M(
+        *blend("weight: 1", "weight: -1"), "data.train[1].weight", "write 0 or more", at="-1"
+    ),
+    "an epoch of weights": M(
+        *blend("weight: 1", "weight: 1", run="epochs: 2"),
+        "training.epochs",
+        "training.steps",
+        at="epochs: 2",
+    ),
+    "a stage that forgets a source": M(
+        *blend("weight: 1", "weight: 1", stages="[{from_step: 5, weights: {a.txt: 1}}]"),
+        "data.stages[0].weights",
+        "name every source once",
+        at="stages:",
+    ),
+    "stages out of order": M(
+        *blend(
+            "weight: 1",
+            "weight: 1",
+            stages="[{from_step: 5, weights: {a.txt: 1, b.txt: 2}}, "
+            "{from_step: 5, weights: {a.txt: 1, b.txt: 1}}]",
+        ),
+        "data.stages[1]",
+        "in order",
+        at="stages:",
+    ),
+    "a stage that begins nowhere": M(
+        *blend("weight: 1", "weight: 1", stages="[{weights: {a.txt: 1, b.txt: 2}}]"),
+        "data.stages[0]",
+        "from_step",
+        at="stages:",
+    ),
+    "stages of epochs": M(
+        *blend(
+            "epochs: 1",
+            "epochs: 1",
+            stages="[{from_step: 5, weights: {a.txt: 1, b.txt: 2}}]",
+        ),
+        "data.stages",
+        "weight",
+        at="stages:",
     ),
     "misspelt column": M(
         '    kind: text\n    files: ["{stdlib}/*.py"]',

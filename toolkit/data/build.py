@@ -1,6 +1,6 @@
 """From the recipe's data section to packed samples: the one entry for training and CLI."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -64,8 +64,8 @@ class TrainingData:
     """In which order these are seen."""
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
-    ends_after: int | None
-    """Samples after which a source that is not to be repeated is at its end."""
+    end: tuple[str, int] | None
+    """The source that must not be repeated and ends first; the samples of all until then."""
     validation: dict[str, TokenisedSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
@@ -79,6 +79,22 @@ class TrainingData:
         if not isinstance(self.order, Blended):
             return self.fingerprint
         return fingerprint_of([self.fingerprint, self.order.begun(samples)])
+
+    @property
+    def ends_after(self) -> int | None:
+        """Samples after which the run ends, whatever its length is."""
+        return None if self.end is None else self.end[1]
+
+    def notes(self, steps: int, wanted: int | None, global_batch_size: int) -> Iterator[str]:
+        """What a user may not expect of a run of `steps` instead of the `wanted` ones."""
+        if self.end is not None and wanted is not None and steps < wanted:
+            yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
+        if isinstance(self.order, Blended):
+            counts = self.order.counts(steps * global_batch_size).tolist()
+            for source, count in zip(self.sources, counts, strict=True):
+                if count > len(source.train):
+                    times = count / len(source.train)
+                    yield f"data: `{source.title}` is seen {times:.1f} times in this run"
 
     def unigram_entropy_nats(self) -> float:
         """Entropy of the tokens that training begins with; a model that learns anything gets
@@ -176,16 +192,16 @@ def _ordered(
     return joined, order, max(round(sum(passes)), 1)
 
 
-def _end(order: Order, sources: Sequence[Source]) -> int | None:
-    """Where the first source that must not be repeated would be."""
+def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
+    """See `TrainingData.end`."""
     if not isinstance(order, Blended):
         return None
     found = [
-        order.first_repeat(number)
+        (source.title, place)
         for number, source in enumerate(sources)
-        if source.at_end == "stop"
+        if source.at_end == "stop" and (place := order.first_repeat(number)) is not None
     ]
-    return min((place for place in found if place is not None), default=None)
+    return min(found, key=lambda one: one[1], default=None)
 
 
 @dataclass(frozen=True)

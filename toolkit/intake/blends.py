@@ -62,6 +62,11 @@ def _shares(recipe: Recipe) -> Iterator[Problem]:
 def _stages(recipe: Recipe) -> Iterator[Problem]:
     """Stages begin one after the other, with a weight for every source."""
     data, before = recipe.data, 0
+    if data.stages and data.sources[0].epochs is not None:
+        fix = "write `weight` instead of `epochs` in data.train, or remove the stages"
+        found = f"{len(data.stages)} stages of sources with epochs"
+        yield Problem("data.stages", found, "stages of sources with weights", fix)
+        return
     titles = {source.title for source in data.sources}
     for number, stage in enumerate(data.stages):
         key = f"data.stages[{number}]"

@@ -15,7 +15,14 @@ from pydantic import ValidationError
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.checks import broken_rules
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.explain import MAX_PROBLEMS, UNKNOWN_KEY, Explained, explain, place_of
+from toolkit.recipe.explain import (
+    MAX_PROBLEMS,
+    UNKNOWN_KEY,
+    Explained,
+    explain,
+    parts_of,
+    place_of,
+)
 from toolkit.recipe.layers import read_layers
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_nodes import WHOLE_FILE
@@ -128,7 +135,7 @@ def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
 
 
 def _placed(problem: Problem, root: yaml_nodes.Mapping) -> Problem:
-    file, line = place_of(problem.key.split("."), root)
+    file, line = place_of(parts_of(problem.key), root)
     return replace(problem, file=file, line=line)
 
 

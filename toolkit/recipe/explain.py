@@ -109,6 +109,12 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+def parts_of(key: str) -> list[str | int]:
+    """The reverse of `dotted`."""
+    parts = re.split(r"\.|(?=\[)", key)
+    return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
+
+
 def setting_of(path: Sequence[str | int]) -> str:
     """`["data", "train", 0, "path"]` → `data.train.path`: its name in `settings()`."""
     return ".".join(part for part in path if isinstance(part, str))

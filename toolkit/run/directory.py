@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "training.epochs",
     "training.micro_batch_size",
     "data.cache",
+    "data.stages",
     "evaluation",
     "logging",
     "checkpoint",
@@ -30,8 +31,9 @@ MAY_CHANGE = (
     "parallel",
     "launch",
 )
-"""Settings that a resumed run may change: how long, how fast, on what, how it is logged.
-Any other would make it a different run: other weights, data or losses."""
+"""Settings that a resumed run may change: how long, how fast, on what, how it is logged, and
+which stages of the data are still to come (a checkpoint knows those before it). Any other
+would make it a different run: other weights, data or losses."""
 
 
 class _Inside:

@@ -194,6 +194,10 @@ class _Worker:
         steps = self.together.run(
             lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after)
         )
+        if self.ranks.rank == 0:
+            wanted = recipe.training.total_steps(data.samples_per_epoch)
+            for note in data.notes(steps, wanted, recipe.training.global_batch_size):
+                tell(note)
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))
         engine: Engine | None = None

@@ -1,0 +1,120 @@
+"""A blend of sources as users run it: validation per source, weights that change, resumes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Project
+from tests.e2e.product import curve, dmt, events, run, settings
+from tests.processes import ROOT
+
+SOURCES = [
+    {"kind": "text", "label": "low", "files": ["data/0*.txt"], "weight": 0.7},
+    {"kind": "text", "label": "high", "files": ["data/[12]*.txt"], "weight": 0.3},
+]
+OTHERS = {"low": "data/30.txt", "high": "data/3[1-9].txt"}
+VALIDATION = [
+    {"kind": "text", "label": name, "files": [files]} for name, files in OTHERS.items()
+]
+BLEND: dict[str, object] = {
+    "data.train": SOURCES,
+    "data.validation": VALIDATION,
+    "data.validation_fraction": 0,
+    "training.steps": 6,
+    "checkpoint.export": "false",
+    "checkpoint.every_steps": 3,
+    "cluster.gpus_per_node": 1,
+}
+STAGE = [{"from_step": 4, "weights": {"low": 0.1, "high": 0.9}}]
+
+
+def evaluation(run_dir: Path) -> Mapping[str, float]:
+    return events(run_dir, "evaluation")[-1]
+
+
+def test_the_tiny_recipe(tmp_path: Path) -> None:
+    """On one process, with a stage behind its second step."""
+    weights = {"json": 0, "email": 0, "xml": 1}
+    changes = {
+        "training.steps": 4,
+        "data.stages": [{"from_step": 2, "weights": weights}],
+        "data.cache": tmp_path / "cache",
+        "cluster.gpus_per_node": 1,
+        "parallel.engine": "ddp",
+        "evaluation.batches": 1,
+        "schedule.warmup_steps": 1,
+        "checkpoint.export": "false",
+    }
+    argv = dmt("launch", ROOT / "recipes/tiny/llama-blend.yaml", "--run-dir", "run")
+    ended = run([*argv, *settings(changes)], tmp_path)
+    assert ended.code == 0, ended.err
+    assert len(curve(tmp_path / "run")) >= 1
+    found = evaluation(tmp_path / "run")
+    assert {name for name in found if "/" in name} == {f"validation/{n}" for n in weights}
+
+
+@pytest.mark.slow
+def test_a_blend(project: Project) -> None:
+    ended = project.launch("blend", BLEND)
+    assert ended.code == 0, ended.err
+    found = evaluation(project.folder / "blend")
+    one_by_one = {name: found[f"validation/{name}"] for name in OTHERS}
+    said = ", ".join(f"{name} {loss:.4f}" for name, loss in one_by_one.items())
+    assert f"validation loss {found['loss']:.4f} ({said})" in ended.err
+    tokens = 0
+    for name, files in OTHERS.items():  # the same run, validated on one source alone
+        alone = {"data.validation": {"kind": "text", "files": [files]}}
+        run_dir = f"blend-{name}"
+        assert project.launch(run_dir, BLEND | alone).code == 0
+        theirs = evaluation(project.folder / run_dir)
+        assert theirs["loss"] == one_by_one[name]
+        assert curve(project.folder / run_dir) == curve(project.folder / "blend")
+        tokens += theirs["tokens"]
+    assert found["tokens"] == tokens
+
+    # In another layout, stopped half way: the same samples.
+    halves = BLEND | {"cluster.gpus_per_node": 2, "training.micro_batch_size": 4}
+    for steps in (3, 6):
+        ended = project.launch("blend-2", halves | {"training.steps": steps})
+        assert ended.code == 0, ended.err
+    losses, others = (
+        [loss for loss, _ in curve(project.folder / name).values()]
+        for name in ("blend", "blend-2")
+    )
+    assert others == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_source_that_ends(project: Project) -> None:
+    """One file is two samples or so: they come again, and the user is told; or the run ends."""
+    small = SOURCES[1] | {"files": ["data/01.txt"]}
+    again = BLEND | {"data.train": [SOURCES[0], small], "training.steps": 12}
+    ended = project.launch("repeated", again)
+    assert ended.code == 0, ended.err
+    assert "data: `high` is seen" in ended.err
+    once = again | {"data.train": [SOURCES[0], small | {"at_end": "stop"}]}
+    ended = project.launch("ended", once)
+    assert ended.code == 0, ended.err
+    steps = len(curve(project.folder / "ended"))
+    assert 0 < steps < 12
+    assert f"data: `high` is at its end: {steps} steps instead of 12" in ended.err
+    seen = [*curve(project.folder / "repeated").values()]
+    assert [*curve(project.folder / "ended").values()] == seen[:steps]
+
+
+@pytest.mark.slow
+def test_weights_change_by_stages_only(project: Project) -> None:
+    assert project.launch("staged", BLEND | {"training.steps": 3}).code == 0
+    other = [SOURCES[0] | {"weight": 0.5}, SOURCES[1] | {"weight": 0.5}]
+    ended = project.launch("staged", BLEND | {"data.train": other})
+    assert ended.code == 2, ended.err
+    assert "data.train" in ended.err
+    early = [STAGE[0] | {"from_step": 2}]
+    ended = project.launch("staged", BLEND | {"data.stages": early})
+    assert ended.code != 0
+    assert "add a stage to data.stages from step 3 on" in ended.err
+    ended = project.launch("staged", BLEND | {"data.stages": STAGE})
+    assert ended.code == 0, ended.err
+    assert project.launch("staged-at-once", BLEND | {"data.stages": STAGE}).code == 0
+    assert curve(project.folder / "staged") == curve(project.folder / "staged-at-once")
