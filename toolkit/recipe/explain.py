@@ -111,7 +111,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 def parts_of(key: str) -> list[str | int]:
     """The reverse of `dotted`."""
-    parts = re.split(r"\.|(?=\[)", key)
+    parts = re.split(r"\.|(?=\[\d+\](?:[.\[]|$))", key)
     return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
 
 

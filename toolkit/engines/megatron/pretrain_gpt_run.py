@@ -57,13 +57,6 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM, nothing: it trains all parameters",
             "remove model.freeze, or start the run with `dmt launch`",
         )
-    if recipe.data.isolate_documents:
-        yield Problem(
-            "data.isolate_documents",
-            "true",
-            "in Megatron-LM, false: its script resets masks at a token, not at a document",
-            "set data.isolate_documents to false, or train with `dmt launch`",
-        )
     if recipe.adapter is not None:
         yield Problem(
             "adapter",
@@ -71,15 +64,25 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, nothing: it has no adapters",
             "remove adapter, or start the run with `dmt launch`",
         )
-    train, validation = recipe.data.train, recipe.data.validation
-    for key, stated in (("data.train", train), ("data.validation", validation)):
-        if isinstance(stated, tuple):
-            yield Problem(
-                key,
-                f"a list of {len(stated)} sources",
-                "in Megatron-LM's pretrain_gpt.py, one: it blends in an order of its own",
-                "name one source, or train with `dmt launch`",
-            )
+    yield from _data_problems(recipe.data)
+
+
+def _data_problems(data: DataSection) -> Iterator[Problem]:
+    if data.isolate_documents:
+        yield Problem(
+            "data.isolate_documents",
+            "true",
+            "in Megatron-LM, false: its script resets masks at a token, not at a document",
+            "set data.isolate_documents to false, or train with `dmt launch`",
+        )
+    if data.stages:
+        yield Problem(
+            "data.stages",
+            f"{len(data.stages)} stages",
+            "in Megatron-LM's pretrain_gpt.py, none: its weights do not change",
+            "remove data.stages, or train with `dmt launch`",
+        )
+    train, validation = data.train, data.validation
     if isinstance(train, MegatronSource) and not isinstance(
         validation, MegatronSource | tuple | None
     ):
@@ -197,7 +200,12 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
         )
     else:
         yield "initial weights are Megatron-LM's own draw, not DMT's"
-    if not isinstance(data.train, MegatronSource):
+    if isinstance(data.train, tuple):
+        weights = " ".join(
+            f"{source.weight or source.epochs:g} PREFIX" for source in data.train
+        )
+        yield f"add --data-path {weights} and --split: in Megatron's own indexed format"
+    elif not isinstance(data.train, MegatronSource):
         yield (
             "add --data-path PREFIX and --split: Megatron-LM reads only its own indexed "
             f"format, and data.train is {data.kind}"
