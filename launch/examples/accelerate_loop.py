@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 import toolkit.accelerate
 from toolkit.accelerate.samples import TrainingSamples
 from toolkit.engines.distributed import end_process
-from toolkit.engines.optimizer import parameter_groups
+from toolkit.engines.optimizer import parameter_groups, set_learning_rate
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.models.huggingface import build_config, snapshot_folder
+from toolkit.models.huggingface import build_config, snapshot_folder, tensors_of
 from toolkit.recipe.schema import Recipe
 from toolkit.train.schedule import learning_rate
 
@@ -53,7 +53,8 @@ def train(accelerator: Accelerator, recipe: Recipe) -> None:
     loader = DataLoader(samples, batch_size=accelerator.plan.layout.micro_batch)
     model = LanguageModel(recipe)
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, settings.weight_decay),  # none for norms and biases
+        # No weight decay for norms and biases; the recipe's `optimizer.groups`.
+        parameter_groups(tensors_of(model.decoder), settings),
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
@@ -63,8 +64,7 @@ def train(accelerator: Accelerator, recipe: Recipe) -> None:
     micro_batches = iter(loader)
     for step in range(samples.steps):
         rate = learning_rate(step, samples.steps, settings.learning_rate, recipe.schedule)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, rate)
         batches = list(islice(micro_batches, accelerator.gradient_accumulation_steps))
         loss = train_step(accelerator, model, optimizer, batches, settings.clip_grad_norm)
         accelerator.print(f"step {step + 1}/{samples.steps}  loss {loss:.9f}", flush=True)

@@ -63,7 +63,7 @@ def first_value(name: str, shape: tuple[int, ...]) -> Tensor:
     )
 
 
-def reference(case: Case, **changes: Any) -> dict[str, Any]:
+def reference(case: Case, *, rate_of_b: float = 1e-3, **changes: Any) -> dict[str, Any]:
     """A plain loop over whole global batches; `changes` are of PEFT's LoraConfig."""
     wanted = recipe(case, world=1)
     config = hf.build_config(wanted.model)
@@ -76,9 +76,11 @@ def reference(case: Case, **changes: Any) -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(first_value(name, tuple(parameter.shape)))
-    optimizer = torch.optim.AdamW(
-        trained.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-    )
+    groups = [
+        {"params": [parameter], "lr": rate_of_b if "lora_B" in name else 1e-3}
+        for name, parameter in trained.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     curve = plain_loop(model, optimizer, STEPS)
     tensors = {name: parameter.detach() for name, parameter in trained.items()}
     return {**curve, "tensors": tensors}

@@ -82,6 +82,8 @@ class Case:
     """The recipe's `adapter`."""
     balance: dict[str, Any] | None = None
     """The recipe's `model.balance`."""
+    groups: tuple[dict[str, Any], ...] = ()
+    """The recipe's `optimizer.groups`."""
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ class Case:
         parts += [f"{key}{value}" for key, value in self.family.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
+        parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
@@ -124,7 +127,11 @@ def recipe(case: Case, world: int) -> Recipe:
                 "micro_batch_size": case.micro_batch,
                 "precision": case.precision,
             },
-            "optimizer": {"learning_rate": 1e-3, "clip_grad_norm": 1.0},
+            "optimizer": {
+                "learning_rate": 1e-3,
+                "clip_grad_norm": 1.0,
+                "groups": case.groups,
+            },
             "parallel": {
                 "engine": case.engine,
                 "recompute": case.recompute,

@@ -161,6 +161,43 @@ MISTAKES = {
     "adapters and frozen weights": M(
         "init: random", "freeze: [model.norm.*]", "model.freeze", "remove one of the two"
     ),
+    "a group without parameters": M(
+        "weight_decay: 0.1",
+        "groups:\n    - parameters: [model.*]\n      lr_mult: 0.5\n    - parameters: [modle.*]",
+        "optimizer.groups[1].parameters",
+        "list the names",
+        at="- parameters: [modle.*]",
+    ),
+    "multiplier of a group": M(
+        "weight_decay: 0.1",
+        "groups:\n    - parameters: [model.*]\n      lr_mult: 0",
+        "optimizer.groups[0].lr_mult",
+        "write more than 0",
+        at="lr_mult: 0",
+    ),
+    "key of a group": M(
+        "weight_decay: 0.1",
+        "groups:\n    - parameters: [model.*]\n      weight_mult: 0",
+        "optimizer.groups[0].weight_mult",
+        "did you mean",
+        at="weight_mult: 0",
+    ),
+    "missing key of a group": M(
+        "weight_decay: 0.1",
+        "groups:\n    - lr_mult: 0.5",
+        "optimizer.groups[0].parameters",
+        "add `parameters:` under `optimizer.groups[0]`",
+        at="- lr_mult: 0.5",
+    ),
+    "groups as a map": M(
+        "weight_decay: 0.1",
+        "groups: {model.embed_tokens.*: 0.5}",
+        "optimizer.groups",
+        "remove it for the default, []",
+    ),
+    "another tool's groups": M(
+        "weight_decay: 0.1", "decoupled_lr: 0.5", "optimizer.decoupled_lr", "optimizer.groups"
+    ),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "misspelt required key": M(

@@ -44,6 +44,11 @@ def arguments_of(
                 fix=f"leave {name} out; state another engine in the recipe or the overrides, "
                 'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
             )
+    if recipe.optimizer.groups:
+        raise PlanError(
+            "the recipe has `optimizer.groups`, which TrainingArguments cannot state",
+            fix="remove them, or train with `dmt launch`",
+        )
     words = in_accelerate(recipe, plan)
     prepare_process(words)
     config = plan.backend.render(recipe, plan.layout)

@@ -150,6 +150,16 @@ def spec_of(
     return spec if lora is None else replace(spec, adapters=lora.per_layer)
 
 
+def trained_tensors(
+    config: Mapping[str, object], freeze: Sequence[str], section: AdapterSection | None
+) -> frozenset[str]:
+    """The tensors that train: those of the adapters where there are some."""
+    if lora := lora_of(section, config):
+        return frozenset(lora.shapes)
+    names = frozen.names_of(config)
+    return names - frozen.matching(freeze, names)
+
+
 def some_of_qkv(section: AdapterSection, config: Mapping[str, object]) -> bool:
     """Do some, but not all, of the projections that make up megatron-core's `linear_qkv` have
     an adapter? Then B is cut as the weight is only between key/value heads."""

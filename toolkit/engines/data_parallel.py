@@ -44,7 +44,7 @@ class DataParallelEngine:
         """AdamW as the recipe has it; `implementation` is torch's `foreach` or `fused`."""
         wanted = self.setup.optimizer
         return torch.optim.AdamW(
-            adam.parameter_groups(model, wanted.weight_decay),
+            adam.parameter_groups(hf.tensors_of(model), wanted),
             lr=wanted.learning_rate,
             betas=wanted.betas,
             eps=wanted.eps,
@@ -95,8 +95,7 @@ class DataParallelEngine:
         if self.clip is not None and norm + 1e-6 > self.clip:
             # As torch.nn.utils.clip_grads_with_norm_ does, for shards too.
             torch._foreach_mul_(list(self.gradients()), self.clip / (norm + 1e-6))
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        adam.set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -1,31 +1,50 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
 parameters decay, moments and step counts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.errors import CheckpointError
+from toolkit.models.parameter_groups import Multipliers, multipliers
+from toolkit.recipe.schema import OptimizerSection
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases.
+def parameter_groups(
+    parameters: Iterable[tuple[nn.Parameter, Collection[str]]], settings: OptimizerSection
+) -> list[dict[str, Any]]:
+    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases,
+    and the multipliers of `settings.groups`.
 
-    Norm weights and biases are exactly the parameters with one dimension. Under ZeRO-3
-    a parameter's own shape is empty and `ds_shape` holds the real one.
+    Each of `parameters` comes with the checkpoint tensors that it is made of. Norm weights and
+    biases are exactly the parameters with one dimension. Under ZeRO-3 a parameter's own shape
+    is empty and `ds_shape` holds the real one. Raises RecipeError where the tensors of one
+    parameter belong to groups with different multipliers.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decayed if len(shape) > 1 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+    found: dict[Multipliers, list[nn.Parameter]] = {}
+    for parameter, tensors in parameters:
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            own = multipliers(settings.groups, tensors)
+            own = own if len(shape) > 1 else own._replace(wd=0.0)
+            found.setdefault(own, []).append(parameter)
+    return [
+        {
+            "params": members,
+            "weight_decay": settings.weight_decay * own.wd,
+            "lr_mult": own.lr,
+            "wd_mult": own.wd,
+        }
+        for own, members in sorted(found.items(), key=lambda item: item[0], reverse=True)
     ]
-    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: Any, rate: float) -> None:
+    """Let every group of `parameter_groups` make its next steps with its multiple of `rate`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_mult"]
 
 
 def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
@@ -59,8 +78,8 @@ def _counts_in_groups(optimizer: Any) -> bool:
 
 def _counting(optimizer: Any) -> list[dict[str, Any]]:
     """Where an optimizer counts its steps."""
-    if _counts_in_groups(optimizer):
-        return list(optimizer.param_groups)
+    if _counts_in_groups(optimizer):  # not in those of which this rank has no parameter
+        return [group for group in optimizer.param_groups if group["params"]]
     return list(optimizer.state.values())
 
 

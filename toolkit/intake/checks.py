@@ -422,6 +422,7 @@ RULES: tuple[Rule, ...] = (
             *_SPREAD,
             "model.config",
             "model.freeze",
+            "optimizer.groups",
             "adapter",
             "training.sequence_length",
             "training.precision",

@@ -10,9 +10,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.models.families import mapped, model_spec
+from toolkit.models.families import MegatronModel, mapped, model_spec
 from toolkit.models.families.base import Instance
 from toolkit.models.spec import FrozenParameters, ModelSpec
+from toolkit.suggest import did_you_mean
 
 KEY = "model.freeze"
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -37,16 +38,26 @@ def frozen_names(patterns: Sequence[str], names: Collection[str]) -> frozenset[s
 
 def problems(patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
     """What is wrong with the patterns for a model with these tensors."""
-    idle = [pattern for pattern in patterns if not matching([pattern], names)]
-    if idle:
-        fix = "`dmt checkpoint inspect --tensors` and the checkpoint's index list the names"
-        if matching(idle, _HEADS):
-            fix = "name the input embedding: the head of this model is tied to it"
-        allowed = f"patterns of its tensors' names, e.g. {min(names)}"
-        yield Problem(KEY, f"{', '.join(idle)}, which matches no tensor", allowed, fix)
+    if idle := idle_problem(KEY, patterns, names):
+        yield idle
     elif patterns and len(matching(patterns, names)) == len(names):
         found = f"{', '.join(patterns)}, which matches all {len(names):,} tensors"
         yield Problem(KEY, found, "at least one tensor that trains", "freeze fewer")
+
+
+def idle_problem(
+    key: str, patterns: Sequence[str], names: Collection[str], kind: str = "tensor"
+) -> Problem | None:
+    """The problem of the setting `key` whose patterns all have to match one of `names`."""
+    idle = [pattern for pattern in patterns if not matching([pattern], names)]
+    if not idle:
+        return None
+    listed = "`dmt checkpoint inspect --tensors` and the checkpoint's index list the names"
+    fix = did_you_mean(idle[0], names, listed, cutoff=0.8)
+    if matching(idle, _HEADS):
+        fix = "name the input embedding: the head of this model is tied to it"
+    allowed = f"patterns of its tensors' names, e.g. {min(names)}"
+    return Problem(key, f"{', '.join(idle)}, which matches no {kind}", allowed, fix)
 
 
 def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
@@ -77,9 +88,9 @@ def part_problems(
             return
 
 
-def fused(config: Mapping[str, object]) -> list[frozenset[str]]:
+def fused(model: MegatronModel) -> list[frozenset[str]]:
     """The tensors that each parameter of the megatron-core model is made of."""
-    return [_tensors_of(instance) for instance in mapped(config).instances()]
+    return [_tensors_of(instance) for instance in model.instances()]
 
 
 def stacked(config: Mapping[str, object]) -> list[set[str]]:
@@ -94,7 +105,7 @@ def stacked(config: Mapping[str, object]) -> list[set[str]]:
 
 def names_of(config: Mapping[str, object]) -> frozenset[str]:
     """The tensors of a checkpoint of the model."""
-    return frozenset[str]().union(*fused(config))
+    return frozenset[str]().union(*fused(mapped(config)))
 
 
 def _tensors_of(instance: Instance) -> frozenset[str]:

@@ -208,6 +208,13 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield _OF_PEFT.sub("", name), parameter
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]]:
+    """Every parameter with the checkpoint tensors that it is made of."""
+    for name, parameter in named_parameters(model):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        yield parameter, {piece.name for piece in checkpoint_names(name, shape)}
+
+
 @torch.no_grad()
 def fill(model: nn.Module, weights: WeightSource) -> None:
     """Give every parameter and correction bias its initial value in place."""
@@ -245,9 +252,8 @@ def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
 
     Raises RecipeError for a parameter of which only a part is frozen.
     """
-    for name, parameter in named_parameters(model):
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        if is_frozen(frozen, {piece.name for piece in checkpoint_names(name, shape)}):
+    for parameter, tensors in tensors_of(model):
+        if is_frozen(frozen, tensors):
             parameter.requires_grad_(False)
 
 

@@ -96,6 +96,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "clipping", f"at {optimizer.clip_grad_norm:g} of the norm over all parameters"
     if optimizer.weight_decay:
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
+    if optimizer.groups:
+        yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
     yield "optimizer states", "AdamW with fp32 weights and moments"
     if plan.attention is not None:
         yield "attention", f"{plan.attention} in every engine and model implementation"

@@ -512,6 +512,20 @@ class AdapterSection(Section):
     adapters begin instead; its adapters must be those that this section describes."""
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate and a weight decay of their own. A parameter belongs to
+    the first group that matches it; the others keep the optimizer's values."""
+
+    parameters: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
+    """Patterns of the names that parameters have in a Hugging Face checkpoint, as those of
+    `model.freeze`, e.g. `[model.embed_tokens.*]`. A tied head is the embedding. With `adapter`,
+    the adapters' own tensors, e.g. `["*.lora_B.weight"]`."""
+    lr_mult: PositiveFloat = 1.0
+    """Multiplies the learning rate of every step."""
+    wd_mult: NonNegativeFloat = 1.0
+    """Multiplies `weight_decay`, which stays 0 for norms and biases."""
+
+
 class OptimizerSection(Section):
     """AdamW. On every engine, weight decay skips norms and biases."""
 
@@ -527,6 +541,8 @@ class OptimizerSection(Section):
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null for no clipping."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
+    """Parameters with their own learning rate or weight decay."""
 
 
 class ScheduleSection(Section):

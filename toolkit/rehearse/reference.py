@@ -7,6 +7,7 @@ toolkit, because every layout starts from them.
 """
 
 import sys
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,20 +124,18 @@ def _move_biases(
 
 
 def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, with weight decay for matrices but not for norms and biases."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    """AdamW, with weight decay for matrices but not for norms and biases, and every parameter
+    with the multipliers of the first group of `optimizer.groups` that names it."""
+    found: list[dict[str, Any]] = []
+    for parameter, tensors in hf.tensors_of(model):
+        rate, decay = settings.learning_rate, settings.weight_decay
+        for group in reversed(settings.groups):
+            if any(fnmatchcase(min(tensors), pattern) for pattern in group.parameters):
+                rate = settings.learning_rate * group.lr_mult
+                decay = settings.weight_decay * group.wd_mult
+        decay = decay if parameter.ndim > 1 else 0.0
+        found.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return torch.optim.AdamW(found, betas=settings.betas, eps=settings.eps)
 
 
 def _gradient_norm(model: nn.Module) -> float:

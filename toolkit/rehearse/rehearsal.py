@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
 
+from toolkit.adapters.lora import trained_tensors
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.errors import BackendUnavailable, PlanError, Problem, RecipeError, RunFailed
 from toolkit.intake.checks import broken_rules
+from toolkit.models.parameter_groups import in_small_model
 from toolkit.plan.planner import Plan, model_config, plan_recipe
 from toolkit.recipe.schema import (
     CheckpointSection,
@@ -131,7 +133,6 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     assert recipe.model.config is not None, "looked up by `prepare`"
     config = shrink_config(without_noise(recipe.model.config), divisors)
     config = shrink_window(config, long, short)
-    rate = min(recipe.optimizer.learning_rate, LARGEST_RATE)
     training = {
         "steps": steps,
         "tokens": None,
@@ -143,6 +144,11 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
         "objective": rehearsed_objective(recipe),
     }
     freeze = shrink_freeze(recipe.model.freeze, config)
+    trained = trained_tensors(config, freeze, recipe.adapter)
+    groups = in_small_model(recipe.optimizer.groups, trained)
+    largest = max([1.0, *(group.lr_mult for group in groups)])
+    rate = min(recipe.optimizer.learning_rate, LARGEST_RATE / largest)
+    optimizer = {"learning_rate": rate, "groups": groups}
     model = {
         "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,
     }  # fmt: skip
@@ -154,7 +160,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
             "adapter": adapter,
             "model": recipe.model.model_copy(update=model),
             "training": recipe.training.model_copy(update=training),
-            "optimizer": recipe.optimizer.model_copy(update={"learning_rate": rate}),
+            "optimizer": recipe.optimizer.model_copy(update=optimizer),
             "schedule": ScheduleSection(name="constant"),
             "evaluation": EvaluationSection(),
             "checkpoint": CheckpointSection(export=False),

@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         self.veto = Veto(module)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
-            model_parameters=adam.parameter_groups(module, setup.optimizer.weight_decay),
+            model_parameters=adam.parameter_groups(self.model.tensors(), setup.optimizer),
             config=setup.engine_config,
             mpu=self.model.mpu,
         )
@@ -73,8 +73,7 @@ class DeepSpeedEngine:
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        adam.set_learning_rate(self.optimizer, learning_rate)
         sums = torch.zeros(
             1 + len(self.objective.metrics), dtype=torch.float64, device=self.device
         )

@@ -86,6 +86,10 @@ class TrainedModel(Protocol):
         """Every parameter with the checkpoint rectangles that it is made of."""
         ...
 
+    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
+        """Every parameter with the checkpoint tensors that it is made of."""
+        ...
+
     def close(self) -> None:
         """Leave the model-parallel groups."""
         ...
@@ -138,6 +142,10 @@ class TransformersModel:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             blocks = parameter_blocks(name, shape)
             yield parameter, PlacedParameter(name, blocks, saved_here=True)
+
+    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
+        """See `TrainedModel.tensors`."""
+        return hf.tensors_of(self.module)
 
     def close(self) -> None:
         """See `TrainedModel.close`."""
@@ -232,6 +240,12 @@ class MegatronShard:
         for shard in weights.shards(self.chunks, self.model):
             place = PlacedParameter(shard.name, shard.blocks, weights.saved_here(shard))
             yield shard.parameter, place
+
+    def tensors(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
+        """See `TrainedModel.tensors`."""
+        from toolkit.models.megatron import weights
+
+        return weights.tensors_of(self.chunks, self.model)
 
     def close(self) -> None:
         """See `TrainedModel.close`; DeepSpeed forgets the groups, too."""

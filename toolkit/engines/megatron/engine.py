@@ -19,11 +19,8 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
@@ -90,7 +87,7 @@ class MegatronEngine:
         return replicas
 
     def _build_optimizer(self) -> Any:
-        """megatron-core's AdamW, without weight decay for norms and biases."""
+        """megatron-core's AdamW, with the groups of `adam.parameter_groups`."""
         arguments = self.setup.engine_config["optimizer"]
         dtype = getattr(torch, arguments["params_dtype"])
         config = OptimizerConfig(**{**arguments, "params_dtype": dtype})
@@ -98,13 +95,24 @@ class MegatronEngine:
             optimizer = get_megatron_optimizer(
                 config,
                 self.replicas,
-                get_standard_config_overrides(config),
+                self._group_overrides(),
                 use_gloo_process_groups=False,
             )
         for group in optimizer.param_groups:
             # Otherwise done by megatron-core's own learning-rate scheduler.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         return optimizer
+
+    def _group_overrides(self) -> dict[ParamKey, dict[str, float]]:
+        """Every optimizer group's multipliers that are not 1, as megatron-core wants them."""
+        overrides = {}
+        tensors = weights.tensors_of(self.chunks, self.model)
+        for group in adam.parameter_groups(tensors, self.setup.optimizer):
+            named = {name: group[name] for name in ("lr_mult", "wd_mult") if group[name] != 1}
+            members = {id(parameter) for parameter in group["params"]}
+            chosen = ParamPredicate(str(named), lambda one, ids=members: id(one) in ids)
+            overrides[ParamKey(predicate=chosen)] = named
+        return overrides
 
     def _configure_schedule(self) -> None:
         """Tell the schedules how to reduce gradients and scale the loss."""
@@ -124,8 +132,7 @@ class MegatronEngine:
         max_loss: float = math.inf,
     ) -> StepResult:
         """See `Engine.train_step`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        adam.set_learning_rate(self.optimizer, learning_rate)
         seed_dropout()
         for replica in self.replicas:
             replica.zero_grad_buffer()

@@ -57,6 +57,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM, nothing: it trains all parameters",
             "remove model.freeze, or start the run with `dmt launch`",
         )
+    if recipe.optimizer.groups:
+        yield Problem(
+            "optimizer.groups",
+            f"{len(recipe.optimizer.groups)} of them",
+            "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by name",
+            "remove optimizer.groups, or start the run with `dmt launch`",
+        )
     if recipe.adapter is not None:
         yield Problem(
             "adapter",

@@ -155,14 +155,22 @@ def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
         dist.broadcast(embedding, dist.get_global_rank(group, 0), group)
 
 
+def tensors_of(
+    chunks: Sequence[GPTChunk], model: MegatronModel
+) -> Iterator[tuple[nn.Parameter, set[str]]]:
+    """Every parameter with the checkpoint tensors that it is made of."""
+    for shard in shards(chunks, model):
+        yield shard.parameter, {block.tensor for block in shard.blocks}
+
+
 def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]) -> None:
     """Keep the parameters from training that are made of these checkpoint tensors.
 
     Raises RecipeError for a parameter of which only a part is frozen.
     """
-    for shard in shards(chunks, model):
-        if is_frozen(frozen, {block.tensor for block in shard.blocks}):
-            shard.parameter.requires_grad_(False)
+    for parameter, tensors in tensors_of(chunks, model):
+        if is_frozen(frozen, tensors):
+            parameter.requires_grad_(False)
     for chunk in chunks:
         if frozen and chunk.pre_process and chunk.config.recompute_granularity == "full":
             chunk.embedding.register_forward_hook(_let_recompute)

@@ -13,7 +13,7 @@ from math import gcd
 from toolkit.adapters import lora
 from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
-from toolkit.models import frozen
+from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.rules import legality
@@ -22,6 +22,7 @@ from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
     ParallelSection,
+    ParameterGroup,
     Recipe,
     TrainingSection,
 )
@@ -41,6 +42,8 @@ class PlanRequest:
     """The documents of a sequence are isolated."""
     adapter: AdapterSection | None = None
     """The recipe's `adapter`."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """The recipe's `optimizer.groups`."""
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class PlanRequest:
             recipe.model.freeze,
             recipe.data.isolates,
             recipe.adapter,
+            recipe.optimizer.groups,
         )
 
     @cached_property
@@ -73,21 +77,34 @@ class PlanRequest:
         return unsupported(self.config)
 
     @cached_property
-    def partly_frozen(self) -> tuple[list[Problem], list[Problem]]:
-        """Why transformers, and why megatron-core, cannot freeze a part of a parameter."""
-        if not self.freeze:
+    def trained(self) -> frozenset[str]:
+        """The checkpoint tensors that train."""
+        return lora.trained_tensors(self.config, self.freeze, self.adapter)
+
+    @cached_property
+    def divided(self) -> tuple[list[Problem], list[Problem]]:
+        """Why transformers, and why megatron-core, cannot freeze a part of a parameter, or give
+        it another learning rate."""
+        if not self.freeze and not self.groups:
             return [], []
         names = frozen.matching(self.freeze, frozen.names_of(self.config))
+        adapters = lora.lora_of(self.adapter, self.config)
+        model = adapters.adapted(self.mapped) if adapters else self.mapped
         stacked, fused = (
-            [*frozen.part_problems(names, parameters)]
-            for parameters in (frozen.stacked(self.config), frozen.fused(self.config))
+            [
+                *frozen.part_problems(names, parameters),
+                *parameter_groups.part_problems(
+                    self.groups, ({*one} & self.trained for one in parameters)
+                ),
+            ]
+            for parameters in (frozen.stacked(self.config), frozen.fused(model))
         )
         return stacked, fused
 
     def asking(self, parallel: ParallelSection) -> "PlanRequest":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        for name in ("spec", "inexpressible", "partly_frozen"):
+        for name in ("spec", "inexpressible", "divided"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -108,6 +125,8 @@ def problems(job: PlanRequest) -> list[Problem]:
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
+    if job.groups and (wrong := [*parameter_groups.problems(job.groups, job.trained)]):
+        return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
     return min(found, key=len, default=[])
@@ -115,7 +134,7 @@ def problems(job: PlanRequest) -> list[Problem]:
 
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
-    stacked, fused = job.partly_frozen
+    stacked, fused = job.divided
     if pair.model != "megatron":
         return stacked
     if reason := job.inexpressible:

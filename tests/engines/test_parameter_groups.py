@@ -1,0 +1,159 @@
+"""`optimizer.groups`: on every engine the run of plain transformers and torch's AdamW with
+groups that are written by hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.checkpoint.reshaping import around, write_all
+from tests.checkpoint.reshaping import check as check_reshape
+from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, run, zero
+from tests.engines.lora_worker import adapter, look
+from tests.engines.lora_worker import reference as lora_reference
+from tests.engines.parity_worker import (
+    Case,
+    clipped,
+    each_case,
+    global_batches,
+    reference_model,
+)
+from tests.forked import run_ranks
+
+STEPS = 8
+GROUPS = (
+    {"parameters": ("model.embed_tokens.*",), "lr_mult": 0.25, "wd_mult": 0.0},
+    {"parameters": ("model.layers.0.*", "*.1.mlp.*"), "lr_mult": 0.5},
+    {"parameters": ("model.layers.[0-2].*",), "lr_mult": 1.5, "wd_mult": 40.0},
+    {"parameters": ("*norm.weight",), "lr_mult": 2.0, "wd_mult": 5.0},
+)
+"""Some that overlap, one for all that has no weight decay, and parameters in none."""
+
+
+def by_hand(name: str) -> tuple[float, float]:
+    """What GROUPS multiply learning rate and weight decay of a parameter by."""
+    if name == "model.embed_tokens.weight":
+        return 0.25, 0.0
+    if name.startswith(("model.layers.0.", "model.layers.1.mlp.")):
+        return 0.5, 1.0
+    if name.startswith(("model.layers.1.", "model.layers.2.")):
+        return 1.5, 40.0
+    return (2.0, 1.0) if "norm" in name else (1.0, 1.0)
+
+
+def grouped(case: Case, **changes: Any) -> Case:
+    return replace(case, groups=GROUPS, steps=STEPS, **{"family": LAYERS, **changes})
+
+
+@cache
+def _reference(family: tuple[tuple[str, Any], ...]) -> Mapping[str, list[float]]:
+    model, _ = reference_model(Case("ddp", 8, family=dict(family)))
+    return _loop(model, {name: by_hand(name) for name, _ in model.named_parameters()})
+
+
+def _loop(model: Any, multipliers: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
+    optimizer = torch.optim.AdamW(
+        [
+            {
+                "params": [parameter],
+                "lr": 1e-3 * multipliers[name][0],
+                "weight_decay": 0.1 * multipliers[name][1] if parameter.ndim > 1 else 0.0,
+            }
+            for name, parameter in model.named_parameters()
+        ],
+        betas=(0.9, 0.95), eps=1e-8,
+    )  # fmt: skip
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for inputs, labels in global_batches(STEPS):
+        logits = model(inputs).logits
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        found["grad_norm"].append(clipped(model))
+        optimizer.step()
+        found["loss"].append(loss.item())
+    return found
+
+
+def test_by_hand_differs() -> None:
+    """Otherwise the comparison would show nothing."""
+    ours = _reference(tuple(LAYERS.items()))
+    for lr, wd in ((1.0, 1.0), (1.0, None), (None, 1.0)):
+        model, _ = reference_model(Case("ddp", 8, family=LAYERS))
+        multipliers = {}
+        for name, _ in model.named_parameters():
+            own_lr, own_wd = by_hand(name)
+            multipliers[name] = own_lr if lr is None else lr, own_wd if wd is None else wd
+        others = _loop(model, multipliers)
+        pairs = [zip(ours[name], others[name], strict=True) for name in ours]
+        assert max(abs(a / b - 1) for pair in pairs for a, b in pair) > 20 * TOLERANCE
+
+
+UNTIED = LAYERS | {"tie_word_embeddings": False}
+RESUMED = [
+    grouped(Case("ddp", 2)),
+    grouped(Case("fsdp", 2, stage=3)),
+    *(grouped(Case("deepspeed", 2, stage=stage)) for stage in (1, 3)),
+    grouped(megatron(tensor=2)),
+    grouped(megatron(pipeline=2, stage=1)),
+]
+OTHERS = [
+    *(grouped(Case("deepspeed", 2, stage=stage)) for stage in (0, 2)),
+    grouped(zero(3)),
+    grouped(megatron(stage=1)),
+    grouped(megatron(pipeline=2, virtual_pipeline=2), family=UNTIED),
+    grouped(megatron(expert=2), family=LAYERS | MIXTRAL),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_two_processes(tmp_path: Path) -> None:
+    """The same curves; and to the bit after a checkpoint half-way."""
+    cases = [*RESUMED, *OTHERS]
+    broken = [replace(case, resume_in=str(tmp_path)) for case in RESUMED]
+    results = run([*cases, *broken], 2)
+    for case in cases:
+        expected = _reference(tuple(case.family.items()))
+        for quantity in ("loss", "grad_norm"):
+            found = results[case.name][quantity]
+            assert found == pytest.approx(expected[quantity], rel=TOLERANCE), case.name
+    for one, other in zip(RESUMED, broken, strict=True):
+        for quantity in ("loss", "grad_norm"):
+            assert results[one.name][quantity] == results[other.name][quantity], one.name
+
+
+@pytest.mark.slow
+def test_reshape(tmp_path: Path) -> None:
+    layouts = {
+        "pp2": (2, grouped(megatron(pipeline=2))),
+        "zero3": (2, grouped(Case("deepspeed", 2, stage=3))),
+        "tp2": (2, grouped(megatron(tensor=2))),
+    }
+    check_reshape(tmp_path, write_all(tmp_path, layouts), layouts, around(layouts))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+def test_adapters(tmp_path: Path) -> None:
+    """LoRA+ (arXiv:2402.12354): another learning rate for B than for A."""
+    groups = ({"parameters": ("*.lora_B.weight",), "lr_mult": 16.0},)
+    cases = [
+        replace(case, adapter=adapter(), groups=groups, family=LAYERS)
+        for case in (
+            Case("ddp", 2), Case("fsdp", 2, stage=3), Case("deepspeed", 2, stage=2),
+            megatron(tensor=2),
+        )
+    ]  # fmt: skip
+    found = run_ranks(each_case, 2, partial(look, str(tmp_path)), cases)[0]
+    expected = lora_reference(cases[0], rate_of_b=16e-3)
+    for case in cases:
+        for quantity in ("loss", "grad_norm"):
+            curve = found[case.name][quantity]
+            assert curve == pytest.approx(expected[quantity], rel=TOLERANCE), case.name
