@@ -247,6 +247,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     assert balance.startswith("model.balance: found sequence_loss")
     (adapters,) = problems(TINY, auto, "adapter={rank: 4, alpha: 8}")
     assert adapters.startswith("adapter: found lora; allowed: in Megatron-LM's pretrain_gpt.py")
+    (groups,) = problems(TINY, auto, "optimizer.groups=[{parameters: [model.*], wd_mult: 0}]")
+    assert groups.startswith("optimizer.groups: found 1 of them")
 
 
 def test_a_field_without_an_argument_is_refused() -> None:
