@@ -23,8 +23,8 @@ from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
 from toolkit.data.chat.dataset import ChatSamples, chat_samples
-from toolkit.data.chat.packing import pack
 from toolkit.data.chat.tokens import ChatReport, StoredChats
+from toolkit.data.fit import pack
 from toolkit.data.indexed import IndexedWriter, read_indexed
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave

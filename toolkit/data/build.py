@@ -12,13 +12,14 @@ from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
+from toolkit.data.indexed import IndexedTokens, IndexedWriter
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import Order, Shuffled
-from toolkit.data.packing import PackedDataset, TokenStream
+from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import prepare
+from toolkit.data.tokenized import cached_tokens, prepare
 from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import (
@@ -275,21 +276,41 @@ class _Builder:
             track=self.track,
         )
 
-        def packed(stream: TokenStream) -> PackedDataset:
+        fits = self.data.packing == "best_fit"
+        identity: tuple[object, ...] = (tokens.fingerprint, *["best fit"] * fits)
+
+        def packed(stream: TokenStream, part: str) -> PackedDataset:
             isolates = self.data.isolate_documents
             length, size = self.sequence_length, self.vocab_size
-            return PackedDataset(stream, length, size, isolate_documents=isolates)
+            if not fits:
+                return PackedDataset(stream, length, size, isolate_documents=isolates)
+            rows = self._fitted(stream, fingerprint_of([*identity, part, length]))
+            return FittedDataset(stream, rows, length, size, isolate_documents=isolates)
 
         if fraction == 0:
-            whole = packed(TokenStream.whole(tokens))
-            return SourceData(source.title, whole, None, (tokens.fingerprint,))
+            whole = packed(TokenStream.whole(tokens), "all")
+            return SourceData(source.title, whole, None, identity)
         documents = held_out_documents(tokens.indexed.n_documents, fraction, self.seed)
+        split = f"of {fraction} by {self.seed}"
         return SourceData(
             source.title,
-            packed(TokenStream.without(tokens, documents)),
-            packed(TokenStream.only(tokens, documents)),
-            (tokens.fingerprint, fraction, self.seed),
+            packed(TokenStream.without(tokens, documents), f"train {split}"),
+            packed(TokenStream.only(tokens, documents), f"validation {split}"),
+            (*identity, fraction, self.seed),
         )
+
+    def _fitted(self, stream: TokenStream, key: str) -> IndexedTokens:
+        """Which parts of documents share a row, kept in the cache."""
+        prefix = self.cache / "tokens" / key
+
+        def write() -> None:
+            with IndexedWriter(prefix, np.int64) as writer:
+                for row in fitted_rows(stream, self.sequence_length):
+                    writer.append(row)
+                    writer.end_document()
+                writer.commit()
+
+        return cached_tokens(prefix, write)
 
 
 def _check_size(

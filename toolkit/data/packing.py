@@ -6,11 +6,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
+from toolkit.data.fit import pack
+from toolkit.data.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
 _CHUNK_TOKENS = 2**22
+_WINDOW_TOKENS = 2**28
+"""About a quarter of a million documents."""
 
 
 class TokenStream:
@@ -67,13 +71,17 @@ class TokenStream:
         documents.
         """
         tokens = self._data.indexed.tokens
-        pieces = list(self._pieces(start, stop))
+        pieces = self._pieces(start, stop)
         read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
+        return read.astype(np.int64), self.document_ends(start, stop)
+
+    def document_ends(self, start: int, stop: int) -> Int64Array:
+        """The second array of `read`, without reading the tokens."""
         ends = [
             self._document_ends(first, behind) - first + place
-            for first, behind, place in pieces
+            for first, behind, place in self._pieces(start, stop)
         ]
-        return read.astype(np.int64), np.concatenate(ends)
+        return np.concatenate(ends)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The parts of runs that make up [start, stop): file positions, and the place."""
@@ -161,6 +169,11 @@ class PackedDataset:
         segments, positions = documents(np.append(0, document_ends + 1), length)
         return (Row(tokens[:-1], labels, positions=positions, segments=segments),)
 
+    def filled(self, index: int) -> int:
+        """Positions of sample `index` before its padding."""
+        del index
+        return self.sequence_length
+
     def _check_vocabulary(self, tokens: Int64Array) -> None:
         # Only data that DMT did not tokenise itself can fail here. Without the check the
         # embedding fails, on a GPU far from the cause.
@@ -182,3 +195,93 @@ class PackedDataset:
             more[: len(counts)] += counts
             counts = more
         return counts
+
+
+class FittedDataset(PackedDataset):
+    """Samples of whole documents, as many as fit, padded at the end; best fit decreasing.
+
+    A document longer than a sample is cut: its whole samples stand alone, and only what is
+    left of it shares one ("Fewer Truncations Improve Language Modeling", arXiv:2404.10830).
+    The last token of a cut part has the token that follows in its document as label.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        rows: IndexedTokens,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        *,
+        isolate_documents: bool = False,
+    ) -> None:
+        """`rows` is what `fitted_rows` found for the stream and this length."""
+        super().__init__(
+            stream, sequence_length, vocab_size, isolate_documents=isolate_documents
+        )
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._rows.n_documents
+
+    def rows(self, index: int) -> tuple[Row]:
+        """See `PackedDataset.rows`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        length = self.sequence_length
+        inputs = np.zeros(length, dtype=np.int64)
+        labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+        starts = [0]
+        for start, size in self._parts(index):
+            behind = min(start + size + 1, len(self.stream))
+            tokens, ends = self.stream.read(start, behind)
+            self._check_vocabulary(tokens)
+            at = starts[-1]
+            inputs[at : at + size] = tokens[:size]
+            labels[at : at + len(tokens) - 1] = tokens[1:]
+            if len(ends) and ends[0] < size:  # the end of its document
+                labels[at + ends[0]] = IGNORE_INDEX
+            starts.append(at + size)
+        if not self._isolates:
+            return (Row(inputs, labels),)
+        segments, positions = documents(np.array(starts), length)
+        return (Row(inputs, labels, positions=positions, segments=segments),)
+
+    def filled(self, index: int) -> int:
+        """See `PackedDataset.filled`."""
+        return sum(size for _, size in self._parts(index))
+
+    def _parts(self, index: int) -> list[list[int]]:
+        """Start in the stream and tokens of each part of a document in sample `index`."""
+        first, behind = self._rows.document_starts(np.array([index, index + 1])).tolist()
+        parts: list[list[int]] = self._rows.tokens[first:behind].reshape(-1, 2).tolist()
+        return parts
+
+
+def fitted_rows(stream: TokenStream, length: int) -> Iterator[Int64Array]:
+    """The rows of a `FittedDataset`: of each part of a document, its start in the stream and its
+    tokens, int64 [parts · 2].
+
+    Documents are fitted a window of the stream at a time: memory does not grow with it.
+    """
+    start = 0  # of the first document that is not in a row
+    for low in range(0, len(stream), _WINDOW_TOKENS):
+        high = min(low + _WINDOW_TOKENS, len(stream))
+        ends = low + stream.document_ends(low, high) + 1
+        if len(ends):
+            yield from _fitted(np.concatenate([[start], ends]), length)
+            start = int(ends[-1])
+
+
+def _fitted(bounds: Int64Array, length: int) -> Iterator[Int64Array]:
+    """The rows of the documents between `bounds`."""
+    starts, sizes = bounds[:-1], np.diff(bounds)
+    whole = np.repeat(starts, sizes // length)
+    counts = np.concatenate([np.arange(n) for n in sizes // length if n] or [starts[:0]])
+    for first in (whole + counts * length).tolist():
+        yield np.array([first, length])
+    rest = sizes % length
+    left = np.flatnonzero(rest)
+    parts = np.stack([(starts + sizes - rest)[left], rest[left]], axis=1)
+    for row in pack(rest[left], length):
+        yield parts[row].reshape(-1)

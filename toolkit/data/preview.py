@@ -90,7 +90,8 @@ def preview(
     else:
         counts = None
         # The stream gives all tokens but the first of each document as labels.
-        share, filled = 1 - train.n_documents / max(train.n_tokens, 1), 1.0
+        share = 1 - train.n_documents / max(train.n_tokens, 1)
+        filled = min(train.n_tokens / positions, 1.0)
         lengths = _document_lengths(train)
     return Preview(
         tuple(
@@ -116,7 +117,7 @@ def _documents(train: TokenisedSamples, index: int) -> Iterator[MarkedTokens]:
         yield from train.conversations(index)
         return
     (row,) = train.rows(index)
-    trained = np.append([False], row.labels[:-1] != IGNORE_INDEX)
+    trained = np.append([False], row.labels[: train.filled(index) - 1] != IGNORE_INDEX)
     starts = [0, *(np.flatnonzero(~trained[1:]) + 1).tolist(), len(trained)]
     for start, stop in pairwise(starts):
         yield MarkedTokens(row.input_ids[start:stop], trained[start:stop])

@@ -368,10 +368,11 @@ def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
     if data.chat_template is not None and not chats:
         fix = "remove it, or use `kind: chat`"
         yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
-    if data.packing != "none" and kind != "chat":
+    fits = {"greedy": kind == "chat", "best_fit": not chats}
+    if not fits.get(data.packing, True):
         found, allowed = (
             f"{data.packing} with `kind: {kind}`",
-            "none (only chats are packed so)",
+            "none, greedy with chats, or best_fit with documents",
         )
         yield Problem("data.packing", found, allowed, "remove it")
     if data.isolate_documents and chats:

@@ -375,9 +375,10 @@ class DataSection(Section):
     chat_template: Annotated[str, Field(min_length=1, max_length=2**17)] | None = None
     """For chats and preferences: a file with a Jinja template (relative to the recipe's file),
     the template itself, or `chatml`. Default: the tokenizer's own."""
-    packing: Literal["none", "greedy"] = "none"
-    """For chats. `none`: one conversation a row. `greedy`: a row holds as many whole
-    conversations as fit, none of which attends to another."""
+    packing: Literal["none", "greedy", "best_fit"] = "none"
+    """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit, none of which
+    attends to another. Documents: `none`, laid end to end and cut at equal lengths; `best_fit`,
+    as many whole ones as fit, padded at the end, so that only longer ones are cut."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 

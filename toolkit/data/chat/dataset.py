@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.chat.packing import pack
 from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.files import fingerprint_of
+from toolkit.data.fit import pack
 from toolkit.data.indexed import IndexedTokens, IndexedWriter
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.split import held_out_documents

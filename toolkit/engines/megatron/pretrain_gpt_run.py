@@ -82,6 +82,13 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
             "in Megatron-LM, false: its script resets masks at a token, not at a document",
             "set data.isolate_documents to false, or train with `dmt launch`",
         )
+    if data.packing != "none":
+        yield Problem(
+            "data.packing",
+            data.packing,
+            "in Megatron-LM's pretrain_gpt.py, none: documents are laid end to end",
+            "set data.packing to none, or train with `dmt launch`",
+        )
     if data.stages:
         yield Problem(
             "data.stages",

@@ -1,4 +1,4 @@
-"""Which conversations share a row."""
+"""What shares a row, so that little of it is padding."""
 
 from bisect import bisect_left, insort
 
@@ -8,19 +8,19 @@ from toolkit.data.rows import Int64Array
 
 
 def pack(lengths: Int64Array, capacity: int) -> list[list[int]]:
-    """Rows of whole samples, at most `capacity` tokens each: numbers of samples, ascending.
+    """Rows of whole items, at most `capacity` tokens each: numbers of items, ascending.
 
-    `lengths` are the tokens of each sample, from 1 to `capacity`. Best fit decreasing: from the
-    longest to the shortest, each sample is put into the fullest row that has room for it. The
-    result depends on the lengths alone; rows are in the order of their first samples.
+    `lengths` are the tokens of each item, from 1 to `capacity`. Best fit decreasing: from the
+    longest to the shortest, each item is put into the fullest row that has room for it. The
+    result depends on the lengths alone; rows are in the order of their first items.
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     """Rows by the number of tokens that are left in them."""
     rooms: list[int] = []
     """The numbers of tokens that are left in some row, ascending."""
-    for sample in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[sample])
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
         at = bisect_left(rooms, length)
         if at == len(rooms):
             room, row = capacity, len(rows)
@@ -30,7 +30,7 @@ def pack(lengths: Int64Array, capacity: int) -> list[list[int]]:
             row = with_room[room].pop()
             if not with_room[room]:
                 del rooms[at]
-        rows[row].append(sample)
+        rows[row].append(item)
         left = room - length
         if left:
             if not with_room[left]:
