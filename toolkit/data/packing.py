@@ -259,8 +259,8 @@ class FittedDataset(PackedDataset):
 
 
 def fitted_rows(stream: TokenStream, length: int) -> Iterator[Int64Array]:
-    """The rows of a `FittedDataset`: of each part of a document, its start in the stream and its
-    tokens, int64 [parts · 2].
+    """The rows of a `FittedDataset`: of each part of a document, its start in the stream and
+    its tokens, int64 [parts · 2].
 
     Documents are fitted a window of the stream at a time: memory does not grow with it.
     """
