@@ -17,7 +17,13 @@ import pytest
 from toolkit.data import tokenized
 from toolkit.data.indexed import IndexedWriter, bin_path, idx_path
 from toolkit.data.tokenized import TokenizedData, prepare
-from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from toolkit.data.tokenizers import (
+    byte_tokenizer,
+    encoder,
+    load_tokenizer,
+    tokens_before_text,
+    train_bpe,
+)
 from toolkit.errors import DataError
 from toolkit.recipe.schema import MegatronSource, TextSource
 
@@ -166,6 +172,74 @@ def test_long_documents_in_pieces_are_the_same_tokens(
     assert data.indexed.tokens.tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "bos"])
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_batches_write_the_files_of_one_document_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, parse_special: bool
+) -> None:
+    """Byte for byte, whatever is in the texts and wherever a batch ends."""
+    from tokenizers.processors import TemplateProcessing
+
+    chance = np.random.default_rng(1)
+    letters = ["a", " ", "\n", "\0", "é", "\u2028", "漢", "😀", "<|endoftext|>", "\ufffd"]
+    texts = ["".join(chance.choice(letters, size)) for size in chance.integers(0, 60, 80)]
+    (tmp_path / "corpus").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{number:03}.txt").write_bytes(text.encode())
+    tokenizer = byte_tokenizer()
+    if kind != "bytes":
+        tokenizer = train_bpe(texts, 300, tmp_path / "bpe")
+    if kind == "bos":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)]
+        )
+    backend = encoder(tokenizer, parse_special=parse_special)
+    before = tokens_before_text(backend)
+    with IndexedWriter(tmp_path / "expected", np.uint16) as writer:
+        for text in filter(None, texts):
+            ids = backend.encode(text, add_special_tokens=False).ids
+            writer.append([*before, *ids, tokenizer.eos_token_id])
+            writer.end_document()
+        writer.commit()
+    for characters in (1, 100, 2**20):
+        monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", characters)
+        cache = tmp_path / f"cache {characters}"
+        data = prepare_text(tmp_path / "corpus", cache, tokenizer, parse_special=parse_special)
+        for path in (bin_path, idx_path):
+            assert (
+                path(Path(data.name)).read_bytes() == path(tmp_path / "expected").read_bytes()
+            )
+
+
+def test_memory_does_not_grow_with_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what has been read, all but a few batches has been written."""
+    batch, text = 10_000, "a" * 1000
+    monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", batch)
+    read, written, most_held = 0, 0, 0
+    append = IndexedWriter.append
+
+    def texts() -> Iterator[str]:
+        nonlocal read, most_held
+        for _ in range(500):
+            read += len(text)
+            most_held = max(most_held, read - written)
+            yield text
+
+    def counted(self: IndexedWriter, tokens: Any) -> None:
+        nonlocal written
+        written += len(tokens)
+        append(self, tokens)
+
+    monkeypatch.setattr(IndexedWriter, "append", counted)
+    tokenizer = byte_tokenizer()
+    backend = encoder(tokenizer, parse_special=True)
+    tokenized._tokenise(tmp_path / "data", texts(), backend, tokenizer)
+    assert written == 500 * (len(text) + 1)
+    assert most_held <= 4 * batch
+
+
 def test_no_text_at_all(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="every document is empty"):
@@ -253,13 +327,14 @@ def slow_append(self, tokens):
     global calls
     append(self, tokens)
     calls += 1
-    if calls == 10:
+    if calls == 3:
         self._bin.flush()
         print("half", flush=True)
         while not release.exists():
             time.sleep(0.01)
 
 IndexedWriter.append = slow_append
+tokenized._BATCH_CHARACTERS = 1
 source = TextSource(kind="text", files=("*.txt",))
 data = tokenized.prepare(source, byte_tokenizer(), base=corpus, cache=cache)
 print(len(data.indexed.tokens), flush=True)

@@ -18,6 +18,7 @@ sequences per document, are read as well; both ways are tested against megatron-
 import os
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -215,21 +216,29 @@ class IndexedWriter:
         return len(self._lengths)
 
     def append(self, tokens: npt.ArrayLike) -> None:
-        """Add token ids [n] to the document being written."""
-        ids = np.asarray(tokens, dtype=self._dtype)
-        self._bin.write(ids.tobytes())
+        """Add token ids [n] to what is being written."""
+        ids = np.ascontiguousarray(tokens, dtype=self._dtype)
+        self._bin.write(ids.data)
         self._open_document += len(ids)
 
     def end_document(self) -> None:
         """Close the document being written."""
-        if self._open_document > _LONGEST_SEQUENCE:
-            raise DataError(
-                f"document {self.n_documents} has {self._open_document:,} tokens; the indexed "
-                f"format allows {_LONGEST_SEQUENCE:,}",
-                fix="split it into several files or rows",
-            )
-        self._lengths.append(self._open_document)
-        self._open_document = 0
+        self.end_documents([self._open_document])
+
+    def end_documents(self, lengths: Sequence[int]) -> None:
+        """Close documents of so many tokens each, in the order in which they were added.
+
+        What was added after them belongs to the next document.
+        """
+        for number, length in enumerate(lengths, start=self.n_documents):
+            if length > _LONGEST_SEQUENCE:
+                raise DataError(
+                    f"document {number} has {length:,} tokens; the indexed format allows "
+                    f"{_LONGEST_SEQUENCE:,}",
+                    fix="split it into several files or rows",
+                )
+        self._lengths.extend(lengths)
+        self._open_document -= sum(lengths)
 
     def commit(self) -> None:
         """Make both files durable and give them their names, the index last."""

@@ -8,12 +8,14 @@ while others wait; the lock is the operating system's and dies with its holder.
 
 import logging
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from toolkit.data.files import (
 from toolkit.data.indexed import (
     IndexedTokens,
     IndexedWriter,
+    TokenArray,
     bin_path,
     idx_path,
     read_indexed,
@@ -33,7 +36,12 @@ from toolkit.data.indexed import (
 )
 from toolkit.data.progress import Track, untracked
 from toolkit.data.sources import open_source
-from toolkit.data.tokenizers import encoder, tokenizer_fingerprint, tokens_before_text
+from toolkit.data.tokenizers import (
+    batch_encoder,
+    encoder,
+    tokenizer_fingerprint,
+    tokens_before_text,
+)
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DocumentSource, MegatronSource
 
@@ -45,8 +53,9 @@ logger = logging.getLogger(__name__)
 
 _CACHE_VERSION = 1
 """Raise it whenever the same documents and tokenizer would give other tokens."""
-_BATCH_CHARACTERS = 2**21
+_BATCH_CHARACTERS = 2**20
 """Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
+_BATCHES_AT_ONCE = 2
 _MOMENT_S = 1.0
 _PIECE_CHARACTERS = 2**18
 """Longer documents are tokenised in pieces of about this size."""
@@ -175,19 +184,25 @@ def _tokenise(
     tokenizer: "PreTrainedTokenizerFast",
 ) -> None:
     """Write the tokens of all documents to `prefix`."""
-    eos = np.array([tokenizer.eos_token_id])
-    before_text = tokens_before_text(backend)
-    with IndexedWriter(prefix, token_dtype(len(tokenizer))) as writer:
-        for pieces in _batches(_pieces(documents)):
-            texts = [piece.text for piece in pieces]
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            for piece, encoding in zip(pieces, encodings, strict=True):
+    dtype = token_dtype(len(tokenizer))
+    eos = np.array([tokenizer.eos_token_id], dtype=dtype)
+    before_text = np.array(tokens_before_text(backend), dtype=dtype)
+    encode = batch_encoder(backend, dtype)
+    with IndexedWriter(prefix, dtype) as writer:
+        document = 0  # tokens of the one that is being written
+        for pieces, encoded in _encoded(_batches(_pieces(documents)), encode):
+            tokens, lengths = list[TokenArray](), list[int]()
+            for piece, ids in zip(pieces, encoded, strict=True):
                 if piece.first:
-                    writer.append(before_text)
-                writer.append(encoding.ids)
+                    tokens.append(before_text)
+                    document = len(before_text)
+                tokens.append(ids)
+                document += len(ids)
                 if piece.last:
-                    writer.append(eos)
-                    writer.end_document()
+                    tokens.append(eos)
+                    lengths.append(document + 1)
+            writer.append(np.concatenate(tokens))
+            writer.end_documents(lengths)
         if not writer.n_documents:
             raise DataError(
                 "the data has no text: every document is empty",
@@ -196,8 +211,7 @@ def _tokenise(
         writer.commit()
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Part of a document that is tokenised on its own."""
 
     text: str
@@ -207,9 +221,31 @@ class _Piece:
     """It ends its document."""
 
 
+def _encoded(
+    batches: Iterator[list[_Piece]], encode: Callable[[list[str]], list[TokenArray]]
+) -> Iterator[tuple[list[_Piece], list[TokenArray]]]:
+    """Each batch with the tokens of its pieces, while the next ones are being encoded.
+
+    `tokenizers` encodes a batch on all cores, but makes Python's lists of its tokens on one:
+    with two batches at a time, the cores have work meanwhile.
+    """
+    ahead: deque[tuple[list[_Piece], Future[list[TokenArray]]]] = deque()
+    with ThreadPoolExecutor(_BATCHES_AT_ONCE) as pool:
+        for pieces in batches:
+            ahead.append((pieces, pool.submit(encode, [piece.text for piece in pieces])))
+            if len(ahead) > _BATCHES_AT_ONCE:
+                done, tokens = ahead.popleft()
+                yield done, tokens.result()
+        for done, tokens in ahead:
+            yield done, tokens.result()
+
+
 def _pieces(documents: Iterator[str]) -> Iterator[_Piece]:
     """Every document with text, in pieces."""
     for text in filter(None, documents):
+        if len(text) <= _PIECE_CHARACTERS:
+            yield _Piece(text, first=True, last=True)
+            continue
         start = 0
         while (found := _PIECE_END.search(text, start + _PIECE_CHARACTERS)) is not None:
             yield _Piece(text[start : found.end()], first=start == 0, last=False)

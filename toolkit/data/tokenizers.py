@@ -1,11 +1,14 @@
 """Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from toolkit.data.files import fingerprint_of
+from toolkit.data.indexed import TokenArray
 from toolkit.errors import DataError
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 
@@ -204,6 +207,23 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
     backend.no_padding()
     backend.encode_special_tokens = not parse_special
     return backend
+
+
+def batch_encoder(
+    backend: "Tokenizer", dtype: type[np.integer[Any]]
+) -> Callable[[list[str]], list[TokenArray]]:
+    """What gives the token ids of each text, without those around it. Safe in several threads."""
+    spells_bytes = backend.to_str() == byte_tokenizer().backend_tokenizer.to_str()
+    if spells_bytes and backend.encode_special_tokens:
+        return lambda texts: [
+            np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
+        ]
+
+    def encode(texts: list[str]) -> list[TokenArray]:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+
+    return encode
 
 
 def tokens_before_text(backend: "Tokenizer") -> list[int]:
