@@ -212,7 +212,7 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
 def batch_encoder(
     backend: "Tokenizer", dtype: type[np.integer[Any]]
 ) -> Callable[[list[str]], list[TokenArray]]:
-    """What gives the token ids of each text, without those around it. Safe in several threads."""
+    """What gives the token ids of each of some texts; several threads may call it."""
     spells_bytes = backend.to_str() == byte_tokenizer().backend_tokenizer.to_str()
     if spells_bytes and backend.encode_special_tokens:
         return lambda texts: [

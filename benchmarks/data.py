@@ -1,0 +1,316 @@
+"""Tokenising against the bare `tokenizers` library and against one document at a time, and the
+loader against what the tiny recipe consumes.
+
+    python benchmarks/data.py [--rounds 5] [--megabytes 20] [--out benchmarks/results/…json]
+
+The text is that of the Python packages on this machine, a JSON line for every 3,000
+characters; the tokenizers are a BPE of 16,000 tokens that is trained on a part of it, and the
+byte-level one. In each round these take turns, each in a process of its own, on all cores;
+compared is within a round, quoted is the median. The start of Python and imports are not
+counted.
+
+- `bare`: `Tokenizer.encode_batch_fast` on batches of texts that are in memory; its result is
+  dropped.
+- `rows`: `toolkit.data.tokenized.prepare` on rows that `datasets` has read before, as on every
+  start but the first: texts are read, encoded, written in Megatron's format and synced.
+- `jsonl`: the same with all caches empty, so that `datasets` parses the JSON.
+- `documents`: the approach of Megatron-LM's preprocess_data.py: a pool of processes parses a
+  line and calls the tokenizer of `transformers` on it, the parent adds one document at a time.
+- `documents, no transformers`: the same with `Tokenizer.encode`, which Megatron-LM does not do.
+
+Peak memory is anonymous memory; pages of mapped files, which the kernel takes back at will,
+are not counted. The loader's speed is that of `GlobalBatches` alone; the recipe's is what
+`metrics.jsonl` of a run says.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DOCUMENT_CHARACTERS = 3000
+BATCH_CHARACTERS = 2**20
+VOCABULARY = 16_000
+TINY = Path("recipes/tiny/llama-bytes.yaml")
+TINY_STEPS = 60
+WAYS = ("bare", "rows", "jsonl", "documents", "documents, no transformers")
+
+
+def make_corpus(folder: Path, megabytes: float) -> None:
+    """Write corpus.jsonl and the BPE."""
+    from toolkit.data.tokenizers import train_bpe
+
+    sources = sorted(Path(json.__file__).parents[1].rglob("*.py"))
+    sources += sorted(Path(np.__file__).parents[1].rglob("*.py"))
+    learned: list[str] = []
+    written = 0
+    with (folder / "corpus.jsonl").open("w") as file:
+        for path in sources:
+            text = path.read_text(errors="replace")
+            for start in range(0, len(text), DOCUMENT_CHARACTERS):
+                part = text[start : start + DOCUMENT_CHARACTERS]
+                written += file.write(json.dumps({"text": part}) + "\n")
+                if len(learned) < 3000:
+                    learned.append(part)
+            if written > megabytes * 1e6:
+                break
+    train_bpe(learned, VOCABULARY, folder / "bpe")
+
+
+def texts_of(folder: Path) -> Iterator[str]:
+    with (folder / "corpus.jsonl").open() as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def backend_of(folder: Path, name: str) -> Any:
+    from toolkit.data.tokenizers import encoder, load_tokenizer
+
+    return encoder(load_tokenizer(name, base=folder), parse_special=False)
+
+
+def bare(folder: Path, name: str) -> Callable[[], object]:
+    """The library alone, on batches as large as those of DMT."""
+    backend = backend_of(folder, name)
+    per_batch = BATCH_CHARACTERS // DOCUMENT_CHARACTERS
+    texts = texts_of(folder)
+    batches = list(iter(lambda: list(islice(texts, per_batch)), []))
+
+    def run() -> None:
+        for batch in batches:
+            backend.encode_batch_fast(batch, add_special_tokens=False)
+
+    return run
+
+
+def dmt(folder: Path, name: str, *, rows_are_read: bool) -> Callable[[], object]:
+    """What a run does before its first step."""
+    import datasets.config
+
+    from toolkit.data.sources import open_source
+    from toolkit.data.tokenized import prepare
+    from toolkit.data.tokenizers import load_tokenizer
+    from toolkit.recipe.schema import HfSource
+
+    cache = Path(tempfile.mkdtemp(dir=folder))
+    datasets.config.HF_DATASETS_CACHE = cache / "rows"
+    source = HfSource(kind="hf", path="corpus.jsonl")
+    tokenizer = load_tokenizer(name, base=folder)
+    if rows_are_read:
+        len(open_source(source, base=folder, cache=cache))
+    return lambda: prepare(source, tokenizer, base=folder, cache=cache)
+
+
+_tokenizer: Any = None
+"""Of a process of the pool."""
+
+
+def _load(folder: Path, name: str, transformers: bool) -> None:
+    from toolkit.data.tokenizers import load_tokenizer
+
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer = load_tokenizer(name, base=folder) if transformers else backend_of(folder, name)
+
+
+def _encode_line(line: str) -> list[int]:
+    return list(_tokenizer(json.loads(line)["text"])["input_ids"])
+
+
+def _encode_line_bare(line: str) -> list[int]:
+    return list(_tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids)
+
+
+def documents(folder: Path, name: str, *, transformers: bool) -> Callable[[], object]:
+    """One document after the other, in a pool of processes."""
+    from toolkit.data.indexed import IndexedWriter
+    from toolkit.data.tokenizers import load_tokenizer
+
+    end = load_tokenizer(name, base=folder).eos_token_id
+    pool = multiprocessing.get_context("spawn").Pool(
+        os.cpu_count(), _load, (folder, name, transformers)
+    )
+    pool.map(len, ["started"] * 100, chunksize=1)
+    encode = _encode_line if transformers else _encode_line_bare
+
+    def run() -> None:
+        prefix = Path(tempfile.mkdtemp(dir=folder)) / "tokens"
+        with (folder / "corpus.jsonl").open() as file, IndexedWriter(prefix, np.uint16) as out:
+            for ids in pool.imap(encode, file, 32):
+                out.append([*ids, end])
+                out.end_document()
+            out.commit()
+
+    return run
+
+
+def measure(way: str, folder: Path, name: str) -> dict[str, float]:
+    """Worker: seconds of one way, and its peak of anonymous memory before and while it runs."""
+    run = {
+        "bare": lambda: bare(folder, name),
+        "rows": lambda: dmt(folder, name, rows_are_read=True),
+        "jsonl": lambda: dmt(folder, name, rows_are_read=False),
+        "documents": lambda: documents(folder, name, transformers=True),
+        "documents, no transformers": lambda: documents(folder, name, transformers=False),
+    }[way]()
+    memory = Memory()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    run()
+    result = {"seconds": time.perf_counter() - started}
+    if not way.startswith("documents"):  # whose processes are not this one
+        result["processor_s"] = time.process_time() - cpu_started
+    return result | {"peak_mb": memory.peak_mb(), "start_mb": memory.start_mb}
+
+
+class Memory:
+    """Anonymous memory of this process, looked at by a thread."""
+
+    def __init__(self) -> None:
+        self.start_mb = self._peak_mb = self._now_mb()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.01):
+            self._peak_mb = max(self._peak_mb, self._now_mb())
+
+    @staticmethod
+    def _now_mb() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6
+
+    def peak_mb(self) -> float:
+        """The largest since it was made."""
+        self._ended.set()
+        self._thread.join()
+        return max(self._peak_mb, self._now_mb())
+
+
+def in_process(*arguments: str | Path) -> Any:
+    """What this file's worker says."""
+    command = [sys.executable, __file__, "--worker", *map(str, arguments)]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(ended.stderr)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
+    """Medians of all ways, and what they are of the bare library's and of documents' speed."""
+    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            taken[way].append(in_process(way, folder, name))
+            print(name, way, round(taken[way][-1]["seconds"], 3), flush=True)
+
+    def ratios(ours: str, other: str, what: str = "seconds") -> dict[str, Any]:
+        pairs = zip(taken[other], taken[ours], strict=True)
+        found = [round(theirs[what] / mine[what], 3) for theirs, mine in pairs]
+        return {"median": statistics.median(found), "rounds": found}
+
+    return {
+        "speed_ratios": {
+            "rows to bare": ratios("rows", "bare"),
+            "jsonl to bare": ratios("jsonl", "bare"),
+            "jsonl to documents": ratios("jsonl", "documents"),
+            "jsonl to documents, no transformers": ratios("jsonl", WAYS[-1]),
+        },
+        "processor_time_ratio_bare_to_rows": ratios("rows", "bare", "processor_s"),
+        "medians": {
+            way: {key: round(statistics.median(one[key] for one in runs), 3) for key in runs[0]}
+            for way, runs in taken.items()
+        },
+    }
+
+
+def loader_tokens_per_s() -> float:
+    """Worker: what one process reads of the tiny recipe's data, in global batches."""
+    from toolkit.data.batches import GlobalBatches
+    from toolkit.data.build import build_data
+    from toolkit.intake.load import load_recipe
+
+    recipe = load_recipe(TINY, [])
+    size, length = recipe.training.global_batch_size, recipe.training.sequence_length
+    data = build_data(
+        recipe.data,
+        sequence_length=length,
+        global_batch_size=size,
+        seed=1,
+        vocab_size=None,
+        base=Path.cwd(),
+    )
+    batches, count = GlobalBatches(data.train, 1, size), 1000
+    started = time.perf_counter()
+    for number in range(count):
+        batches.micro_batches(number * size, 0, 1, size)
+    return count * size * length / (time.perf_counter() - started)
+
+
+def recipe_tokens_per_s(folder: Path) -> float:
+    """What a run of the tiny recipe consumes."""
+    command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(TINY)]
+    command += ["--run-dir", str(folder / "run")]
+    for setting in (f"training.steps={TINY_STEPS}", "logging.wandb=null"):
+        command += ["--set", setting]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line)["tokens_per_s"] for line in lines[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=float, default=20)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_corpus(folder, options.megabytes)
+        result = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "versions": {name: version(name) for name in ("tokenizers", "datasets", "torch")},
+            "megabytes": options.megabytes,
+            "bpe": tokenising(folder, "./bpe", options.rounds),
+            "bytes": tokenising(folder, "bytes", options.rounds),
+        }
+        loader, recipe = in_process("loader"), recipe_tokens_per_s(folder)
+    result["loader"] = {
+        "tokens_per_s": round(loader),
+        "tiny_recipe_tokens_per_s": round(recipe),
+        "ratio": round(loader / recipe, 1),
+    }
+    print(json.dumps(result, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def worker(way: str, folder: str = "", name: str = "") -> None:
+    """What `in_process` runs."""
+    found = loader_tokens_per_s() if way == "loader" else measure(way, Path(folder), name)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        main()
