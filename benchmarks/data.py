@@ -5,9 +5,10 @@ loader against what the tiny recipe consumes.
 
 The text is that of the Python packages on this machine, a JSON line for every 3,000
 characters; the tokenizers are a BPE of 16,000 tokens that is trained on a part of it, and the
-byte-level one. In each round these take turns, each in a process of its own, on all cores;
-compared is within a round, quoted is the median. The start of Python and imports are not
-counted.
+byte-level one. In each round all of these exist at once, and only one of them runs: every half
+second the processes of one are stopped and those of the next go on, so that other load on the
+machine slows all of them. Compared is within a round, by the time in which each ran; quoted is
+the median. Imports and loading the tokenizer are not counted.
 
 - `bare`: `Tokenizer.encode_batch_fast` on batches of texts that are in memory; its result is
   dropped.
@@ -28,6 +29,8 @@ import json
 import multiprocessing
 import os
 import platform
+import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +49,9 @@ import numpy as np
 DOCUMENT_CHARACTERS = 3000
 BATCH_CHARACTERS = 2**20
 VOCABULARY = 16_000
+TURN_S = 0.5
+WORKER = (sys.executable, __file__, "--worker")
+ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
 TINY = Path("recipes/tiny/llama-bytes.yaml")
 TINY_STEPS = 60
 WAYS = ("bare", "rows", "jsonl", "documents", "documents, no transformers")
@@ -160,7 +166,7 @@ def documents(folder: Path, name: str, *, transformers: bool) -> Callable[[], ob
 
 
 def measure(way: str, folder: Path, name: str) -> dict[str, float]:
-    """Worker: seconds of one way, and its peak of anonymous memory before and while it runs."""
+    """Worker: processor time of one way, and its anonymous memory at first and at most."""
     run = {
         "bare": lambda: bare(folder, name),
         "rows": lambda: dmt(folder, name, rows_are_read=True),
@@ -168,10 +174,11 @@ def measure(way: str, folder: Path, name: str) -> dict[str, float]:
         "documents": lambda: documents(folder, name, transformers=True),
         "documents, no transformers": lambda: documents(folder, name, transformers=False),
     }[way]()
-    memory = Memory()
-    started, cpu_started = time.perf_counter(), time.process_time()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    memory, cpu_started = Memory(), time.process_time()
     run()
-    result = {"seconds": time.perf_counter() - started}
+    result: dict[str, float] = {}
     if not way.startswith("documents"):  # whose processes are not this one
         result["processor_s"] = time.process_time() - cpu_started
     return result | {"peak_mb": memory.peak_mb(), "start_mb": memory.start_mb}
@@ -202,28 +209,65 @@ class Memory:
         return max(self._peak_mb, self._now_mb())
 
 
-def in_process(*arguments: str | Path) -> Any:
-    """What this file's worker says."""
-    command = [sys.executable, __file__, "--worker", *map(str, arguments)]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(ended.stderr)
-    return json.loads(ended.stdout.splitlines()[-1])
+class Run:
+    """A way that is ready to start and waits for its turn, with all its processes."""
+
+    def __init__(self, way: str, folder: Path, name: str) -> None:
+        self.seconds = 0.0
+        """In which it ran."""
+        self.found: dict[str, float] | None = None
+        """What it says at its end."""
+        self._process = subprocess.Popen(
+            [*WORKER, way, str(folder), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None and self._process.stdin is not None
+        self._stdout = self._process.stdout
+        if self._stdout.readline() != "ready\n":
+            sys.exit(f"{way} failed")
+        self._signal(signal.SIGSTOP)
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def take_turn(self) -> None:
+        """Run for a turn, or until it is done."""
+        self._signal(signal.SIGCONT)
+        started = time.perf_counter()
+        done, _, _ = select.select([self._stdout], [], [], TURN_S)
+        self.seconds += time.perf_counter() - started
+        if not done:
+            self._signal(signal.SIGSTOP)
+            return
+        self.found = {"seconds": self.seconds} | json.loads(self._stdout.read())
+        self._process.wait()
+
+
+def take_turns(folder: Path, name: str) -> dict[str, dict[str, float]]:
+    """One round: all ways, of which one at a time runs."""
+    runs = {way: Run(way, folder, name) for way in WAYS}
+    while waiting := [run for run in runs.values() if run.found is None]:
+        for run in waiting:
+            run.take_turn()
+    return {way: run.found for way, run in runs.items() if run.found is not None}
 
 
 def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
-    """Medians of all ways, and what they are of the bare library's and of documents' speed."""
-    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            taken[way].append(in_process(way, folder, name))
-            print(name, way, round(taken[way][-1]["seconds"], 3), flush=True)
+    """Medians of all ways, and ratios of their speed within a round."""
+    taken = [take_turns(folder, name) for _ in range(rounds)]
 
     def ratios(ours: str, other: str, what: str = "seconds") -> dict[str, Any]:
-        pairs = zip(taken[other], taken[ours], strict=True)
-        found = [round(theirs[what] / mine[what], 3) for theirs, mine in pairs]
+        found = [round(one[other][what] / one[ours][what], 3) for one in taken]
         return {"median": statistics.median(found), "rounds": found}
+
+    def median(way: str, what: str) -> float:
+        return round(statistics.median(one[way][what] for one in taken), 3)
 
     return {
         "speed_ratios": {
@@ -233,10 +277,7 @@ def tokenising(folder: Path, name: str, rounds: int) -> dict[str, Any]:
             "jsonl to documents, no transformers": ratios("jsonl", WAYS[-1]),
         },
         "processor_time_ratio_bare_to_rows": ratios("rows", "bare", "processor_s"),
-        "medians": {
-            way: {key: round(statistics.median(one[key] for one in runs), 3) for key in runs[0]}
-            for way, runs in taken.items()
-        },
+        "medians": {way: {what: median(way, what) for what in taken[0][way]} for way in WAYS},
     }
 
 
@@ -292,7 +333,8 @@ def main() -> None:
             "bpe": tokenising(folder, "./bpe", options.rounds),
             "bytes": tokenising(folder, "bytes", options.rounds),
         }
-        loader, recipe = in_process("loader"), recipe_tokens_per_s(folder)
+        found = subprocess.run([*WORKER, "loader"], env=ENVIRONMENT, stdout=subprocess.PIPE)
+        loader, recipe = json.loads(found.stdout), recipe_tokens_per_s(folder)
     result["loader"] = {
         "tokens_per_s": round(loader),
         "tiny_recipe_tokens_per_s": round(recipe),
@@ -304,7 +346,7 @@ def main() -> None:
 
 
 def worker(way: str, folder: str = "", name: str = "") -> None:
-    """What `in_process` runs."""
+    """What a process of its own runs."""
     found = loader_tokens_per_s() if way == "loader" else measure(way, Path(folder), name)
     print(json.dumps(found))
 
