@@ -1,6 +1,6 @@
 """What one forward pass is fed: the word that data, objectives, models and engines share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -48,19 +48,25 @@ class MicroBatch:
         return int(self.trained.sum())
 
     def to(self, device: "torch.device") -> "MicroBatch":
-        """The batch with all its tensors on `device`."""
+        """The batch with all its tensors on `device`; pinned ones are copied meanwhile."""
+        return self._with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
-        def moved(tensor: "torch.Tensor | None") -> "torch.Tensor | None":
-            return None if tensor is None else tensor.to(device, non_blocking=True)
+    def pinned(self) -> "MicroBatch":
+        """The batch in pinned memory, from which a GPU copies while the caller continues."""
+        return self._with_each(lambda tensor: tensor.pin_memory())
+
+    def _with_each(self, change: "Callable[[torch.Tensor], torch.Tensor]") -> "MicroBatch":
+        def changed(tensor: "torch.Tensor | None") -> "torch.Tensor | None":
+            return None if tensor is None else change(tensor)
 
         return replace(
             self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            loss_weights=moved(self.loss_weights),
-            positions=moved(self.positions),
-            segments=moved(self.segments),
-            extra={name: t.to(device, non_blocking=True) for name, t in self.extra.items()},
+            input_ids=change(self.input_ids),
+            labels=change(self.labels),
+            loss_weights=changed(self.loss_weights),
+            positions=changed(self.positions),
+            segments=changed(self.segments),
+            extra={name: change(tensor) for name, tensor in self.extra.items()},
         )
 
 

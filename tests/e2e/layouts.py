@@ -15,7 +15,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
     "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
 }
-_CLOCKS = ("tokens_per_s", "step_time_s", "mfu", "memory_gib")
+_CLOCKS = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "memory_gib")
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from rich.console import Console
 from toolkit.track.metrics import Metrics
 from toolkit.track.progress import ProgressReport
 
-LINE = Metrics(10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.412, 80, 10_240, False, 71.26)
+LINE = Metrics(
+    10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.0, 0.412, 80, 10_240, False, 71.26
+)
 
 
 def test_plain_lines_without_a_terminal():
@@ -24,6 +26,15 @@ def test_plain_lines_without_a_terminal():
         "step 10  validation loss 2.5",
         "step 20/1000  loss 2.3457  20,480 tokens/s  grad norm 1.25  lr 3.00e-04  skipped",
     ]
+
+
+def test_waiting_for_data_is_shown():
+    file = io.StringIO()
+    with ProgressReport(1000, 0, Console(file=file)) as report:
+        report.logged(replace(LINE, data_wait_s=0.06))
+        report.logged(replace(LINE, data_wait_s=0.004))
+    slow, quick = file.getvalue().splitlines()
+    assert slow.endswith("  12% waiting for data") and "waiting" not in quick
 
 
 def test_a_bar_on_a_terminal():

@@ -9,7 +9,7 @@ from toolkit.errors import BackendUnavailable
 from toolkit.track.metrics import Metrics
 from toolkit.track.tensorboard import TensorBoardLog
 
-LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, None, 8, 1024, False, None)
+LINE = Metrics(1, 5.5, 1.25, 3e-4, 1024, 2048.0, 0.5, 0.0, None, 8, 1024, False, None)
 
 
 def test_numbers_are_read_back(tmp_path):

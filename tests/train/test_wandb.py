@@ -49,7 +49,7 @@ class Trainer:
     def step(self, step: int, loss: float = 1.0) -> None:
         self.metrics.write(
             Metrics(
-                *(step, loss, 1.0, 1e-3, 64, 100.0, 0.1, None),
+                *(step, loss, 1.0, 1e-3, 64, 100.0, 0.1, 0.0, None),
                 *(8 * step, 64 * step, False, None),
             )
         )

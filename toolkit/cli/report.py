@@ -15,7 +15,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
-from toolkit.report.summary import Ending, Summary, summarize
+from toolkit.report.summary import DATA_BOUND, Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.comparison import differences, summary_numbers
 from toolkit.run.directory import RunDirectory
@@ -106,6 +106,9 @@ def _rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
     for reason in summary.restarts:
         yield "", f"- {reason}"
     yield "checkpoints", _checkpoints(summary)
+    if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
+        waited = f"{share:.0%} of the step time was spent waiting for batches"
+        yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"
     event = summary.prediction
     if event is not None and {"predicted", "measured", "measured_over_predicted"} <= set(event):
         yield from differences(event)

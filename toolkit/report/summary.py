@@ -9,6 +9,9 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.report.attempts import Attempt, Event, attempts, number
 from toolkit.report.goodput import Metrics
 
+DATA_BOUND = 0.1
+"""From this share of the step time on, a run is bound by its data."""
+
 State = Literal["finished", "stopped", "failed", "open"]
 
 
@@ -60,6 +63,9 @@ class Summary:
     restarts_after_stop: int
     """Restarts by another tool's launcher, which takes exit code 75 for a failure."""
     saves: Saves
+    data_wait_share: float | None
+    """Of the time of all logged steps, how much rank 0 waited for micro batches, 0 … 1; None
+    where no line says so."""
     prediction: Mapping[str, Any] | None
     """The last `prediction` event."""
     ending: Ending
@@ -84,6 +90,7 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
         restarts=tuple(str(reason or "no reason recorded") for reason in restarts),
         restarts_after_stop=len(automatic) - len(restarts),
         saves=_saves(_all(found, "save")),
+        data_wait_share=_data_wait_share(metrics),
         prediction=predictions[-1] if predictions else None,
         ending=_ending(found[-1]) if found else Ending("open"),
     )
@@ -106,6 +113,19 @@ def _saves(events: Sequence[Event]) -> Saves:
         _mean([number(event, "stall_s") for event in events]),
         _mean([number(event, "seconds") for event in events]),
     )
+
+
+def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
+    waited_s, trained_s, before = 0.0, 0.0, 0.0
+    for line in metrics:
+        step, each, waited = (
+            number(line, name) for name in ("step", "step_time_s", "data_wait_s")
+        )
+        if step is not None and each is not None and waited is not None:
+            waited_s += (step - before) * waited
+            trained_s += (step - before) * each
+            before = step
+    return waited_s / trained_s if trained_s > 0 else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -28,6 +28,9 @@ class Metrics:
     """Tokens per second over all ranks since the last line."""
     step_time_s: float
     """Mean seconds per step since the last line."""
+    data_wait_s: float
+    """Mean seconds per step since the last line in which rank 0 waited for micro batches; part
+    of `step_time_s`."""
     mfu: float | None
     """Model FLOPs utilisation, 0 … 1; null when the device's peak is unknown."""
     consumed_samples: int

@@ -15,6 +15,9 @@ from rich.text import Text
 from toolkit.terminal import printable, tell
 from toolkit.track.metrics import Metrics
 
+_SHOWN_WAIT = 0.01
+"""Share of the step time that is worth showing."""
+
 
 class _MetricsColumn(ProgressColumn):
     """Loss, speed and MFU of the last logged step."""
@@ -95,6 +98,8 @@ def _details(metrics: Metrics) -> str:
     parts = [f"grad norm {metrics.grad_norm:.3g}", f"lr {metrics.lr:.2e}"]
     if metrics.memory_gib is not None:
         parts.append(f"{metrics.memory_gib:.1f} GiB")
+    if (waited := metrics.data_wait_s / metrics.step_time_s) >= _SHOWN_WAIT:
+        parts.append(f"{waited:.0%} waiting for data")
     if metrics.skipped:
         parts.append("skipped")
     return "  ".join(parts)

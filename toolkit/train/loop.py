@@ -15,6 +15,7 @@ from toolkit.objectives.base import Objective, check_batch
 from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
 from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.guard import HISTORY_STEPS, StepGuard
+from toolkit.train.prefetch import Prefetch
 from toolkit.train.schedule import learning_rate
 from toolkit.train.signals import StopRequest
 
@@ -52,6 +53,8 @@ class StepReport:
     """Unmasked tokens of the global batch."""
     seconds: float
     """Since the step before was done: logging it counts, saving and validating do not."""
+    data_wait_s: float = 0.0
+    """The part of `seconds` in which this rank waited for micro batches."""
     samples: tuple[int, ...] = ()
     """What this rank trained on: indices in the training data."""
 
@@ -108,9 +111,22 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
     Raises Stopped after a signal to any rank: everything is saved then; RunFailed when too
     many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
     """
+    first_step, first_sample = progress.step, progress.consumed_samples
+
+    def micro_batches(step: int) -> list[MicroBatch]:
+        done = (step - first_step) * job.layout.global_batch
+        return job.micro_batches(step, first_sample + done)
+
+    with Prefetch(micro_batches, first_step) as prefetch:
+        _train(job, progress, hooks, stop, prefetch)
+
+
+def _train(
+    job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest, prefetch: Prefetch
+) -> None:
     layout, guard = job.layout, StepGuard(job.guard)
     replicas = layout.world // layout.dp  # ranks that count the same batches
-    coming = job.micro_batches(progress.step, progress.consumed_samples)
+    coming, _ = prefetch.take()
     for batch in coming[:1]:
         check_batch(job.objective, batch)
     stop.ask(*job.counts(coming))
@@ -121,9 +137,7 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
             progress.step, job.total_steps, job.optimizer.learning_rate, job.schedule
         )
         micro_batches, (tokens, count) = coming, (sum_ / replicas for sum_ in counted)
-        coming = job.micro_batches(
-            progress.step + 1, progress.consumed_samples + layout.global_batch
-        )
+        coming, data_wait_s = prefetch.take()
         # The one reduction of the loop: it runs while the step does.
         stop.ask(*job.counts(coming))
         seed_dropout(job.seed, progress.step, job.dp_rank)
@@ -135,7 +149,7 @@ def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest)
         samples = tuple(sample for batch in micro_batches for sample in batch.samples)
         done = time.perf_counter()
         seconds, started = done - started, done
-        report = StepReport(result, rate, int(tokens), seconds, samples)
+        report = StepReport(result, rate, int(tokens), seconds, data_wait_s, samples)
         hooks.after_step(progress, report)
         guard.check(progress.step, result)
         asked, counted = stop.agreed()

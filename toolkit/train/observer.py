@@ -195,6 +195,7 @@ class Observer:
             tokens=report.tokens,
             tokens_per_s=tokens_per_s,
             step_time_s=step_time_s,
+            data_wait_s=self._window.data_wait_s / self._window.steps,
             mfu=mfu(
                 plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
             ),
@@ -307,10 +308,12 @@ class _Window:
     def __init__(self) -> None:
         self.steps = 0
         self.seconds = 0.0
+        self.data_wait_s = 0.0
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
         self.seconds += report.seconds
+        self.data_wait_s += report.data_wait_s
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

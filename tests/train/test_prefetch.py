@@ -1,0 +1,197 @@
+"""Batches that a thread builds one step ahead: the same ones and errors, no thread left."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.test_loop import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
+from toolkit.batch import MicroBatch
+from toolkit.data.batches import GlobalBatches
+from toolkit.data.rows import Row
+from toolkit.engines.base import StepResult
+from toolkit.engines.fake import FakeEngine
+from toolkit.errors import DataError, RunFailed, Stopped
+from toolkit.recipe.schema import GuardSection
+from toolkit.train.loop import Progress, StepReport, train
+from toolkit.train.prefetch import Prefetch
+from toolkit.train.signals import StopRequest
+
+PER_STEP = LAYOUT.global_batch
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Numbers:
+    """Samples made from their numbers; `before` is called with each that is read."""
+
+    before: Callable[[int], None] = lambda _: None
+    sequence_length = 8
+    rows_per_sample = 1
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def rows(self, index: int) -> Sequence[Row]:
+        self.before(index)
+        tokens = (np.arange(9, dtype=np.int64) * index) % VOCABULARY
+        return [Row(tokens[:-1], tokens[1:])]
+
+
+class Watching(FakeEngine):
+    """Trains nothing: writes down the samples of every step and calls `during`."""
+
+    def __init__(self, during: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__(VOCABULARY)
+        self.during = during
+        self.samples: list[tuple[int, ...]] = []
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], *_: Any) -> StepResult:
+        self.samples.append(tuple(i for batch in micro_batches for i in batch.samples))
+        self.during(len(self.samples))
+        return StepResult(loss=1.0, grad_norm=1.0)
+
+
+def run(
+    engine: FakeEngine,
+    data: Numbers,
+    progress: Progress | None = None,
+    hooks: Recorder | None = None,
+    **changed: Any,
+) -> None:
+    asked = replace(job(data, engine), **changed)  # type: ignore[arg-type]
+    with StopRequest() as stop:
+        train(asked, progress or Progress(), hooks or Recorder(), stop)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    until = time.monotonic() + PATIENCE_S
+    while left := [one for one in threading.enumerate() if one.name.startswith("prefetch")]:
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("done", [0, 7, STEPS - 1])
+def test_the_sequence_is_that_of_the_order(done: int) -> None:
+    engine = Watching()
+    run(engine, Numbers(), Progress(done, done * PER_STEP))
+    batches = GlobalBatches(Numbers(), seed=1, global_batch_size=PER_STEP)
+    assert engine.samples == [
+        tuple(
+            sample
+            for batch in batches.micro_batches(step * PER_STEP, 0, 1, LAYOUT.micro_batch)
+            for sample in batch.samples
+        )
+        for step in range(done, STEPS)
+    ]
+
+
+def test_the_next_batch_is_built_while_a_step_runs() -> None:
+    """Within step k (from 1), all samples of the steps up to k + 2 come to be read."""
+    read, loop = 0, threading.get_ident()
+    more = threading.Condition()
+
+    def before(_: int) -> None:
+        nonlocal read
+        assert threading.get_ident() != loop
+        with more:
+            read += 1
+            more.notify()
+
+    def during(step: int) -> None:
+        wanted = PER_STEP * min(step + 2, STEPS)
+        with more:
+            assert more.wait_for(lambda: read == wanted, PATIENCE_S), (step, read)
+
+    run(Watching(during), Numbers(before))
+
+
+def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
+    """With the batch in which it is, not with those that were built before."""
+    read = 0
+
+    def before(_: int) -> None:
+        nonlocal read
+        read += 1
+        if read > 5 * PER_STEP:
+            raise DataError("row 17 is wrong", fix="correct it")
+
+    engine, progress = Watching(), Progress()
+    with pytest.raises(DataError, match="row 17 is wrong"):
+        run(engine, Numbers(before), progress)
+    assert progress.step == 4, "the batch of step 6 was wanted before step 5"
+
+
+def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
+    with pytest.raises(Stopped):
+        run(Watching(), Numbers(), hooks=Recorder(signal_at=3))
+    with pytest.raises(RunFailed):
+        spoiled = SpoiledEngine(dict.fromkeys(range(STEPS), float("nan")))
+        run(spoiled, Numbers(), guard=GuardSection(max_skips_in_a_row=2))
+
+
+def test_who_leaves_does_not_wait_for_data_that_hangs() -> None:
+    hanging = threading.Event()
+
+    def build(step: int) -> list[MicroBatch]:
+        if step == 2:
+            hanging.wait(PATIENCE_S)
+        return []
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Prefetch(build, 0) as prefetch:
+        prefetch.take()
+        prefetch.take()
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < PATIENCE_S / 2
+    hanging.set()
+
+
+def test_waiting_for_slow_data_is_measured() -> None:
+    reports: list[StepReport] = []
+
+    class Hooks(Recorder):
+        def after_step(self, _: Progress, report: StepReport) -> None:
+            reports.append(report)
+
+    def slow(_: int) -> None:
+        time.sleep(0.02)
+
+    run(Watching(), Numbers(slow), hooks=Hooks(), total_steps=6)
+    waited = [report.data_wait_s for report in reports]
+    assert 0.5 < sum(waited) / sum(report.seconds for report in reports) <= 1
+    assert max(waited[-1:]) < 0.02, "behind the last step there is nothing to build"
+
+
+def test_batches_are_pinned_on_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has device 0 until it is told otherwise."""
+    opened: list[tuple[str, int]] = []
+    pinned: list[str] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda index: opened.append((threading.current_thread().name, index)),
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    tokens = torch.arange(8).reshape(2, 4)
+    batch = MicroBatch(tokens, tokens, extra={"reference": torch.ones(2)}, samples=(5, 6))
+    with Prefetch(lambda _: [batch], 0) as prefetch:
+        ((taken,), _) = prefetch.take()
+    assert opened == [("prefetch_0", 3)]
+    assert set(pinned) == {"prefetch_0"} and len(pinned) >= 3
+    assert torch.equal(taken.input_ids, tokens) and taken.samples == (5, 6)
+    assert taken.loss_weights is None and torch.equal(taken.extra["reference"], torch.ones(2))
