@@ -55,6 +55,18 @@ def test_the_whole_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == page
 
 
+def test_a_run_that_waits_for_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line | {"data_wait_s": 0.5} for line in metrics(20, 2.0)]
+    main(["report", str(write(tmp_path, KILLED_AND_RESTARTED, lines))])
+    page = capsys.readouterr().out
+    assert "data         25% of the step time was spent waiting for batches: the run is" in page
+    quick = [line | {"data_wait_s": 0.1} for line in lines]
+    main(["report", str(write(tmp_path, KILLED_AND_RESTARTED, quick))])
+    assert "bound by its data" not in capsys.readouterr().out
+
+
 def test_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -56,6 +56,16 @@ def test_an_infinite_loss_is_read() -> None:
     assert found.losses is not None and found.losses[0].value == float("inf")
 
 
+def test_how_long_a_run_waited_for_data() -> None:
+    """Weighted by the steps that a line stands for; older releases did not measure it."""
+    lines = [
+        {"step": 1, "step_time_s": 4.0, "data_wait_s": 4.0},
+        {"step": 11, "step_time_s": 2.0, "data_wait_s": 0.2},
+    ]
+    assert summarize([], lines).data_wait_share == pytest.approx((4 + 10 * 0.2) / (4 + 10 * 2))
+    assert summarize([], metrics(20, 2.0)).data_wait_share is None
+
+
 def test_nothing_at_all() -> None:
     found = summarize([], [])
     assert (found.steps, found.starts, found.losses) == (0, 0, None)

@@ -1,4 +1,7 @@
-"""Batches that a thread builds one step ahead: the same ones and errors, no thread left."""
+"""Batches that a thread builds one step ahead: the same ones and errors, no thread left.
+
+torch.cuda is replaced by as much of it as a thread needs, so that the loop runs as with a GPU.
+"""
 
 import threading
 import time
@@ -69,9 +72,23 @@ def run(
         train(asked, progress or Progress(), hooks or Recorder(), stop)
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, object]]]:
+    """Which thread did what with device 3; in the end, none of them is left."""
+    done: list[tuple[str, object]] = []
+
+    def here(what: object) -> None:
+        done.append((threading.current_thread().name, what))
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        here("pin")
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", here)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    yield done
     until = time.monotonic() + PATIENCE_S
     while left := [one for one in threading.enumerate() if one.name.startswith("prefetch")]:
         assert time.monotonic() < until, left
@@ -79,7 +96,12 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("done", [0, 7, STEPS - 1])
-def test_the_sequence_is_that_of_the_order(done: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_sequence_is_that_of_the_order(
+    done: int, device: str, request: pytest.FixtureRequest
+) -> None:
+    if device == "gpu":
+        request.getfixturevalue("gpu")
     engine = Watching()
     run(engine, Numbers(), Progress(done, done * PER_STEP))
     batches = GlobalBatches(Numbers(), seed=1, global_batch_size=PER_STEP)
@@ -93,6 +115,7 @@ def test_the_sequence_is_that_of_the_order(done: int) -> None:
     ]
 
 
+@pytest.mark.usefixtures("gpu")
 def test_the_next_batch_is_built_while_a_step_runs() -> None:
     """Within step k (from 1), all samples of the steps up to k + 2 come to be read."""
     read, loop = 0, threading.get_ident()
@@ -113,6 +136,7 @@ def test_the_next_batch_is_built_while_a_step_runs() -> None:
     run(Watching(during), Numbers(before))
 
 
+@pytest.mark.usefixtures("gpu")
 def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
     """With the batch in which it is, not with those that were built before."""
     read = 0
@@ -129,6 +153,7 @@ def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
     assert progress.step == 4, "the batch of step 6 was wanted before step 5"
 
 
+@pytest.mark.usefixtures("gpu")
 def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
     with pytest.raises(Stopped):
         run(Watching(), Numbers(), hooks=Recorder(signal_at=3))
@@ -137,6 +162,7 @@ def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
         run(spoiled, Numbers(), guard=GuardSection(max_skips_in_a_row=2))
 
 
+@pytest.mark.usefixtures("gpu")
 def test_who_leaves_does_not_wait_for_data_that_hangs() -> None:
     hanging = threading.Event()
 
@@ -154,6 +180,7 @@ def test_who_leaves_does_not_wait_for_data_that_hangs() -> None:
     hanging.set()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_waiting_for_slow_data_is_measured() -> None:
     reports: list[StepReport] = []
 
@@ -170,28 +197,18 @@ def test_waiting_for_slow_data_is_measured() -> None:
     assert max(waited[-1:]) < 0.02, "behind the last step there is nothing to build"
 
 
-def test_batches_are_pinned_on_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_pinned_on_the_device_of_the_run(gpu: list[tuple[str, object]]) -> None:
     """A thread has device 0 until it is told otherwise."""
-    opened: list[tuple[str, int]] = []
-    pinned: list[str] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(threading.current_thread().name)
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda,
-        "set_device",
-        lambda index: opened.append((threading.current_thread().name, index)),
-    )
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     tokens = torch.arange(8).reshape(2, 4)
     batch = MicroBatch(tokens, tokens, extra={"reference": torch.ones(2)}, samples=(5, 6))
     with Prefetch(lambda _: [batch], 0) as prefetch:
         ((taken,), _) = prefetch.take()
-    assert opened == [("prefetch_0", 3)]
-    assert set(pinned) == {"prefetch_0"} and len(pinned) >= 3
+    assert gpu[:4] == [("prefetch_0", 3), *[("prefetch_0", "pin")] * 3]
     assert torch.equal(taken.input_ids, tokens) and taken.samples == (5, 6)
     assert taken.loss_weights is None and torch.equal(taken.extra["reference"], torch.ones(2))
+
+
+def test_without_a_gpu_there_is_no_thread() -> None:
+    built_by: list[int] = []
+    run(Watching(), Numbers(lambda _: built_by.append(threading.get_ident())))
+    assert set(built_by) == {threading.get_ident()} and len(built_by) == STEPS * PER_STEP
