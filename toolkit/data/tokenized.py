@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,8 @@ from toolkit.data.indexed import (
 from toolkit.data.progress import Track, untracked
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
-    batch_encoder,
     encoder,
+    spells_bytes,
     tokenizer_fingerprint,
     tokens_before_text,
 )
@@ -187,7 +187,7 @@ def _tokenise(
     dtype = token_dtype(len(tokenizer))
     eos = np.array([tokenizer.eos_token_id], dtype=dtype)
     before_text = np.array(tokens_before_text(backend), dtype=dtype)
-    encode = batch_encoder(backend, dtype)
+    encode = _batch_encoder(backend, dtype)
     with IndexedWriter(prefix, dtype) as writer:
         document = 0  # tokens of the one that is being written
         for pieces, encoded in _encoded(_batches(_pieces(documents)), encode):
@@ -219,6 +219,22 @@ class _Piece(NamedTuple):
     """It opens its document."""
     last: bool
     """It ends its document."""
+
+
+def _batch_encoder(
+    backend: "Tokenizer", dtype: type[np.integer[Any]]
+) -> Callable[[list[str]], list[TokenArray]]:
+    """What gives the token ids of each of some texts; several threads may call it."""
+    if spells_bytes(backend):
+        return lambda texts: [
+            np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
+        ]
+
+    def encode(texts: list[str]) -> list[TokenArray]:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+
+    return encode
 
 
 def _encoded(

@@ -1,14 +1,11 @@
 """Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from toolkit.data.files import fingerprint_of
-from toolkit.data.indexed import TokenArray
 from toolkit.errors import DataError
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 
@@ -209,21 +206,10 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
     return backend
 
 
-def batch_encoder(
-    backend: "Tokenizer", dtype: type[np.integer[Any]]
-) -> Callable[[list[str]], list[TokenArray]]:
-    """What gives the token ids of each of some texts; several threads may call it."""
-    spells_bytes = backend.to_str() == byte_tokenizer().backend_tokenizer.to_str()
-    if spells_bytes and backend.encode_special_tokens:
-        return lambda texts: [
-            np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
-        ]
-
-    def encode(texts: list[str]) -> list[TokenArray]:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
-
-    return encode
+def spells_bytes(backend: "Tokenizer") -> bool:
+    """Whether it encodes every text as its UTF-8 bytes: the shipped tokenizer, not parsing."""
+    shipped = byte_tokenizer().backend_tokenizer.to_str()
+    return bool(backend.encode_special_tokens) and backend.to_str() == shipped
 
 
 def tokens_before_text(backend: "Tokenizer") -> list[int]:
