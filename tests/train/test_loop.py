@@ -1,9 +1,7 @@
 """The loop, with the fake engine: order of events, resuming, stopping."""
 
 import math
-import signal
 import statistics
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,23 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.batch import MicroBatch
-from toolkit.data.batches import GlobalBatches
+from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
 from toolkit.data.indexed import IndexedWriter, read_indexed
-from toolkit.data.order import Shuffled
 from toolkit.data.packing import PackedDataset, TokenStream
 from toolkit.data.tokenized import TokenizedData
-from toolkit.engines.base import StepResult
 from toolkit.engines.fake import FakeEngine
 from toolkit.errors import RunFailed, Stopped
-from toolkit.layout import Layout
-from toolkit.recipe.schema import GuardSection, OptimizerSection, ScheduleSection
-from toolkit.train.loop import Progress, StepReport, TrainingRun, train
+from toolkit.recipe.schema import GuardSection
+from toolkit.train.loop import Progress, train
 from toolkit.train.signals import StopRequest
-
-VOCABULARY = 8
-STEPS = 40
-LAYOUT = Layout(micro_batch=2, gradient_accumulation=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,52 +30,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PackedDataset:
         writer.commit()
     data = TokenizedData(read_indexed(prefix), "fingerprint", "test")
     return PackedDataset(TokenStream.whole(data), 16, VOCABULARY)
-
-
-class Recorder:
-    """Hooks that write down what was called, and can raise a signal at a step."""
-
-    def __init__(self, signal_at: int = -1) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.losses: list[float] = []
-        self.tokens: list[int] = []
-        self.skipped: dict[int, str] = {}
-        self.signal_at = signal_at
-
-    def after_step(self, progress: Progress, report: StepReport) -> None:
-        self.calls.append(("step", progress.step))
-        self.losses.append(report.result.loss)
-        self.tokens.append(report.tokens)
-        if report.result.skipped is not None:
-            self.skipped[progress.step] = report.result.skipped
-        if progress.step == self.signal_at:
-            signal.raise_signal(signal.SIGTERM)
-
-    def evaluate(self, progress: Progress) -> None:
-        self.calls.append(("evaluate", progress.step))
-
-    def save(self, progress: Progress, *, stopping: bool) -> None:
-        self.calls.append(("stop" if stopping else "save", progress.step))
-
-
-def job(
-    dataset: PackedDataset,
-    engine: FakeEngine,
-    steps: int = STEPS,
-    guard: GuardSection = GuardSection(),  # noqa: B008 - frozen
-) -> TrainingRun:
-    return TrainingRun(
-        engine=engine,
-        batches=GlobalBatches(dataset, Shuffled(1, len(dataset)), LAYOUT.global_batch),
-        layout=LAYOUT,
-        dp_rank=0,
-        seed=1,
-        total_steps=steps,
-        optimizer=OptimizerSection(learning_rate=5.0),
-        schedule=ScheduleSection(name="constant"),
-        guard=guard,
-        objective=engine.objective,
-    )
 
 
 def test_loss_falls_to_the_unigram_entropy(dataset: PackedDataset) -> None:
@@ -132,30 +76,6 @@ def test_tensor_parallel_ranks_count_their_tokens_once(dataset: PackedDataset) -
         train(split, Progress(), two, stop)
     assert two.tokens == alone.tokens
     assert two.losses == alone.losses
-
-
-class SpoiledEngine(FakeEngine):
-    """Computes the loss of some steps with other weights: `spoiled` says what is added."""
-
-    def __init__(self, spoiled: dict[int, float]) -> None:
-        super().__init__(VOCABULARY)
-        self.spoiled = spoiled
-
-    def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        count: float,
-        learning_rate: float,
-        max_loss: float = math.inf,
-    ) -> StepResult:
-        kept = self.logits
-        added = self.spoiled.get(len(self.learning_rates), 0.0)
-        self.logits = kept.clone()
-        self.logits[-1] += added
-        result = super().train_step(micro_batches, count, learning_rate, max_loss)
-        if result.skipped is not None:
-            self.logits = kept
-        return result
 
 
 def skipped_steps(

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.test_loop import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
+from tests.train.fake_runs import LAYOUT, STEPS, VOCABULARY, Recorder, SpoiledEngine, job
 from toolkit.batch import MicroBatch
 from toolkit.data.batches import GlobalBatches
+from toolkit.data.order import Shuffled
 from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
 from toolkit.engines.fake import FakeEngine
@@ -67,7 +68,7 @@ def run(
     hooks: Recorder | None = None,
     **changed: Any,
 ) -> None:
-    asked = replace(job(data, engine), **changed)  # type: ignore[arg-type]
+    asked = replace(job(data, engine), **changed)
     with StopRequest() as stop:
         train(asked, progress or Progress(), hooks or Recorder(), stop)
 
@@ -104,7 +105,7 @@ def test_the_sequence_is_that_of_the_order(
         request.getfixturevalue("gpu")
     engine = Watching()
     run(engine, Numbers(), Progress(done, done * PER_STEP))
-    batches = GlobalBatches(Numbers(), seed=1, global_batch_size=PER_STEP)
+    batches = GlobalBatches(Numbers(), Shuffled(1, len(Numbers())), PER_STEP)
     assert engine.samples == [
         tuple(
             sample
