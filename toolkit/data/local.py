@@ -12,8 +12,8 @@ from typing import Any
 
 from toolkit.data.chat.conversations import check_columns, check_mapped, needs_template
 from toolkit.data.chat.named import stated_template
-from toolkit.data.chat.records import OPENERS
 from toolkit.data.files import find_files
+from toolkit.data.json_rows import OPENERS, is_json, open_json
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
 from toolkit.errors import DataError, PlanError, Problem
@@ -166,8 +166,8 @@ def _columns_of(file: Path) -> tuple[dict[str, str], bool]:
             from pyarrow.parquet import read_schema
 
             return arrow_kinds(read_schema(file)), True
-        if name.suffix in (".json", ".jsonl"):
-            with OPENERS.get(file.suffix, open)(file, "rb") as stream:
+        if is_json(file):
+            with open_json(file) as stream:
                 beginning = stream.read(_BEGINNING)
             columns, whole = _json_columns(beginning.decode(errors="replace"))
             return columns, whole and len(beginning) < _BEGINNING

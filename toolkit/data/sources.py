@@ -16,6 +16,7 @@ from toolkit.data.files import (
     matching_paths,
     read_bytes,
 )
+from toolkit.data.json_rows import first_wrong_text
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 
@@ -24,9 +25,13 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
+_ROWS_AT_ONCE = 1000
+_CORRECT = "correct it, or leave it out of the data"
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
 TEXT = "text"
+_MIXED = "extension<arrow.json>"
+"""How `datasets` keeps a column of JSON files that holds several kinds of values."""
 MESSAGES = "lists of messages"
 _MESSAGE = re.compile(r"struct<.*\b(content|value): ")
 """A message in the name of an Arrow type: chats are lists of role and content, or from and
@@ -107,8 +112,11 @@ class HfDocuments:
 
     @cached_property
     def _dataset(self) -> Any:
-        dataset = load_rows(self.source, self.base, self.files)
-        check_column(self.source, arrow_kinds(dataset.features.arrow_schema))
+        dataset = load_rows(self.source, self.base, self.files, self.source.text_field)
+        kinds = arrow_kinds(dataset.features.arrow_schema)
+        if kinds.get(self.source.text_field) == _MIXED:
+            _look_for_wrong_text(self.files, self.source.text_field)
+        check_column(self.source, kinds)
         return dataset
 
     def __len__(self) -> int:
@@ -116,8 +124,29 @@ class HfDocuments:
 
     def __iter__(self) -> Iterator[str]:
         column = self.source.text_field
-        for rows in self._dataset.select_columns([column]).iter(batch_size=1000):
-            yield from (text or "" for text in rows[column])
+        dataset, number = self._dataset.select_columns([column]).with_format("arrow"), 0
+        for table in dataset.iter(batch_size=_ROWS_AT_ONCE):
+            try:
+                texts = table.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                _look_for_wrong_text(self.files, column)
+                number += _first_not_utf8(table.column(0))
+                raise DataError(
+                    f"`{self.source.path}`, row {number:,}: `{column}` is not UTF-8",
+                    fix=_CORRECT,
+                ) from error
+            number += len(texts)
+            yield from (text or "" for text in texts)
+
+
+def _first_not_utf8(column: Any) -> int:
+    """Which text of an Arrow column cannot be decoded, from 1."""
+    for number in range(len(column)):
+        try:
+            column[number].as_py()
+        except UnicodeDecodeError:
+            return number + 1
+    raise AssertionError("one of them could not be decoded")
 
 
 def _hub_documents(source: HfSource, base: Path) -> HfDocuments:
@@ -186,8 +215,14 @@ def _local_path(source: RowsSource, base: Path) -> Path:
     return base / Path(source.path).expanduser()
 
 
-def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
-    """The rows of the split, memory-mapped by `datasets`."""
+def load_rows(
+    source: RowsSource, base: Path, files: tuple[Path, ...], text_field: str | None = None
+) -> Any:
+    """The rows of the split, memory-mapped by `datasets`.
+
+    Raises DataError where it cannot read them; with `text_field`, it names the row of a JSON
+    file in which that column is not text.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -201,7 +236,31 @@ def load_rows(source: RowsSource, base: Path, files: tuple[Path, ...]) -> Any:
     try:
         return datasets.load_dataset(**arguments, split=source.split)
     except Exception as error:  # what its readers raise depends on the file's kind
+        _look_for_unreadable_parquet(files)
+        if text_field is not None:
+            _look_for_wrong_text(files, text_field)
         raise _cannot_load(source, files, error) from error
+
+
+def _look_for_wrong_text(files: tuple[Path, ...], column: str) -> None:
+    """Raise DataError for the first row of JSON files that is not as it must be."""
+    if (wrong := first_wrong_text(files, column)) is not None:
+        raise DataError(wrong, fix=_CORRECT)
+
+
+def _look_for_unreadable_parquet(files: tuple[Path, ...]) -> None:
+    """Raise DataError for the first Parquet file that is damaged, or empty."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_metadata
+
+    for file in files:
+        if file.suffix == ".parquet":
+            try:
+                rows = read_metadata(file).num_rows
+            except (ArrowException, OSError) as error:
+                raise DataError(f"cannot read {file}: {error}", fix=_CORRECT) from error
+            if not rows:
+                raise DataError(f"{file} has no rows", fix="leave the file out")
 
 
 def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
@@ -223,6 +282,8 @@ def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> 
 
 def _cannot_load(source: RowsSource, files: tuple[Path, ...], error: Exception) -> DataError:
     reason = str(error.__cause__ or error) or type(error).__name__
+    if files and not any(file.stat().st_size for file in files):
+        reason = "it is empty"
     if files:
         fix = "check the file's format, and `split`: single files have the split `train`"
     else:

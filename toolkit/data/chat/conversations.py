@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from toolkit.data.chat.records import ChatRecord
+from toolkit.data.json_rows import Broken
 from toolkit.data.sources import TEXT
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatRowsSource, ChatSource, ColumnName, PreferenceSource
@@ -172,6 +173,8 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
 
 
 def _columns_of(record: ChatRecord) -> dict[str, Any]:
+    if isinstance(record.value, Broken):
+        raise MalformedRow(record.value.why)
     if not isinstance(record.value, dict):
         raise MalformedRow("it is not a JSON object")
     return record.value

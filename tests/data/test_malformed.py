@@ -1,0 +1,101 @@
+"""One clear error for every data file that is wrong; nothing that is in a file is executed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.malformed import (
+    GOOD,
+    LATIN_1,
+    LONG_ROW,
+    MEGATRON,
+    ROWS,
+    Case,
+    lines,
+    raw,
+    zipped,
+)
+from toolkit.data.chat.records import open_records
+from toolkit.data.json_rows import Broken
+from toolkit.data.sources import open_source
+from toolkit.data.tokenized import prepare
+from toolkit.data.tokenizers import byte_tokenizer
+from toolkit.errors import DataError
+from toolkit.recipe.schema import ChatSource, HfSource, MegatronSource, TextSource
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.rglob("executed"))
+
+
+def refusal(source: HfSource | MegatronSource | TextSource, base: Path) -> str:
+    with pytest.raises(DataError) as raised:
+        prepare(source, byte_tokenizer(), base=base, cache=base / "cache")
+    assert raised.value.fix
+    assert "\n" not in raised.value.message and "Traceback" not in raised.value.message
+    assert not list((base / "cache").rglob("*.bin*"))
+    return raised.value.message
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+def test_rows(case: Case, tmp_path: Path) -> None:
+    case.write(tmp_path / case.name)
+    assert case.says in refusal(HfSource(kind="hf", path=case.name), tmp_path)
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case.name)
+def test_indexed_files(case: Case, tmp_path: Path) -> None:
+    case.write(tmp_path / case.name)
+    assert case.says in refusal(MegatronSource(kind="megatron", prefix=case.name), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "hf"])
+def test_a_file_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As for users other than root, who reads everything."""
+    (tmp_path / "secret.jsonl").write_text(GOOD)
+    open_path = Path.open
+
+    def refused(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == "secret.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_path(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    source: HfSource | TextSource = TextSource(kind="text", files=("secret.jsonl",))
+    if kind == "hf":
+        source = HfSource(kind="hf", path="secret.jsonl")
+    assert "secret.jsonl: Permission denied" in refusal(source, tmp_path)
+
+
+def test_the_row_is_found_among_several_files(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD * 5000)
+    (tmp_path / "b.jsonl").write_text(GOOD * 2000 + '{"text": "x" "y"}\n')
+    message = refusal(HfSource(kind="hf", path="*.jsonl"), tmp_path)
+    assert f"{tmp_path / 'b.jsonl'}:2001: it is not JSON" in message
+
+
+def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    lines({"text": "a", "id": 1}, {"text": "b", "id": "x"}, {"text": "c"})(tmp_path / "d.jsonl")
+    source = HfSource(kind="hf", path="d.jsonl")
+    assert list(open_source(source, base=tmp_path, cache=tmp_path / "cache")) == ["a", "b", "c"]
+
+
+def test_a_malformed_line_of_chats_concerns_that_line(tmp_path: Path) -> None:
+    """It is for `malformed` to say what becomes of it; a file that is cut ends the run."""
+    source = ChatSource(kind="chat", path="chats.jsonl")
+    raw(b"\xef\xbb\xbf" + LATIN_1 + b"{\n")(tmp_path / "chats.jsonl")
+    records = list(open_records(source, base=tmp_path, cache=tmp_path / "cache"))
+    assert [record.value for record in records[:2]] == [json.loads(GOOD)] * 2
+    broken = [record for record in records if isinstance(record.value, Broken)]
+    assert [record.place.rpartition(":")[2] for record in broken] == ["3", "4"]
+    zipped(LONG_ROW * 200, 0.5)(tmp_path / "chats.jsonl.gz")
+    cut_short = source.model_copy(update={"path": "chats.jsonl.gz"})
+    with pytest.raises(DataError, match=r"cannot read .*chats.jsonl.gz behind line"):
+        list(open_records(cut_short, base=tmp_path, cache=tmp_path / "cache"))

@@ -1,0 +1,131 @@
+"""Rows of local JSON files, each with its place, and what is wrong with them."""
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import DataError
+
+OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
+}  # fmt: skip
+"""How compressed files are opened, by their ending."""
+_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_SEARCHED_BYTES = 2**30
+"""How far `first_wrong_text` reads: a few seconds."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Stands for a row that is not JSON."""
+
+    why: str
+
+
+def is_json(file: Path) -> bool:
+    """Whether the name says so."""
+    name = file.with_suffix("") if file.suffix in OPENERS else file
+    return name.suffix in (".json", ".jsonl")
+
+
+def open_json(file: Path) -> Any:
+    """The file's bytes, not compressed."""
+    return OPENERS.get(file.suffix, open)(file, "rb")
+
+
+def count_lines(file: Path) -> int:
+    """Lines of the file, blank ones too. Raises DataError when it cannot be read."""
+    try:
+        with open_json(file) as stream:
+            return sum(1 for _ in stream)
+    except _UNREADABLE as error:
+        raise _unreadable(file, 0, error) from error
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    """The rows of a file, one list of them or one a line, each with its place.
+
+    A line that is not JSON is `Broken`. Raises DataError when the file cannot be read.
+    """
+    number = 0
+    try:
+        with open_json(file) as stream:
+            first = next((line for line in stream if line.strip()), b"")
+            stream.seek(0)
+            if first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+                whole = _parsed(stream.read())
+                if isinstance(whole, list):
+                    yield from ((f"{file}, row {n}", row) for n, row in enumerate(whole, 1))
+                    return
+                stream.seek(0)  # lists, one a line
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield f"{file}:{number}", _parsed(line)
+    except _UNREADABLE as error:
+        raise _unreadable(file, number, error) from error
+
+
+def _parsed(text: bytes) -> object:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        byte = f"0x{text[error.start]:02x}"
+        return Broken(f"it is not UTF-8 (byte {byte} at {error.start + 1:,})")
+    except json.JSONDecodeError as error:
+        return Broken(f"it is not JSON ({error.msg}, character {error.pos + 1:,})")
+    except RecursionError:
+        return Broken("it is nested too deeply")
+
+
+def _unreadable(file: Path, line: int, error: Exception) -> DataError:
+    behind = f" behind line {line:,}" if line else ""
+    return DataError(
+        f"cannot read {file}{behind}: {error}", fix="check that the file is whole and UTF-8"
+    )
+
+
+def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
+    """The place of the first row whose `column` is not text or null, and why; None where none
+    is found in the first GiB.
+
+    Raises DataError when a file cannot be read.
+    """
+    searched = 0
+    for file in filter(is_json, files):
+        for place, row in json_rows(file):
+            if (why := _wrong(row, column)) is not None:
+                return f"{place}: {why}"
+            searched += len(row.get(column) or "") if isinstance(row, dict) else 0
+            if searched > _SEARCHED_BYTES:
+                return None
+    return None
+
+
+def _wrong(row: object, column: str) -> str | None:
+    if isinstance(row, Broken):
+        return row.why
+    if not isinstance(row, dict):
+        return f"it is {_kind(row)}, not an object with the column `{column}`"
+    text = row.get(column)
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        return f"`{column}` holds {_kind(text)}, not text"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"`{column}` holds half a surrogate pair at character {error.start + 1:,}"
+    return None
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    kinds = {str: "a text", list: "a list", dict: "a map", bool: "a boolean"}
+    return kinds.get(type(value), "a number")
