@@ -217,7 +217,7 @@ def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
         ),
         ('{"text": "x"}', {"split": "test"}, r"`split: test` is given, but the rows of"),
         ('{"text": "x"}', {"revision": "main"}, r"`revision: main` is given"),
-        ('{"text": ', {}, r"cannot load `d.jsonl`"),
+        ('{"text": ', {}, r"d.jsonl:1: it is not JSON"),
         ("", {}, r"`d.jsonl`"),
     ],
 )

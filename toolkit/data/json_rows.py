@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ OPENERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 """How compressed files are opened, by their ending."""
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_FIX = "check that the file is whole and UTF-8"
 _SEARCHED_BYTES = 2**30
 """How far `first_wrong_text` reads: a few seconds."""
 
@@ -41,34 +43,43 @@ def open_json(file: Path) -> Any:
 
 def count_lines(file: Path) -> int:
     """Lines of the file, blank ones too. Raises DataError when it cannot be read."""
+    lines = 0
     try:
         with open_json(file) as stream:
-            return sum(1 for _ in stream)
+            for _ in stream:
+                lines += 1
     except _UNREADABLE as error:
-        raise _unreadable(file, 0, error) from error
+        raise _unreadable(file, lines, error) from error
+    return lines
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
     """The rows of a file, one list of them or one a line, each with its place.
 
-    A line that is not JSON is `Broken`. Raises DataError when the file cannot be read.
+    A line that is not JSON is `Broken`. Raises DataError when the file cannot be read, or is a
+    list that is not JSON.
     """
     number = 0
     try:
         with open_json(file) as stream:
-            first = next((line for line in stream if line.strip()), b"")
+            first = next((text for line in stream if (text := _stripped(line))), b"")
             stream.seek(0)
-            if first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            if first.startswith(b"["):
                 whole = _parsed(stream.read())
-                if isinstance(whole, list):
-                    yield from ((f"{file}, row {n}", row) for n, row in enumerate(whole, 1))
-                    return
-                stream.seek(0)  # lists, one a line
+                if isinstance(whole, Broken):
+                    raise DataError(f"{file}: {whole.why}", fix=_FIX)
+                assert isinstance(whole, list), "nothing else begins with a bracket"
+                yield from ((f"{file}, row {n}", row) for n, row in enumerate(whole, 1))
+                return
             for number, line in enumerate(stream, start=1):
-                if line.strip():
+                if _stripped(line):
                     yield f"{file}:{number}", _parsed(line)
     except _UNREADABLE as error:
         raise _unreadable(file, number, error) from error
+
+
+def _stripped(line: bytes) -> bytes:
+    return line.removeprefix(BOM_UTF8).strip()
 
 
 def _parsed(text: bytes) -> object:
@@ -78,16 +89,15 @@ def _parsed(text: bytes) -> object:
         byte = f"0x{text[error.start]:02x}"
         return Broken(f"it is not UTF-8 (byte {byte} at {error.start + 1:,})")
     except json.JSONDecodeError as error:
-        return Broken(f"it is not JSON ({error.msg}, character {error.pos + 1:,})")
+        line = f"line {error.lineno:,}, " if error.lineno > 1 else ""
+        return Broken(f"it is not JSON ({error.msg}, {line}character {error.colno:,})")
     except RecursionError:
         return Broken("it is nested too deeply")
 
 
 def _unreadable(file: Path, line: int, error: Exception) -> DataError:
     behind = f" behind line {line:,}" if line else ""
-    return DataError(
-        f"cannot read {file}{behind}: {error}", fix="check that the file is whole and UTF-8"
-    )
+    return DataError(f"cannot read {file}{behind}: {error}", fix=_FIX)
 
 
 def first_wrong_text(files: Sequence[Path], column: str) -> str | None:

@@ -232,6 +232,8 @@ def load_rows(
         ) from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    # What its readers log as an error they raise as well.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     arguments = _load_arguments(source, base, files)
     try:
         return datasets.load_dataset(**arguments, split=source.split)
