@@ -297,7 +297,7 @@ def loader_tokens_per_s() -> float:
         vocab_size=None,
         base=Path.cwd(),
     )
-    batches, count = GlobalBatches(data.train, 1, size), 1000
+    batches, count = GlobalBatches(data.train, data.order, size), 1000
     started = time.perf_counter()
     for number in range(count):
         batches.micro_batches(number * size, 0, 1, size)
