@@ -14,14 +14,39 @@ import typer
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
 from toolkit.cli.options import AsJson
-from toolkit.errors import RunFailed
+from toolkit.errors import DataError, RunFailed
 from toolkit.models.convert.agreement import Agreement
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
     from toolkit.models.convert.source import ConvertibleModel
+    from toolkit.models.convert.to_experts import ToExperts
     from toolkit.models.convert.to_huggingface import ToHuggingFace
     from toolkit.models.convert.to_megatron import ToMegatron
+
+_Config = Annotated[
+    Path | None,
+    typer.Option(help="Hugging Face config.json of a Megatron checkpoint without one."),
+]
+_Multiple = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Pad the Megatron vocabulary to a multiple of this "
+        "(Megatron-LM: --make-vocab-size-divisible-by times TP), or assume that padding.",
+    ),
+]
+_Experts = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Write a mixture of so many experts, each a copy of the dense model's MLP "
+        "(llama, mistral, qwen3), as a Hugging Face folder.",
+    ),
+]
+_Seed = Annotated[
+    int, typer.Option(min=0, help="With --to-experts: what routers are drawn from.")
+]
 
 
 def convert(
@@ -30,18 +55,10 @@ def convert(
         typer.Argument(help="Hugging Face folder, or Megatron checkpoint (torch_dist)."),
     ],
     dst: Annotated[Path, typer.Argument(help="Folder to write, new or empty.")],
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face config.json of a Megatron checkpoint without one."),
-    ] = None,
-    vocab_multiple: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Pad the Megatron vocabulary to a multiple of this "
-            "(Megatron-LM: --make-vocab-size-divisible-by times TP), or assume that padding.",
-        ),
-    ] = 128,
+    config: _Config = None,
+    vocab_multiple: _Multiple = 128,
+    to_experts: _Experts = None,
+    seed: _Seed = 1234,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Compare logits with transformers on the same tokens."),
@@ -51,7 +68,8 @@ def convert(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a model between Hugging Face and Megatron, in the direction that SRC determines.
+    """Convert a model between Hugging Face and Megatron, in the direction that SRC determines,
+    or a dense one into experts.
 
     Holds a part of one tensor in memory at a time. One Megatron checkpoint serves every TP, PP
     and EP. DST appears when it is complete. An error or Ctrl-C leaves nothing; a process that
@@ -63,12 +81,12 @@ def convert(
     from toolkit.models.convert.source import open_source
 
     source = open_source(src, config)
-    job = _job(source, vocab_multiple)
+    if to_experts and verify:
+        raise DataError("--verify compares with megatron-core", fix="leave --verify out")
+    job = _job(source, vocab_multiple, to_experts, seed)
     check_destination(src, dst, job.nbytes)
     report: dict[str, Any] = {
-        "direction": "megatron to huggingface"
-        if source.is_megatron
-        else "huggingface to megatron",
+        "direction": _direction(source, to_experts),
         "model_type": source.family,
         "parameters": source.parameters(),
         "bytes": job.nbytes,
@@ -82,7 +100,20 @@ def convert(
     _print(report, dst, as_json=as_json)
 
 
-def _job(source: "ConvertibleModel", vocab_multiple: int) -> "ToHuggingFace | ToMegatron":
+def _direction(source: "ConvertibleModel", experts: int | None) -> str:
+    if experts:
+        return f"dense to {experts} experts"
+    ends = ["huggingface", "megatron"]
+    return " to ".join(reversed(ends) if source.is_megatron else ends)
+
+
+def _job(
+    source: "ConvertibleModel", vocab_multiple: int, experts: int | None, seed: int
+) -> "ToHuggingFace | ToMegatron | ToExperts":
+    if experts:
+        from toolkit.models.convert.to_experts import ToExperts
+
+        return ToExperts(source, experts, seed)
     if source.is_megatron:
         from toolkit.models.convert.to_huggingface import ToHuggingFace
 
@@ -92,7 +123,7 @@ def _job(source: "ConvertibleModel", vocab_multiple: int) -> "ToHuggingFace | To
     return ToMegatron(source, vocab_multiple)
 
 
-def _write(job: "ToHuggingFace | ToMegatron", dst: Path) -> float:
+def _write(job: "ToHuggingFace | ToMegatron | ToExperts", dst: Path) -> float:
     """Convert, with a bar; seconds that it took."""
     from toolkit.models.convert import appearing
 
