@@ -171,12 +171,19 @@ ROWS = [
     Case("pickle.jsonl", pickled, "pickle.jsonl:1: it is not UTF-8"),
     Case("pickle.parquet", pickled, "pickle.parquet: Parquet magic bytes not found"),
     Case("metadata.parquet", parquet_with_pickle, "cannot load `metadata.parquet`"),
+    Case("cut.arrow", raw(b"ARROW1" * 9), "cannot load `cut.arrow`"),
+    Case("pickle.arrow", pickled, "cannot load `pickle.arrow`"),
     Case("*.mixed.*", two_kinds, "names files of different or unknown kinds"),
     Case("code", folder(code__py=raw(b"open('executed', 'w')")), "code holds no .json"),
     Case(
         "with-code",
         folder(**{"with-code__py": raw(b"open('executed', 'w')"), "a__jsonl": raw(b"{")}),
         "with-code/a.jsonl:1: it is not JSON",
+    ),
+    Case(
+        "saved",
+        folder(state__json=lines({"_data_files": [{"filename": "a.arrow"}]}), a__arrow=pickled),
+        "cannot load `saved`",
     ),
 ]
 

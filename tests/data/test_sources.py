@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.data.files import cache_folder, content_fingerprint, find_files
 from toolkit.data.sources import Documents, open_source
-from toolkit.errors import DataError
+from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import HfSource, TextSource
 
 ROWS = [{"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "Grüße\nzwei", "id": 3}]
@@ -177,9 +177,37 @@ def test_hf_file_kinds(tmp_path: Path, name: str, write: Callable[[Path], None])
     assert len(documents) == 3
 
 
+def test_hf_saved_to_disk(tmp_path: Path) -> None:
+    """Of one split or several; its files alone are a source, too."""
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    more = datasets.Dataset.from_list([{"text": "other"}])
+    datasets.DatasetDict({"train": rows, "test": more}).save_to_disk(tmp_path / "two")
+    assert list(open_hf(tmp_path, "one")) == TEXTS
+    assert list(open_hf(tmp_path, "two")) == TEXTS
+    assert list(open_hf(tmp_path, "two", split="test")) == ["other"]
+    assert list(open_hf(tmp_path, "one/*.arrow")) == TEXTS
+    fingerprints = {open_hf(tmp_path, "two", split=s).fingerprint for s in ("train", "test")}
+    assert len(fingerprints) == 2
+    for path, split, names in [("one", "test", "train"), ("two", "train[:1]", "train, test")]:
+        with pytest.raises(DataError, match=f"was saved with {names}\n"):
+            list(open_hf(tmp_path, path, split=split))
+
+
 def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     assert list(open_hf(tmp_path, "lines.txt")) == ["one", "", "two"]
+
+
+def test_zstandard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "ZSTANDARD_AVAILABLE", False)
+    (tmp_path / "a.jsonl.zst").touch()
+    with pytest.raises(BackendUnavailable, match="needs the package `zstandard`"):
+        list(open_hf(tmp_path, "a.jsonl.zst"))
 
 
 def test_hf_glob_and_slices(tmp_path: Path) -> None:
@@ -253,8 +281,6 @@ def test_a_pinned_hub_revision_needs_no_look_at_the_hub(tmp_path: Path) -> None:
 
 
 def test_text_needs_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.errors import BackendUnavailable
-
     write_files(tmp_path, a_txt="a")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert list(open_text(tmp_path, "a.txt")) == ["a"]

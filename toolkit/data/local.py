@@ -166,6 +166,11 @@ def _columns_of(file: Path) -> tuple[dict[str, str], bool]:
             from pyarrow.parquet import read_schema
 
             return arrow_kinds(read_schema(file)), True
+        if file.suffix == ".arrow":
+            from pyarrow import ipc
+
+            with file.open("rb") as stream:
+                return arrow_kinds(ipc.open_stream(stream).schema), True
         if is_json(file):
             with open_json(file) as stream:
                 beginning = stream.read(_BEGINNING)

@@ -22,7 +22,11 @@ from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 
 logger = logging.getLogger(__name__)
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+_BUILDERS = {
+    ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+_SAVED = ("state.json", "dataset_dict.json")
+"""What `save_to_disk` of `datasets` writes into a folder of one split, or of several."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
 _ROWS_AT_ONCE = 1000
@@ -195,9 +199,11 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
     path = _local_path(source, base)
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if _builder(file)]
+        if _is_saved(path):
+            return [file for file in files if file.suffix == ".arrow"]
         if not files:
             raise DataError(
-                f"the folder {path} holds no .json, .jsonl, .parquet or .txt file",
+                f"the folder {path} holds no {', '.join(_BUILDERS)} file",
                 fix="name the folder that holds the data files",
             )
         # The card may say which file belongs to which split.
@@ -230,13 +236,23 @@ def load_rows(
             f"data of `kind: {source.kind}` needs the package `datasets`",
             fix="pip install datasets",
         ) from error
+    zipped = any(file.suffix == ".zst" for file in files)
+    if zipped and not datasets.config.ZSTANDARD_AVAILABLE:
+        raise BackendUnavailable(
+            f"`{source.path}` names .zst files, which needs the package `zstandard`",
+            fix="pip install zstandard",
+        )
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     # What its readers log as an error they raise as well.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     arguments = _load_arguments(source, base, files)
     try:
+        if _is_saved(path := _local_path(source, base)):
+            return _saved_split(source, datasets.load_from_disk(str(path)))
         return datasets.load_dataset(**arguments, split=source.split)
+    except DataError:
+        raise
     except Exception as error:  # what its readers raise depends on the file's kind
         _look_for_unreadable_parquet(files)
         if text_field is not None:
@@ -265,6 +281,22 @@ def _look_for_unreadable_parquet(files: tuple[Path, ...]) -> None:
                 raise DataError(f"{file} has no rows", fix="leave the file out")
 
 
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _SAVED)
+
+
+def _saved_split(source: RowsSource, saved: Any) -> Any:
+    """The split of what `save_to_disk` wrote: one, or several by name."""
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    if source.split not in splits:
+        raise DataError(
+            f"`split: {source.split}` is given, but `{source.path}` was saved with "
+            f"{', '.join(splits)}",
+            fix="name a whole split of it; slices are for files and hub ids",
+        )
+    return splits[source.split]
+
+
 def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> dict[str, Any]:
     if not files:
         return {"path": source.path, "name": source.name, "revision": source.revision}
@@ -276,7 +308,7 @@ def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> 
     if builders or builder is None:
         raise DataError(
             f"`{source.path}` names files of different or unknown kinds, e.g. {files[0].name}",
-            fix="name files of one kind: .json or .jsonl, .parquet, .txt",
+            fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
         )
     names = [str(file) for file in files]
     return {"path": builder, "name": source.name, "data_files": {"train": names}}

@@ -238,7 +238,8 @@ class RowsSource(SourceSection):
     kind: str
     path: NonEmpty
     """Hub id (`allenai/c4`), or a local file, folder or glob of .json, .jsonl,
-    .parquet or .txt, relative to the recipe's file."""
+    .parquet, .arrow or .txt, relative to the recipe's file; or a folder that
+    `save_to_disk` wrote."""
     name: NonEmpty | None = None
     """Dataset configuration name, e.g. `en`."""
     revision: NonEmpty | None = None
@@ -253,7 +254,7 @@ class RowsSource(SourceSection):
 
 
 class HfSource(RowsSource):
-    """A Hugging Face dataset: a hub id, or local json, jsonl, parquet or text files."""
+    """A Hugging Face dataset: a hub id, or local json, jsonl, parquet, arrow or text files."""
 
     kind: Literal["hf"]
     text_field: NonEmpty = "text"
