@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from toolkit.data import tokenized
 from toolkit.data.indexed import IndexedWriter, bin_path, idx_path
+from toolkit.data.sources import open_source
 from toolkit.data.tokenized import TokenizedData, prepare
 from toolkit.data.tokenizers import (
     byte_tokenizer,
@@ -28,6 +30,7 @@ from toolkit.errors import DataError
 from toolkit.recipe.schema import MegatronSource, TextSource
 
 EOS = 256
+SOURCE = TextSource(kind="text", files=("*.txt",))
 
 
 @pytest.fixture
@@ -43,8 +46,7 @@ def corpus(tmp_path: Path) -> Path:
 def prepare_text(
     corpus: Path, cache: Path, tokenizer: Any = None, **settings: Any
 ) -> TokenizedData:
-    source = TextSource(kind="text", files=("*.txt",))
-    return prepare(source, tokenizer or byte_tokenizer(), base=corpus, cache=cache, **settings)
+    return prepare(SOURCE, tokenizer or byte_tokenizer(), base=corpus, cache=cache, **settings)
 
 
 def unigram_tokenizer(text: str) -> Any:
@@ -220,12 +222,12 @@ def test_memory_does_not_grow_with_the_corpus(
     read, written, most_held = 0, 0, 0
     append = IndexedWriter.append
 
-    def texts() -> Iterator[str]:
+    def texts() -> Iterator[tuple[str]]:
         nonlocal read, most_held
         for _ in range(500):
             read += len(text)
             most_held = max(most_held, read - written)
-            yield text
+            yield (text,)
 
     def counted(self: IndexedWriter, tokens: Any) -> None:
         nonlocal written
@@ -238,6 +240,46 @@ def test_memory_does_not_grow_with_the_corpus(
     tokenized._tokenise(tmp_path / "data", texts(), backend, tokenizer)
     assert written == 500 * (len(text) + 1)
     assert most_held <= 4 * batch
+
+
+def test_a_large_file_is_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", 2**16)
+    monkeypatch.setattr(tokenized, "_PIECE_CHARACTERS", 2**16)
+    content = b"word \xc3\xa9\n" * 2**21
+    (tmp_path / "large.txt").write_bytes(content)
+    tracemalloc.start()
+    data = prepare_text(tmp_path, tmp_path / "cache")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23 <= len(content) / 2
+    assert data.indexed.n_documents == 1
+    assert data.indexed.tokens[:-1].astype(np.uint8).tobytes() == content
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1000])
+@pytest.mark.parametrize("spaces", [True, False])
+def test_blocks_of_a_file_are_the_same_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, spaces: bool
+) -> None:
+    """Wherever a block ends: in a character, in bytes that are none, where a piece may end."""
+    text = "a b\n é😀.漢 \n" * 40 if spaces else ". 漢\n" * 100
+    content = text.encode() + b"\xe9x \xf0\x9f y \xff" + text.encode() + b"\xf0\x9f"
+    (tmp_path / "a.txt").write_bytes(content)
+    monkeypatch.setattr(tokenized, "_PIECE_CHARACTERS", 10)
+    (whole,) = open_source(SOURCE, base=tmp_path, cache=tmp_path / "cache")
+    assert whole == content.decode(errors="replace")
+    expected, start = [], 0
+    while (found := tokenized._PIECE_END.search(whole, start + 10)) is not None:
+        expected.append(whole[start : found.end()])
+        start = found.end()
+    monkeypatch.setattr("toolkit.data.files._BLOCK_BYTES", block)
+    documents = open_source(SOURCE, base=tmp_path, cache=tmp_path / "cache")
+    pieces = list(tokenized._pieces(documents.in_parts()))
+    assert [piece.text for piece in pieces] == [*expected, whole[start:]]
+    assert [piece.first for piece in pieces] == [True, *[False] * (len(pieces) - 1)]
+    assert [piece.last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
 
 
 def test_no_text_at_all(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from toolkit.errors import DataError
 STDLIB = "{stdlib}"
 """Stands, in a recipe, for the folder of the running Python's own library."""
 
+_BLOCK_BYTES = 2**20
 _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
 """Faster than any disk, and at most 256 MiB of pieces in memory."""
@@ -73,6 +74,16 @@ def read_bytes(path: Path) -> bytes:
     """The whole file. Raises DataError when it cannot be read."""
     try:
         return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """The file in blocks, none empty. Raises DataError when it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
     except OSError as error:
         raise _unreadable(path, error) from error
 

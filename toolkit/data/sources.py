@@ -1,11 +1,13 @@
 """Where documents come from: text files, and everything that the `datasets` library reads."""
 
+import codecs
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ from toolkit.data.files import (
     find_files,
     fingerprint_of,
     matching_paths,
-    read_bytes,
+    read_blocks,
 )
 from toolkit.data.json_rows import first_wrong_text
 from toolkit.errors import BackendUnavailable, DataError
@@ -58,6 +60,10 @@ class Documents(Protocol):
         """Texts in a fixed order; a document without text is the empty string."""
         ...
 
+    def in_parts(self) -> Iterator[Iterable[str]]:
+        """The same texts, each in parts: a large file is never whole in memory."""
+        ...
+
 
 def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Documents:
     """Find the documents of `source`; relative paths start at `base`.
@@ -86,14 +92,13 @@ class TextDocuments:
         return len(self.files)
 
     def __iter__(self) -> Iterator[str]:
+        return map("".join, self.in_parts())
+
+    def in_parts(self) -> Iterator[Iterable[str]]:
+        """See `Documents.in_parts`."""
         not_utf8: list[Path] = []
         for path in self.files:
-            content = read_bytes(path)
-            try:
-                yield content.decode()
-            except UnicodeDecodeError:
-                not_utf8.append(path)
-                yield content.decode(errors="replace")
+            yield _decoded(path, not_utf8)
         if not_utf8:
             logger.warning(
                 "%d of %d files are not UTF-8; their undecodable bytes were replaced by U+FFFD "
@@ -102,6 +107,18 @@ class TextDocuments:
                 len(self.files),
                 not_utf8[0],
             )
+
+
+def _decoded(path: Path, not_utf8: list[Path]) -> Iterator[str]:
+    """The text of a file, block by block; one that is not UTF-8 is added to `not_utf8`."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for block in chain(read_blocks(path), [b""]):
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError:
+            not_utf8.append(path)
+            decoder.errors = "replace"
+            yield decoder.decode(block, final=not block)
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,10 @@ class HfDocuments:
                 ) from error
             number += len(texts)
             yield from (text or "" for text in texts)
+
+    def in_parts(self) -> Iterator[Iterable[str]]:
+        """See `Documents.in_parts`: a row is one part."""
+        return ((text,) for text in self)
 
 
 def _first_not_utf8(column: Any) -> int:

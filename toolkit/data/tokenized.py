@@ -9,7 +9,7 @@ while others wait; the lock is the operating system's and dies with its holder.
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def prepare(
 
     def tokenise() -> None:
         backend = encoder(tokenizer, parse_special=parse_special)
-        shown = track(documents, "tokenising", len(documents))
+        shown = track(documents.in_parts(), "tokenising", len(documents))
         _tokenise(prefix, shown, backend, tokenizer)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
@@ -179,7 +179,7 @@ def _lock(path: Path, doing: str) -> AbstractContextManager[object]:
 
 def _tokenise(
     prefix: Path,
-    documents: Iterator[str],
+    documents: Iterator[Iterable[str]],
     backend: "Tokenizer",
     tokenizer: "PreTrainedTokenizerFast",
 ) -> None:
@@ -256,17 +256,21 @@ def _encoded(
             yield done, tokens.result()
 
 
-def _pieces(documents: Iterator[str]) -> Iterator[_Piece]:
-    """Every document with text, in pieces."""
-    for text in filter(None, documents):
-        if len(text) <= _PIECE_CHARACTERS:
-            yield _Piece(text, first=True, last=True)
-            continue
-        start = 0
-        while (found := _PIECE_END.search(text, start + _PIECE_CHARACTERS)) is not None:
-            yield _Piece(text[start : found.end()], first=start == 0, last=False)
-            start = found.end()
-        yield _Piece(text[start:], first=start == 0, last=True)
+def _pieces(documents: Iterator[Iterable[str]]) -> Iterator[_Piece]:
+    """Every document with text, in pieces; a document comes in parts."""
+    for parts in documents:
+        text, first, searched = "", True, _PIECE_CHARACTERS
+        for part in parts:
+            text += part
+            start = 0
+            while (found := _PIECE_END.search(text, searched)) is not None:
+                yield _Piece(text[start : found.end()], first, last=False)
+                start, first = found.end(), False
+                searched = start + _PIECE_CHARACTERS
+            searched = max(searched, len(text)) - start
+            text = text[start:]
+        if text:
+            yield _Piece(text, first, last=True)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
