@@ -511,3 +511,52 @@ def test_autocast_keeps_frozen_matrices_in_16_bits() -> None:
     assert added(Layout(), precision="fp32") == 0
     assert added(Layout(zero_stage=3), engine="fsdp") == 0
     assert added(Layout(), engine="deepspeed") == 0
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 50,
+    "moe_intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+"""One layer of two has experts."""
+
+
+def _saved_bytes(config: dict[str, Any]) -> int:
+    """Bytes that autograd keeps of a forward pass of 7 tokens in bf16, weights left out."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).bfloat16()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = model(torch.arange(7)[None], use_cache=False)
+    assert kept.logits.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_shared_experts": 3}, {"q_lora_rank": 56}, {"kv_lora_rank": 48}], ids=str
+)
+def test_shared_experts_and_latent_vectors_keep_what_transformers_does(
+    changes: dict[str, Any],
+) -> None:
+    def predicted(config: dict[str, Any]) -> float:
+        settings = {"engine": "deepspeed", "sequence_length": 7, "fused_elementwise": False}
+        train = workload(model_spec(config), **settings)
+        return peak_memory(train, Layout()).activations
+
+    other = DEEPSEEK | changes
+    more = _saved_bytes(other) - _saved_bytes(DEEPSEEK)
+    assert more > 0
+    assert predicted(other) - predicted(DEEPSEEK) == pytest.approx(more, rel=0.02)

@@ -120,6 +120,11 @@ class ModelSpec:
     """Inner size of one expert."""
     moe_layers: int = 0
     """Layers with experts; the others have a dense MLP."""
+    shared_intermediate: int = 0
+    """Inner size of the shared experts together, in each layer with experts."""
+    latent: int = 0
+    """Sizes of the latent vectors of queries and of keys and values, together; 0 where these
+    are projected at once."""
     gated_mlp: bool = True
     """Three matrices (gate, up, down) instead of two."""
     learned_positions: bool = False

@@ -62,7 +62,8 @@ def shape(settings: Settings) -> ModelSpec:
     """The shape: `head_dim` is that of queries and keys, another than the values'."""
     size = settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
     heads = settings["num_attention_heads"]
-    spec = replace(sizes(settings), head_dim=size, kv_heads=heads)
+    latent = (settings["q_lora_rank"] or 0) + settings["kv_lora_rank"]
+    spec = replace(sizes(settings), head_dim=size, kv_heads=heads, latent=latent)
     spec = counted(settings, deepseek_experts.shape(spec, settings))
     assert spec.counted is not None
     scores = 2.0 * heads * (size + settings["v_head_dim"]) * spec.layers

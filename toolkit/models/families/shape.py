@@ -77,6 +77,7 @@ def sizes(settings: Settings) -> ModelSpec:
         experts_per_token=settings["num_experts_per_tok"] or 0,
         expert_intermediate=_expert_intermediate(settings) if moe_layers else 0,
         moe_layers=moe_layers,
+        shared_intermediate=_shared_intermediate(settings) if moe_layers else 0,
         gated_mlp=family.gated_mlp,
         learned_positions=not family.rotary,
         qkv_bias=family.qkv_bias or bias or bool(settings["qkv_bias"]),
@@ -105,6 +106,11 @@ def _moe_layers(settings: Settings) -> int:
     step = settings["decoder_sparse_step"] or 1
     dense = {i for i in settings["mlp_only_layers"] or () if (i + 1) % step == 0}
     return int(layers // step - len(dense))
+
+
+def _shared_intermediate(settings: Settings) -> int:
+    together = (settings["n_shared_experts"] or 0) * (settings["moe_intermediate_size"] or 0)
+    return int(settings["shared_expert_intermediate_size"] or together)
 
 
 def _expert_intermediate(settings: Settings) -> int:

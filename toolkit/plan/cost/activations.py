@@ -27,7 +27,7 @@ class LayerActivations:
     norms: float
     """The residual stream: inputs and outputs of the norms, dropout masks."""
     qkv: float
-    """Queries, keys and values."""
+    """Queries, keys and values, and the latent vectors that they are projected from."""
     attention: float
     """Attention's output and what its kernel keeps: scores, or their row sums."""
     mlp: float
@@ -143,11 +143,20 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     dense = 1 - spec.moe_layers / spec.layers
     return LayerActivations(
         norms=spec.norms_per_layer * norm + masks,
-        qkv=width * (sizes.query + 2 * sizes.key + head_norms),
+        qkv=width * (sizes.query + 2 * sizes.key + head_norms) + _latents(workload, sizes),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
         experts=_experts(workload, sizes, tp),
     )
+
+
+def _latents(workload: Workload, sizes: _Sizes) -> float:
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) normalises the latent
+    vectors and projects what comes out; in single operators a norm keeps its own copies of
+    its input."""
+    width = compute_bytes(workload)
+    norm = EAGER_RMS_NORM_BYTES if _eager_norms(workload) else width
+    return (norm + width) * workload.spec.latent * sizes.stream / workload.spec.hidden
 
 
 def _eager_norms(workload: Workload) -> bool:
@@ -184,17 +193,17 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
     """Tokens times experts per token, spread evenly over ranks: balanced routing.
 
     Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
-    fp32 probabilities.
+    fp32 probabilities; of shared experts, which all tokens pass through, the inner tensors.
     """
     spec, width = workload.spec, compute_bytes(workload)
     if not spec.moe_layers:
         return 0.0
     tokens = sizes.stream / spec.hidden
     pairs = tokens * spec.experts_per_token
-    inner = sizes.whole_stream / spec.hidden / tp * spec.experts_per_token
+    inner = spec.experts_per_token * spec.expert_intermediate + spec.shared_intermediate
     kept = (
         2 * width * pairs * spec.hidden
-        + width * _inner_tensors(workload) * inner * spec.expert_intermediate
+        + width * _inner_tensors(workload) * inner * sizes.whole_stream / spec.hidden / tp
         + FP32_BYTES * tokens * spec.experts
     )
     return kept * spec.moe_layers / spec.layers
