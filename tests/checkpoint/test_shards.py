@@ -16,7 +16,6 @@ from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.shards import (
     QUANTITIES,
     StateShard,
-    as_stored,
     block_numel,
     cut,
     key_of,
@@ -67,7 +66,7 @@ def test_a_cut_is_the_run_of_elements_in_order(stack, start, length):
 def test_what_is_stored_has_the_orientation_of_the_checkpoint(stack):
     flat = torch.cat([value_of(block).reshape(-1) for block in stack])
     for held, offset in with_offsets(stack):
-        block = as_stored(held)
+        block = held.stored
         assert torch.equal(stored_values(held, offset, flat), value_of(block))
         assert parse_key(key_of("exp_avg", block)) == ("exp_avg", block)
 

@@ -71,6 +71,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3 queries at once": GROUPED
     | LATENT
     | {"first_k_dense_replace": 0, "q_lora_rank": None},
+    "gpt_oss": SMALL
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 5}
+    | {"swiglu_limit": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "glm4_moe": GROUPED | {"use_qk_norm": True, "head_dim": 16},
     "glm4_moe without groups": SMALL
     | {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from toolkit.checkpoint.shards import (
     whole_block,
 )
 from toolkit.errors import CheckpointError
-from toolkit.models.families.tensors import Block
+from toolkit.models.families.tensors import Block, ends
 
 ELEMENTS_AT_ONCE = 1 << 24
 """Elements of one tensor that are in memory while it is copied."""
@@ -123,8 +123,7 @@ class SavedState:
         Raises CheckpointError when the checkpoint does not hold all of it.
         """
         if block.transposed:
-            assert block.columns is not None, "a vector is not transposed"
-            return self.read(quantity, Block(block.tensor, block.columns, block.rows, False)).T
+            return self.read(quantity, block.stored).T
         found = 0
         values: Tensor | None = None
         for stored, path, key in self._index.get((quantity, block.tensor), ()):
@@ -158,10 +157,11 @@ class SavedState:
     def _read_part(self, path: Path, key: str, stored: Block, part: Block) -> Tensor:
         try:
             whole = self._open(path).get_slice(key)
-            values: Tensor = whole[_inside(part, stored)]
+            places = _inside(part, stored)
+            values: Tensor = whole[tuple(slice(one.start, one.stop) for one in places)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
-        return values
+        return values[tuple(slice(None, None, one.step) for one in places)]
 
     def _open(self, path: Path) -> Any:
         if path not in self._handles:
@@ -207,19 +207,29 @@ class SavedWeights:
 
 def intersection(a: Block, b: Block) -> Block | None:
     """What two rectangles of the same tensor have in common."""
-    rows = max(a.rows[0], b.rows[0]), min(a.rows[1], b.rows[1])
-    if rows[0] >= rows[1]:
+    rows = _common(a.row_numbers, b.row_numbers)
+    columns = _common(a.column_numbers, b.column_numbers)
+    if not rows or not columns:
         return None
-    if a.columns is None or b.columns is None:
-        return Block(a.tensor, rows, None, transposed=False)
-    columns = max(a.columns[0], b.columns[0]), min(a.columns[1], b.columns[1])
-    return Block(a.tensor, rows, columns, False) if columns[0] < columns[1] else None
+    vector = a.columns is None or b.columns is None
+    steps = rows.step, columns.step
+    return Block(a.tensor, ends(rows), None if vector else ends(columns), False, steps)
+
+
+def _common(a: range, b: range) -> range:
+    """The numbers that are in both."""
+    step = lcm(a.step, b.step)
+    low, high = max(a.start, b.start), min(a.stop, b.stop)
+    first = next((n for n in range(low, low + step) if n in a and n in b), high)
+    return range(first, high, step)
 
 
 def _inside(part: Block, whole: Block) -> tuple[slice, ...]:
     """Where `part` lies in an array that holds `whole`."""
-    rows = slice(part.rows[0] - whole.rows[0], part.rows[1] - whole.rows[0])
-    if part.columns is None or whole.columns is None:
-        return (rows,)
-    left = whole.columns[0]
-    return rows, slice(part.columns[0] - left, part.columns[1] - left)
+    axes = [(part.row_numbers, whole.row_numbers)]
+    if part.columns is not None and whole.columns is not None:
+        axes.append((part.column_numbers, whole.column_numbers))
+    return tuple(
+        slice(all_.index(some[0]), all_.index(some[-1]) + 1, some.step // all_.step)
+        for some, all_ in axes
+    )

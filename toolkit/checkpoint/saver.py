@@ -22,7 +22,6 @@ from torch import Tensor
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.shards import (
     StateShard,
-    as_stored,
     block_shape,
     key_of,
     stored_values,
@@ -154,7 +153,7 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToW
             if copied:
                 values.keep()
             for block, offset in with_offsets(shard.blocks):
-                stored = as_stored(block)
+                stored = block.stored
                 pieces = partial(values.pieces, block, offset)
                 yield TensorToWrite(
                     key_of(quantity, stored), torch.float32, block_shape(stored), pieces

@@ -9,17 +9,18 @@ rectangles that the new layout needs. So every checkpoint serves every layout an
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from toolkit.models.families.tensors import Block
+from toolkit.models.families.tensors import Block, ends
 from toolkit.models.weights import checkpoint_names, correction_biases
 
 QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
 """The fp32 weight, and Adam's first and second moment."""
 
-_KEY = re.compile(r"(weight|exp_avg|exp_avg_sq)/(.+)\[(\d+):(\d+)(?:,(\d+):(\d+))?\]")
+_KEY = re.compile(r"(weight|exp_avg|exp_avg_sq)/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
+_NUMBERS = re.compile(r"(\d+):(\d+)(?::(\d+))?")
 
 
 class StateShard:
@@ -90,17 +91,13 @@ def whole_block(tensor: str, shape: Sequence[int]) -> Block:
 
 def block_numel(block: Block) -> int:
     """Elements of a block."""
-    return (block.rows[1] - block.rows[0]) * _width(block)
+    return len(block.row_numbers) * len(block.column_numbers)
 
 
 def block_shape(block: Block) -> tuple[int, ...]:
     """(rows, columns) or (rows,)."""
-    rows = block.rows[1] - block.rows[0]
-    return (rows,) if block.columns is None else (rows, _width(block))
-
-
-def _width(block: Block) -> int:
-    return 1 if block.columns is None else block.columns[1] - block.columns[0]
+    rows = len(block.row_numbers)
+    return (rows,) if block.columns is None else (rows, len(block.column_numbers))
 
 
 def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
@@ -121,16 +118,15 @@ def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
 
 
 def _rectangles(block: Block, low: int, high: int) -> Iterator[Block]:
-    width = _width(block)
+    width = len(block.column_numbers)
     while low < high:
         row, column = divmod(low, width)
         whole_rows = (high - low) // width if column == 0 else 0
         rows, end = (whole_rows, width) if whole_rows else (1, min(width, column + high - low))
-        first = block.rows[0] + row
-        columns = None
+        part = block.between(row, row + rows)
         if block.columns is not None:
-            columns = (block.columns[0] + column, block.columns[0] + end)
-        yield Block(block.tensor, (first, first + rows), columns, block.transposed)
+            part = replace(part, columns=ends(block.column_numbers[column:end]))
+        yield part
         low += rows * (end - column)
 
 
@@ -142,28 +138,26 @@ def with_offsets(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
         offset += block_numel(block)
 
 
-def as_stored(block: Block) -> Block:
-    """The same rectangle, turned the way the checkpoint stores it."""
-    if not block.transposed:
-        return block
-    assert block.columns is not None, "a vector is not transposed"
-    return Block(block.tensor, block.columns, block.rows, transposed=False)
-
-
 def stored_values(block: Block, offset: int, flat: Tensor) -> Tensor:
-    """The block's rectangle of a shard's `flat` values, in the form of `as_stored`."""
+    """The block's rectangle of a shard's `flat` values, in the form of `Block.stored`."""
     values = flat[offset : offset + block_numel(block)]
     if block.columns is None:
         return values
-    rectangle = values.view(-1, _width(block))
+    rectangle = values.view(-1, len(block.column_numbers))
     return rectangle.T if block.transposed else rectangle
 
 
 def key_of(quantity: str, block: Block) -> str:
-    """The name of a stored rectangle: `exp_avg/model.norm.weight[0:64]`."""
+    """The name of a stored rectangle: `exp_avg/model.norm.weight[0:64]`; every other column of
+    a matrix: `[0:64,0:95:2]`."""
     assert not block.transposed, "stored as the checkpoint has it"
-    columns = "" if block.columns is None else f",{block.columns[0]}:{block.columns[1]}"
-    return f"{quantity}/{block.tensor}[{block.rows[0]}:{block.rows[1]}{columns}]"
+    columns = "" if block.columns is None else f",{_spelt(block.column_numbers)}"
+    return f"{quantity}/{block.tensor}[{_spelt(block.row_numbers)}{columns}]"
+
+
+def _spelt(numbers: range) -> str:
+    step = f":{numbers.step}" if numbers.step > 1 else ""
+    return f"{numbers.start}:{numbers.stop}{step}"
 
 
 def parse_key(key: str) -> tuple[str, Block] | None:
@@ -171,10 +165,17 @@ def parse_key(key: str) -> tuple[str, Block] | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return None
-    quantity, tensor, *numbers = match.groups()
-    low, high, left, right = (None if n is None else int(n) for n in numbers)
-    assert low is not None and high is not None, "the pattern has both"
-    columns = None if left is None or right is None else (left, right)
-    if low >= high or (columns is not None and columns[0] >= columns[1]):
+    quantity, tensor, *axes = match.groups()
+    rows, columns = (None if axis is None else _numbers(axis) for axis in axes)
+    if rows is None or (columns is None) != (axes[1] is None):
         return None
-    return quantity, Block(tensor, (low, high), columns, transposed=False)
+    steps = rows.step, columns.step if columns else 1
+    block = Block(tensor, ends(rows), ends(columns) if columns else None, False, steps)
+    return quantity, block
+
+
+def _numbers(spelt: str) -> range | None:
+    """The numbers of an axis of a stored name; None where there are none."""
+    match = _NUMBERS.fullmatch(spelt)
+    step = int(match[3] or 1) if match else 0
+    return range(int(match[1]), int(match[2]), step) or None if match and step else None

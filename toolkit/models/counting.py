@@ -26,7 +26,7 @@ from toolkit.models.families.generic import build_config
 from toolkit.models.families.tensors import whole
 from toolkit.models.huggingface import decoder_layers, meta_model
 from toolkit.models.spec import Counted, ModelSpec, ParameterCounts
-from toolkit.models.weights import checkpoint_names
+from toolkit.models.weights import checkpoint_names, weight_name
 
 _LENGTHS = (64, 128)
 """Of the two forward passes, in tokens."""
@@ -224,7 +224,8 @@ def _tensors(model: PreTrainedModel, parts: Mapping[str, str]) -> MegatronModel:
     tensors = []
     for name, parameter in model.named_parameters():
         kind = _KINDS[parts[name]]
-        for piece in checkpoint_names(name, tuple(parameter.shape)):
+        shape = tuple(parameter.shape)
+        for piece in checkpoint_names(weight_name(model, name, shape), shape):
             label = f"{kind}.linear_{piece.name}" if name in linear else f"{kind}.{piece.name}"
             rows, *others = piece.shape or (1,)
             columns = prod(others) if others else None

@@ -32,6 +32,7 @@ from toolkit.models.weights import (
     WeightSource,
     checkpoint_names,
     correction_biases,
+    weight_name,
 )
 from toolkit.recipe.schema import ModelSection
 from toolkit.untrusted import read_json
@@ -205,7 +206,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter by the name that weights and checkpoints have for it, with PEFT's layers
     as without: `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
     for name, parameter in model.named_parameters():
-        yield _OF_PEFT.sub("", name), parameter
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        yield weight_name(model, _OF_PEFT.sub("", name), shape), parameter
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]]:
@@ -281,7 +283,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter and correction bias; tied ones appear once."""
     model = meta_model(config)
-    tensors = (*model.named_parameters(), *correction_biases(model).items())
+    tensors = (*named_parameters(model), *correction_biases(model).items())
     return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 

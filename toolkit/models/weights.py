@@ -7,10 +7,12 @@ rank ever needs the whole model, and the answer never depends on who asks.
 `RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` reads them
 from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
 keeps the experts of a layer in one stacked parameter while checkpoints hold one tensor
-per expert; `checkpoint_names` maps one to the other.
+per expert; `checkpoint_names` maps one to the other. Of families whose published checkpoints
+hold the stack as well, a tensor per expert is a slice of it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
-from toolkit.models.families import FAMILIES
+from toolkit.models.families import FAMILIES, family_of
 from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
@@ -80,13 +82,41 @@ class Piece:
         return prod(self.shape)
 
 
+_OF_STACK = re.compile(r"\.experts\.(\d+)\.\w+$")
+"""A tensor per expert that is a slice of a published stack, and the expert's number."""
+
+
+def is_of_stack(name: str) -> bool:
+    """Is this checkpoint tensor one expert's slice of a stack, as published checkpoints have
+    it?"""
+    return _OF_STACK.search(name) is not None
+
+
+def weight_name(model: nn.Module, name: str, shape: Sequence[int]) -> str:
+    """The name that weights have for parameter `name` of a transformers model.
+
+    Its own, but for the experts of a family whose published checkpoints stack them, too:
+    `….experts.gate_up_proj` is `….experts.stack.gate_up_proj`.
+    """
+    parent, _, own = name.rpartition(".")
+    if not parent.endswith(".experts") or len(shape) < 2:
+        return name
+    stacked = family_of(model.config.model_type).stacked_experts  # type: ignore[union-attr]
+    return f"{parent}.stack.{own}" if stacked else name
+
+
 def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
-    """The checkpoint tensors that, flattened one after the other, are parameter `name`.
+    """The checkpoint tensors that, flattened one after the other, are parameter `name`, called
+    as `weight_name` does.
 
     Nearly always one tensor of the same name. For stacked experts, `gate_up_proj`
     [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, …;
-    `down_proj` [experts, hidden, intermediate] is one tensor per expert.
+    `down_proj` [experts, hidden, intermediate] is one tensor per expert. Where published
+    checkpoints stack them, too, every parameter is one tensor per expert, of its own form.
     """
+    if stack := re.fullmatch(r"(.*\.experts)\.stack\.(\w+)", name):
+        slices = (f"{stack[1]}.{expert}.{stack[2]}" for expert in range(shape[0]))
+        return [Piece(one, tuple(shape[1:])) for one in slices]
     match = re.fullmatch(r"(.*\.mlp)\.experts\.(gate_up_proj|down_proj)", name)
     if not match or len(shape) != 3:
         return [Piece(name, tuple(shape))]
@@ -138,8 +168,7 @@ class CheckpointTensors:
     def flat_rows(self, block: Block) -> tuple[str, int, int, int]:
         """Parameter, first and last element, and row length of the rows that hold `block`."""
         place = self._places[block.tensor]
-        rows = block.columns if block.transposed else block.rows
-        assert rows is not None, "a vector is not transposed"
+        rows = block.stored.rows
         length = prod(place.shape[1:])
         start = place.start + rows[0] * length
         return place.parameter, start, place.start + rows[1] * length, length
@@ -163,7 +192,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = {
+            id(p): weight_name(model, name, p.shape) for name, p in model.named_parameters()
+        }
         self.fills: dict[str, list[_Fill]] = {}
         self.others: dict[str, nn.Module] = {}
         """Parameters that are initialised in another way, and the module that does it."""
@@ -222,7 +253,10 @@ class RandomWeights:
 
     def __init__(self, meta_model: nn.Module, seed: int) -> None:
         self.seed = seed
-        self.shapes = {name: tuple(p.shape) for name, p in meta_model.named_parameters()}
+        self.shapes = {
+            weight_name(meta_model, name, p.shape): tuple(p.shape)
+            for name, p in meta_model.named_parameters()
+        }
         for module in meta_model.modules():
             if hasattr(module, "_is_hf_initialized"):
                 del module._is_hf_initialized
@@ -285,15 +319,16 @@ class RandomWeights:
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`; the block's rows are drawn a few at a time."""
         name, start, stop, length = self.tensors.flat_rows(block)
+        each, apart = block.stored.steps
         if block.columns is None:
-            return self.read(name, start, stop)
-        low, high = block.rows if block.transposed else block.columns
+            return self.read(name, start, stop)[::each]
+        low, high = block.stored.columns or (0, length)
         step = max(1, DRAWN_AT_ONCE // length) * length
         parts = [
-            self.read(name, first, min(first + step, stop)).view(-1, length)[:, low:high]
+            self.read(name, first, min(first + step, stop)).view(-1, length)[:, low:high:apart]
             for first in range(start, stop, step)
         ]
-        columns = parts[0] if len(parts) == 1 else torch.cat(parts)
+        columns = (parts[0] if len(parts) == 1 else torch.cat(parts))[::each]
         return columns.T if block.transposed else columns
 
 
@@ -384,18 +419,19 @@ class SafetensorsWeights:
 
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`; only the rectangle is read."""
-        tensor = self._slice(block.tensor)
-        rows, columns = slice(*block.rows), block.columns
-        if columns is None:
-            vector: Tensor = tensor[rows]
-            return vector
-        if block.transposed:
-            rows, columns = slice(*columns), block.rows
-        rectangle: Tensor = tensor[rows, slice(*columns)]
+        tensor, stored = self._slice(block.tensor), block.stored
+        each, apart = stored.steps
+        if stored.columns is None:
+            vector: Tensor = tensor[slice(*stored.rows)]
+            return vector[::each]
+        # Files are read without gaps.
+        rectangle: Tensor = tensor[slice(*stored.rows), slice(*stored.columns)]
+        rectangle = rectangle[::each, ::apart]
         return rectangle.T if block.transposed else rectangle
 
     def _slice(self, name: str) -> Any:
-        return self.stored.part(self.stored_name(name))
+        part, expert = self.stored.part(self.stored_name(name)), _OF_STACK.search(name)
+        return _Slice(part, int(expert[1])) if expert else part
 
     def stored_name(self, name: str) -> str:
         """The checkpoint's own name of a tensor. Raises DataError when it has none."""
@@ -453,10 +489,12 @@ class SafetensorsWeights:
         return f"check that {self.config_name} describes this checkpoint"
 
     def _check(self) -> None:
+        counted: Counter[str] = Counter()
         for name, shape in self.shapes.items():
             pieces = self._pieces(name, shape)
             for piece in pieces:
                 found = tuple(self._slice(piece.name).get_shape())
+                counted[self.stored_name(piece.name)] += piece.numel
                 wrong = found != shape if len(pieces) == 1 else prod(found) != piece.numel
                 if wrong:
                     raise DataError(
@@ -464,3 +502,30 @@ class SafetensorsWeights:
                         f"{shape if len(pieces) == 1 else piece.numel}",
                         fix=self._check_config,
                     )
+        for stored, numel in counted.items():
+            shape = tuple(self.stored.part(stored).get_shape())
+            if prod(shape) != numel:
+                raise DataError(
+                    f"{self.folder}: {stored} has shape {shape}, the model needs {numel} "
+                    "elements",
+                    fix=self._check_config,
+                )
+
+
+class _Slice:
+    """One expert's part of a stack in a file, to be sliced as safetensors' tensors are."""
+
+    def __init__(self, stack: Any, expert: int) -> None:
+        self._stack = stack
+        self._expert = expert
+
+    def get_shape(self) -> list[int]:
+        """Its shape, without the experts."""
+        shape: list[int] = self._stack.get_shape()[1:]
+        return shape
+
+    def __getitem__(self, places: slice | tuple[slice, ...]) -> Tensor:
+        """A part of it."""
+        places = places if isinstance(places, tuple) else (places,)
+        part: Tensor = self._stack[(self._expert, *places)]
+        return part

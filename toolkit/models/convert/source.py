@@ -68,7 +68,7 @@ class ConvertibleModel:
             row = 0
             for block in whole_blocks(instance):
                 parts.setdefault(block.tensor, []).append(TensorBlock(instance, row, block))
-                row += block.rows[1] - block.rows[0]
+                row += len(block.row_numbers)
         return parts
 
     def parameters(self) -> int:

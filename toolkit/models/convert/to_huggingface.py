@@ -4,7 +4,6 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from toolkit.models.convert.torch_dist import Reader
 from toolkit.models.families import FAMILIES
 from toolkit.models.families.base import Instance
 from toolkit.models.safetensors_folder import SafetensorsFolder
-from toolkit.models.weights import TIED_HEAD
+from toolkit.models.weights import TIED_HEAD, is_of_stack
 from toolkit.untrusted import read_json
 
 PIECE_ELEMENTS = 1 << 25
@@ -149,10 +148,18 @@ class ToHuggingFace:
         return names
 
     def _entries(self) -> Iterator[TensorToWrite]:
-        """The model's tensors; a tied head is the embedding under a second name."""
+        """The model's tensors; a tied head is the embedding under a second name, and a stack
+        of experts the tensors of all of them."""
         embedding = next(iter(self._tensors.values()))
+        stacks: dict[str, list[Sequence[TensorBlock]]] = {}
         for name, stored in self._names().items():
-            yield self._entry(stored, self._tensors.get(name, embedding))
+            parts = self._tensors.get(name, embedding)
+            if is_of_stack(name):
+                stacks.setdefault(stored, []).append(parts)
+            else:
+                yield self._entry(stored, [parts], shape_of(parts))
+        for stored, experts in stacks.items():
+            yield self._entry(stored, experts, (len(experts), *shape_of(experts[0])))
 
     def _unmapped(self) -> Iterator[TensorToWrite]:
         """Tensors that the Hugging Face folder had besides the model's."""
@@ -161,25 +168,41 @@ class ToHuggingFace:
             stored = SafetensorsFolder(kept.parent, only=kept.name)
             yield from read_entries(stored, stored.files)
 
-    def _entry(self, name: str, parts: Sequence[TensorBlock]) -> TensorToWrite:
-        key = self._places[parts[0].instance].key
+    def _entry(
+        self, name: str, tensors: Sequence[Sequence[TensorBlock]], shape: tuple[int, ...]
+    ) -> TensorToWrite:
+        key = self._places[tensors[0][0].instance].key
         dtype = self.reader.tensors[key].dtype
-        return TensorToWrite(name, dtype, shape_of(parts), partial(self._pieces, parts))
+
+        def pieces() -> Iterator[Tensor]:
+            for parts in tensors:
+                yield from self._pieces(parts)
+
+        return TensorToWrite(name, dtype, shape, pieces)
 
     def _pieces(self, parts: Sequence[TensorBlock]) -> Iterator[Tensor]:
         """One checkpoint tensor, some rows at a time where its rows lie together."""
         ordered = sorted(parts, key=lambda part: part.block.rows)
-        if ordered[0].block.transposed:
-            yield torch.cat([piece for part in ordered for piece in self._rows(part)]).T
+        if any(part.block.transposed or part.block.steps[0] > 1 for part in ordered):
+            yield self._whole(ordered)
             return
         for part in ordered:
             yield from self._rows(part)
+
+    def _whole(self, parts: Sequence[TensorBlock]) -> Tensor:
+        """A checkpoint tensor that is transposed, or whose parts alternate."""
+        rows = [torch.cat([*self._rows(part)]) for part in parts]
+        whole = rows[0].new_empty(sum(map(len, rows)), *rows[0].shape[1:])
+        for part, values in zip(parts, rows, strict=True):
+            numbers = part.block.row_numbers
+            whole[numbers.start : numbers.stop : numbers.step] = values
+        return whole.T if parts[0].block.transposed else whole
 
     def _rows(self, part: TensorBlock) -> Iterator[Tensor]:
         """The rows of a Megatron tensor that are this part."""
         place, block = self._places[part.instance], part.block
         columns = () if block.columns is None else (block.columns[1],)
-        last = part.row + block.rows[1] - block.rows[0]
+        last = part.row + len(block.row_numbers)
         step = max(1, PIECE_ELEMENTS // (columns[0] if columns else 1))
         for row in range(part.row, last, step):
             rows = min(step, last - row)

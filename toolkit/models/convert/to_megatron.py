@@ -114,10 +114,8 @@ def _between(stack: Sequence[Block], first: int, last: int) -> Iterator[Block]:
     """The parts of stacked blocks that lie in rows [first, last) of the stack."""
     row = 0
     for block in stack:
-        start, stop = block.rows
-        low, high = max(first - row, 0), min(last - row, stop - start)
+        rows = len(block.row_numbers)
+        low, high = max(first - row, 0), min(last - row, rows)
         if low < high:
-            yield Block(
-                block.tensor, (start + low, start + high), block.columns, block.transposed
-            )
-        row += stop - start
+            yield block.between(low, high)
+        row += rows

@@ -19,6 +19,7 @@ from toolkit.models.families.glm4 import GLM4
 from toolkit.models.families.glm4_moe import GLM4_MOE
 from toolkit.models.families.gpt2 import GPT2
 from toolkit.models.families.gpt_neox import GPT_NEOX
+from toolkit.models.families.gpt_oss import GPT_OSS
 from toolkit.models.families.granite import GRANITE
 from toolkit.models.families.llama import LLAMA
 from toolkit.models.families.mistral import MISTRAL
@@ -37,8 +38,8 @@ from toolkit.models.spec import ModelSpec
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GRANITE, LLAMA,
-        MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3,
+        DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GPT_OSS, GRANITE,
+        LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

@@ -124,6 +124,10 @@ class Instance:
     """Its expert in the whole layer; None for one outside the experts."""
 
 
+STACKED_NAMES = ((r"\.experts\.(?:stack|\d+)\.(\w+)$", r".experts.\1"),)
+"""`Family.published_names` where checkpoints hold a layer's experts in one tensor."""
+
+
 def all_layers(settings: Settings) -> range:
     """Every layer's number."""
     return range(settings["num_hidden_layers"])

@@ -125,13 +125,20 @@ def outer_tensors(
     return tensors
 
 
-def rotary(settings: Settings, theta: float = 10_000.0, share: float = 1.0) -> dict[str, Any]:
-    """GPTChunk arguments of rotary positions; `theta` and `share` are the family's defaults.
+def rotary(
+    settings: Settings,
+    theta: float = 10_000.0,
+    share: float = 1.0,
+    otherwise: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """GPTChunk arguments of rotary positions; `theta` and `share` are the family's defaults,
+    and `otherwise` the map of rotary settings.
 
     `rope_parameters` is what transformers would compute the frequencies of, complete; it is
     left out where every pair turns at the plain frequencies, which are megatron-core's own.
     """
-    return _rotary(settings, rope_of(settings), settings["rope_theta"] or theta, share)
+    rope = rope_of(settings) or otherwise or {}
+    return _rotary(settings, rope, settings["rope_theta"] or theta, share)
 
 
 def layered_rotary(settings: Settings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.models.config_keys import ROPE, Key, Kind
-from toolkit.models.families.base import Attention, Family, MegatronModel, Settings
+from toolkit.models.families.base import STACKED_NAMES, Attention, Family, MegatronModel, Settings
 from toolkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def generic(model_type: str) -> Family:
     for field in fields(config):
         default = None if field.default is MISSING else field.default
         keys[field.name] = Key(_ANY, default)
+    stacked = _stacks_experts(model_type)
     return Family(
         model_type,
         keys,
@@ -57,7 +58,8 @@ def generic(model_type: str) -> Family:
         shape=_shape,
         attention=_attention,
         freezes_padding=False,
-        stacked_experts=_stacks_experts(model_type),
+        stacked_experts=stacked,
+        published_names=STACKED_NAMES if stacked else (),
     )
 
 

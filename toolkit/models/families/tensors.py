@@ -15,7 +15,7 @@ A vector is a matrix with one column. Nothing here imports torch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Split = Literal["rows", "columns", "none"]
@@ -29,6 +29,13 @@ class Rows:
     """Name in the Hugging Face checkpoint; `{layer}` and `{expert}` stand for numbers."""
     start: int
     stop: int
+    step: int = 1
+    """From one row to the next: 2 where gate and up projection alternate."""
+
+    @property
+    def numbers(self) -> range:
+        """The rows' numbers."""
+        return range(self.start, self.stop, self.step)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class TensorMap:
     @property
     def rows(self) -> int:
         """Rows of the whole tensor, padding not counted."""
-        return sum(part.stop - part.start for stack in self.stacks for part in stack)
+        return sum(len(part.numbers) for stack in self.stacks for part in stack)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,35 @@ class Block:
     columns: tuple[int, int] | None
     """None for a vector."""
     transposed: bool
+    steps: tuple[int, int] = (1, 1)
+    """From one row to the next, and from one column to the next."""
+
+    @property
+    def row_numbers(self) -> range:
+        """The rows' numbers."""
+        return range(*self.rows, self.steps[0])
+
+    @property
+    def column_numbers(self) -> range:
+        """The columns' numbers; of a vector one."""
+        return range(*(self.columns or (0, 1)), self.steps[1])
+
+    @property
+    def stored(self) -> "Block":
+        """The same rectangle, turned the way the checkpoint stores it."""
+        if not self.transposed:
+            return self
+        assert self.columns is not None, "a vector is not transposed"
+        return Block(self.tensor, self.columns, self.rows, False, self.steps[::-1])
+
+    def between(self, first: int, last: int) -> "Block":
+        """The first but `first` of its rows, up to the one before `last`."""
+        return replace(self, rows=ends(self.row_numbers[first:last]))
+
+
+def ends(numbers: range) -> tuple[int, int]:
+    """The first number and the one behind the last."""
+    return numbers[0], numbers[-1] + 1
 
 
 def blocks(
@@ -89,7 +125,11 @@ def blocks(
     numbers = {"layer": layer, "expert": expert}
     return [
         Block(
-            part.tensor.format(**numbers), (part.start, part.stop), columns, tensor.transposed
+            part.tensor.format(**numbers),
+            (part.start, part.stop),
+            columns,
+            tensor.transposed,
+            (part.step, 1),
         )
         for stack in tensor.stacks
         for part in _rank_rows(stack, tensor, rank, degree)
@@ -103,16 +143,16 @@ def _rank_rows(
     if tensor.split != "rows":
         yield from stack
         return
-    rows = sum(part.stop - part.start for part in stack)
+    rows = sum(len(part.numbers) for part in stack)
     if tensor.padded:
         rows += -rows % degree
     low, high = _slice(rows, rank, degree)
     offset = 0
     for part in stack:
-        size = part.stop - part.start
+        size = len(part.numbers)
         first, last = max(low - offset, 0), min(high - offset, size)
         if first < last:
-            yield Rows(part.tensor, part.start + first, part.start + last)
+            yield Rows(part.tensor, *ends(part.numbers[first:last]), part.step)
         offset += size
 
 
@@ -160,6 +200,13 @@ def gated(name: str, gate: str, up: str, rows: int, columns: int | None) -> Tens
     first = rows if gate == up else 0
     stacks = ((Rows(gate, 0, rows),), (Rows(up, first, first + rows),))
     return TensorMap(name, stacks, columns, "rows")
+
+
+def gated_alternating(name: str, tensor: str, rows: int, columns: int | None) -> TensorMap:
+    """Gate and up projection in one matrix, `rows` of each, of a tensor that holds them [in,
+    out] in alternating columns; a bias alternates likewise."""
+    gate, up = ((Rows(tensor, first, 2 * rows - 1 + first, 2),) for first in (0, 1))
+    return TensorMap(name, (gate, up), columns, "rows", transposed=columns is not None)
 
 
 @dataclass(frozen=True)

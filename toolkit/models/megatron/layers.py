@@ -1,25 +1,26 @@
 """Layer specifications of the Megatron model, which need neither Transformer Engine nor Apex.
 
 megatron-core builds a layer from a specification that names the class of each part. These
-name megatron-core's own parallel linear layers, torch's norms and torch's fused attention,
-which is the plan's `sdpa`.
+name megatron-core's own parallel linear layers, torch's norms and the attention of
+`attention.py`.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -31,128 +32,33 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout
 
 from toolkit.models.families import MegatronModel
+from toolkit.models.megatron.attention import CappedAttention, CausalAttention, SinkAttention
 from toolkit.models.megatron.latent_attention import latent_attention
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd, changed_then_added
 
 
-class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """softmax(q·k)·v over the past by torch's fused kernels, with an optional window."""
+class ExpertDown(RowParallelLinear):  # type: ignore[misc]
+    """The second linear layer of an expert with biases, of which tensor parallelism gives each
+    rank some input features: one of the ranks adds the bias to what is summed over them."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: object,
-    ) -> None:
-        super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        self.dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
-        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        self.window: int | None = config.window_size[0] if windowed else None
-        """Positions before a query that it sees; None for all of them."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **_: object,
-    ) -> Tensor:
-        """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
-        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None where a
-        row is one document."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        length = q.shape[2]
-        mask = None
-        if attention_mask is not None:
-            mask = attention_mask[0 if self.window is None else 1]
-        elif self.window is not None and self.window + 1 < length:
-            mask = _band(length, self.window, q.device)
-        if mask is not None:
-            # CUDA's fused kernels take either a mask or grouped heads.
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with self._own_random_stream():
-            context = self._attend(q, k, v, mask)
-        return context.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
-
-    def _own_random_stream(self) -> AbstractContextManager[None]:
-        """A block in which each tensor-parallel rank, having other heads, draws its own
-        dropout; under sequence parallel the whole layer already does."""
-        random = self.dropout > 0 and self.training and not self.config.sequence_parallel
-        return get_cuda_rng_tracker().fork() if random else nullcontext()
-
-
-class CappedAttention(CausalAttention):
-    """softmax(c · tanh(q·k / c))·v, which fused kernels lack: the scores are kept."""
-
-    def __init__(self, *arguments: Any, cap: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.cap = cap
+        group = options["tp_group"]
+        self.adds = float(group.rank() == 0)
+        # The gradients of a split expert are summed over its ranks. One that is not split is
+        # on one rank alone, though its bias is no part of a larger one.
+        self.bias.sequence_parallel = group.size() > 1
+        if group.size() == 1:
+            set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """See `CausalAttention._attend`; the softmax is in fp32, as in transformers."""
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        scores = torch.tanh(q @ k.transpose(2, 3) * self.scale / self.cap) * self.cap
-        if mask is None:
-            mask = _band(q.shape[2], q.shape[2], q.device)
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        else:
-            scores = scores + mask
-        weights = softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return dropout(weights, self.dropout, self.training) @ v
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """True where query i sees key j: i - window ≤ j ≤ i."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance <= window)
-
-
-def document_masks(segments: Tensor, config: TransformerConfig) -> Tensor:
-    """The masks of a micro batch whose documents are isolated, in the compute precision:
-    [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
-
-    The first is that of layers that see all the past of a document, the second that of layers
-    with a window. All layers share them: a boolean mask, and one made in each layer, would be
-    kept for the backward pass once per layer.
-    """
-    length = segments.shape[1]
-    windows = [length] if config.window_size is None else [length, config.window_size[0]]
-    sees = torch.stack([_band(length, window, segments.device) for window in windows])
-    same = segments[:, :, None] == segments[:, None, :]
-    hidden = ~(sees[:, None] & same)[:, :, None]
-    scores = torch.zeros(hidden.shape, dtype=config.params_dtype, device=segments.device)
-    return scores.masked_fill_(hidden, float("-inf"))
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the sum, and its part of the bias."""
+        output, bias = super().forward(input_)
+        return output, bias * self.adds
 
 
 class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]
@@ -200,6 +106,8 @@ def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
     core: Any = CausalAttention
     if model.score_cap is not None:
         core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
+    if config.softmax_type == "learnable":
+        core = SinkAttention
     if config.multi_latent_attention:
         return latent_attention(core, Norm)
     return ModuleSpec(
@@ -262,6 +170,9 @@ def _dense_mlp() -> ModuleSpec:
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    return get_moe_module_spec(
+    spec = get_moe_module_spec(
         use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
     )
+    if config.add_bias_linear:
+        spec.submodules.experts.submodules.linear_fc2 = ExpertDown
+    return spec

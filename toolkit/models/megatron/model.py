@@ -21,8 +21,9 @@ from toolkit.batch import MicroBatch
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import cpu
+from toolkit.models.megatron.attention import document_masks
 from toolkit.models.megatron.config import expert_tensor
-from toolkit.models.megatron.layers import chunk_spec, document_masks
+from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation, scale_rotation
 
 
@@ -30,11 +31,20 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _unchanged(weight: Tensor) -> Tensor:
     return weight
 
 
-ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+}
 
 
 class GPTChunk(GPTModel):  # type: ignore[misc]
@@ -270,7 +280,12 @@ def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     if "window_size" in objects:
         objects["window_size"] = tuple(objects["window_size"])
     kind = MLATransformerConfig if objects.get("multi_latent_attention") else TransformerConfig
-    return kind(**objects)
+    # megatron-core refuses biases of experts that tensor parallelism splits, because each rank
+    # would add that of the second layer. Ours (`ExpertDown`) is added once.
+    biased = objects["add_bias_linear"]
+    config = kind(**objects | {"add_bias_linear": False})
+    config.add_bias_linear = biased
+    return config
 
 
 def log_probs(losses: Tensor, batch: MicroBatch) -> Tensor:

@@ -139,7 +139,7 @@ def _write(shard: Shard, weights: WeightSource) -> None:
     """Fill one parameter from its rectangles; padding is zero."""
     row = 0
     for block in shard.blocks:
-        rows = block.rows[1] - block.rows[0]
+        rows = len(block.row_numbers)
         shard.parameter[row : row + rows].copy_(weights.read_block(block))
         row += rows
     shard.parameter[row:].zero_()

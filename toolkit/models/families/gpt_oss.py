@@ -1,0 +1,135 @@
+"""gpt-oss: mixture of experts with biases everywhere, attention sinks and alternating windows.
+
+A sink is a logit per head that takes part in the softmax over the scores and has no value. The
+experts compute (up + 1) · gate · sigmoid(1.702 · gate), gate and up clamped. Checkpoints keep
+the experts of a layer in one tensor, [in, out], gate and up projection in alternating columns.
+"""
+
+from collections.abc import Mapping
+
+from toolkit.models.config_keys import (
+    ACTIVATION,
+    FLAG,
+    FLOAT,
+    LAYER_TYPES,
+    POSITIVE_FLOAT,
+    SIZE,
+    TOKEN,
+    TOKENS,
+    Key,
+    without,
+)
+from toolkit.models.families import common, gemma2, llama, mixtral
+from toolkit.models.families.base import STACKED_NAMES, Family, MegatronModel, Settings
+from toolkit.models.families.shape import counted
+from toolkit.models.families.tensors import (
+    TensorMap,
+    by_columns,
+    by_rows,
+    gated_alternating,
+    whole,
+)
+from toolkit.models.spec import ModelSpec
+
+KEYS: Mapping[str, Key] = {
+    **without(llama.KEYS, "pretraining_tp", "mlp_bias"),
+    "num_hidden_layers": Key(SIZE, 36),
+    "num_local_experts": Key(SIZE, 128),
+    "vocab_size": Key(SIZE, 201088),
+    "hidden_size": Key(SIZE, 2880),
+    "intermediate_size": Key(SIZE, 2880),
+    "head_dim": Key(SIZE, 64),
+    "num_attention_heads": Key(SIZE, 64),
+    "num_key_value_heads": Key(SIZE, 8),
+    "sliding_window": Key(SIZE, 128),
+    "layer_types": Key(LAYER_TYPES, nullable=True),
+    "hidden_act": Key(ACTIVATION, "silu"),  # transformers reads it nowhere
+    "max_position_embeddings": Key(SIZE, 131072),
+    "rms_norm_eps": Key(POSITIVE_FLOAT, 1e-5),
+    "num_experts_per_tok": Key(SIZE, 4),
+    "swiglu_alpha": Key(POSITIVE_FLOAT, 1.702),
+    "swiglu_limit": Key(POSITIVE_FLOAT, 7.0),
+    "router_aux_loss_coef": Key(FLOAT, 0.001),
+    "output_router_logits": Key(FLAG, False),
+    "attention_bias": Key(FLAG, True),
+    "bos_token_id": Key(TOKEN, nullable=True),
+    "eos_token_id": Key(TOKENS, nullable=True),
+    # In published configs; transformers reads them nowhere.
+    "initial_context_length": Key(SIZE),
+    "experts_per_token": Key(SIZE),
+}
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+"""What turns positions where the config does not say it."""
+
+
+def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
+    """Router and experts of a layer, with their biases."""
+    hidden, inner = spec.hidden, spec.expert_intermediate
+    router, ours = f"{llama.HF_LAYER}.mlp.router", f"{llama.LAYER}.mlp.router"
+    expert = f"{llama.HF_LAYER}.mlp.experts.{{expert}}"
+    megatron = f"{llama.LAYER}.mlp.experts.local_experts.{{expert}}"
+    gate_up, down = f"{expert}.gate_up_proj", f"{expert}.down_proj"
+    return [
+        whole(f"{ours}.weight", f"{router}.weight", spec.experts, hidden),
+        whole(f"{ours}.bias", f"{router}.bias", spec.experts),
+        gated_alternating(f"{megatron}.linear_fc1.weight", gate_up, inner, hidden),
+        gated_alternating(f"{megatron}.linear_fc1.bias", f"{gate_up}_bias", inner, None),
+        by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner, transposed=True),
+        whole(f"{megatron}.linear_fc2.bias", f"{down}_bias", hidden),
+    ]
+
+
+def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
+    """gpt-oss as a megatron-core GPTModel."""
+    sinks = by_rows(
+        f"{llama.LAYER}.self_attention.core_attention.softmax_offset",
+        f"{llama.HF_LAYER}.self_attn.sinks",
+        spec.heads,
+    )
+    fields = {
+        "softmax_type": "learnable",
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": settings["swiglu_limit"],
+        "glu_linear_offset": 1.0,
+        "moe_router_pre_softmax": False,
+    }
+    return MegatronModel(
+        llama.decoder_transformer(spec, settings) | fields,
+        common.gpt(spec) | common.rotary(settings, theta=150_000.0, otherwise=YARN),
+        (
+            *llama.outer_tensors(spec),
+            *llama.attention_tensors(spec),
+            sinks,
+            *expert_tensors(spec),
+        ),
+        moe_layers=frozenset(range(spec.layers)),
+    )
+
+
+def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
+    """Why megatron-core cannot compute this gpt_oss; None when it can."""
+    alpha = None
+    if settings["swiglu_alpha"] != 1.702:
+        alpha = "swiglu_alpha: that of the Megatron model's experts is 1.702"
+    return common.first_reason(
+        alpha, mixtral.unsupported_normalised_router(spec), common.unsupported_biases(spec)
+    )
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    KEYS,
+    model,
+    unsupported,
+    aliases={"num_experts": "num_local_experts"},
+    attention=lambda _: "eager",  # sdpa has no sinks
+    shape=counted,
+    stacked_experts=True,
+    published_names=STACKED_NAMES,
+    mlp_bias=True,
+    sliding=gemma2.even_layers,
+)

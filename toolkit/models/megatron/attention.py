@@ -1,0 +1,190 @@
+"""What a query sees of the past, and how it weights it: the core attentions of our layers.
+
+torch's fused attention, which is the plan's `sdpa`, and where its kernels lack something,
+matrix products with a softmax, which is `eager`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+
+from toolkit.models.megatron.norms import local_device
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """softmax(q·k)·v over the past by torch's fused kernels, with an optional window."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.dropout = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
+        self.scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window: int | None = config.window_size[0] if windowed else None
+        """Positions before a query that it sees; None for all of them."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **_: object,
+    ) -> Tensor:
+        """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
+        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None where a
+        row is one document."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        length = q.shape[2]
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[0 if self.window is None else 1]
+        elif self.window is not None and self.window + 1 < length:
+            mask = _band(length, self.window, q.device)
+        if mask is not None:
+            # CUDA's fused kernels take either a mask or grouped heads.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        with self._own_random_stream():
+            context = self._attend(q, k, v, mask)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            enable_gqa=k.shape[1] != q.shape[1],
+        )
+
+    def _own_random_stream(self) -> AbstractContextManager[None]:
+        """A block in which each tensor-parallel rank, having other heads, draws its own
+        dropout; under sequence parallel the whole layer already does."""
+        random = self.dropout > 0 and self.training and not self.config.sequence_parallel
+        return get_cuda_rng_tracker().fork() if random else nullcontext()
+
+
+class EagerAttention(CausalAttention):
+    """The same where fused kernels lack something: the scores are kept."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """See `CausalAttention._attend`; the softmax is in fp32."""
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = self._changed(q @ k.transpose(2, 3) * scale)
+        if mask is None:
+            mask = _band(q.shape[2], q.shape[2], q.device)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        else:
+            scores = scores + mask
+        weights = self._weights(scores.float()).to(q.dtype)
+        return dropout(weights, self.dropout, self.training) @ v
+
+    def _changed(self, scores: Tensor) -> Tensor:
+        """What goes into the softmax, before masks: [batch, heads, queries, keys]."""
+        return scores
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """Masked scores, fp32 [batch, heads, queries, keys] → the weights of the keys."""
+        return softmax(scores, dim=-1)
+
+
+class CappedAttention(EagerAttention):
+    """softmax(c · tanh(q·k / c))·v."""
+
+    def __init__(self, *arguments: Any, cap: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.cap = cap
+
+    def _changed(self, scores: Tensor) -> Tensor:
+        return torch.tanh(scores / self.cap) * self.cap
+
+
+class SinkAttention(EagerAttention):
+    """Σ exp(q·k) v / (exp(s) + Σ exp(q·k)): the sink s, learned for each head, takes a share of
+    the softmax to which no value belongs (arXiv:2508.10925, section 2.2)."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_offset = nn.Parameter(
+            torch.empty(heads, device=local_device(), dtype=config.params_dtype)
+        )
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        sinks = self.softmax_offset.float()[:, None, None]
+        total = torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sinks)
+        return torch.exp(scores - total)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What megatron-core's distributed checkpoints hold of it: each rank's heads."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return sharded
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """True where query i sees key j: i - window ≤ j ≤ i."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance <= window)
+
+
+def document_masks(segments: Tensor, config: TransformerConfig) -> Tensor:
+    """The masks of a micro batch whose documents are isolated, in the compute precision:
+    [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
+
+    The first is that of layers that see all the past of a document, the second that of layers
+    with a window. All layers share them: a boolean mask, and one made in each layer, would be
+    kept for the backward pass once per layer.
+    """
+    length = segments.shape[1]
+    windows = [length] if config.window_size is None else [length, config.window_size[0]]
+    sees = torch.stack([_band(length, window, segments.device) for window in windows])
+    same = segments[:, :, None] == segments[:, None, :]
+    hidden = ~(sees[:, None] & same)[:, :, None]
+    scores = torch.zeros(hidden.shape, dtype=config.params_dtype, device=segments.device)
+    return scores.masked_fill_(hidden, float("-inf"))
