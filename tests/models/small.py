@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": SMALL | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     },
+    "gpt_oss": SMALL | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": SMALL | {"head_dim": 16},
     "gemma3_text": SMALL | {
         "head_dim": 16, "sliding_window": 3, "sliding_window_pattern": 2, "rope_theta": 500,

@@ -67,6 +67,7 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "phi3": {"attention_bias", "partial_rotary_factor"},
     "deepseek_v3": {"head_dim", "qk_head_dim"},
     "glm4_moe": {"head_dim", "partial_rotary_factor"},
+    "gpt_oss": {"initial_context_length", "experts_per_token"},
     "qwen2_moe": {"head_dim"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},
@@ -110,7 +111,8 @@ EXAMPLES = {
     "summary_activation": "tanh", "task_specific_params": {}, "mlp_only_layers": [1],
     "use_bidirectional_attention": False, "num_key_value_heads": 1, "pad_token_id": 1,
     "bos_token_id": 1, "eos_token_id": [1, 2], "sliding_window": 128, "n_ctx": 1024,
-    "no_rope_layers": [1] * 36, "max_window_layers": 28,
+    "no_rope_layers": [1] * 36, "max_window_layers": 28, "initial_context_length": 4096,
+    "experts_per_token": 4,
 }  # fmt: skip
 
 

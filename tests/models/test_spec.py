@@ -40,6 +40,7 @@ PARTS = (
     ("wte", "embedding"),
     (".experts.", "experts"),
     ("mlp.gate.", "router"),
+    ("mlp.router.", "router"),
     ("attn", "attention"),
     ("attention", "attention"),
     ("mlp", "mlp"),
@@ -132,6 +133,11 @@ PUBLISHED = {
     ),
     "olmo-3-7b": (shape("olmo3", 4096, 11008, 32, 32, vocab_size=100278), 7_298_011_136),
     "mixtral-8x7b": ({"model_type": "mixtral"}, 46_702_792_704),
+    "gpt-oss-120b": ({"model_type": "gpt_oss"}, 116_829_156_672),
+    "gpt-oss-20b": (
+        {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+        20_914_757_184,
+    ),
     # "671B", model card; without the 61st layer's multi-token prediction
     "deepseek-v3": ({"model_type": "deepseek_v3"}, 671_026_404_352),
     # Its index has 110,468,824,832 elements: also 46 · 128 of biases, and 3,616,573,440 of a
@@ -201,6 +207,10 @@ ODD = {
         "vocab_size": 96,
     },
     "gpt_neox-no-bias": small("gpt_neox", attention_bias=False, rotary_pct=0.5, **TIED),
+    "gpt_oss": small("gpt_oss", num_key_value_heads=2, head_dim=14, num_local_experts=5),
+    "gpt_oss-no-bias": small(
+        "gpt_oss", num_key_value_heads=2, head_dim=14, num_experts=4, attention_bias=False
+    ),
     "gemma2": small("gemma2", num_key_value_heads=2, head_dim=14, tie_word_embeddings=False),
     "gemma2-bias": small("gemma2", num_key_value_heads=2, head_dim=14, attention_bias=True),
     "mixtral": small("mixtral", num_key_value_heads=2, num_local_experts=5),
@@ -345,6 +355,7 @@ FLOP_CASES = {
     "phi3": small("phi3", num_key_value_heads=2, pad_token_id=None),
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),
+    "gpt_oss": small("gpt_oss", num_key_value_heads=2, num_local_experts=4, head_dim=14),
     "deepseek_v3": small("deepseek_v3", first_k_dense_replace=1, **GROUPED | LATENT),
     "glm4_moe": small("glm4_moe", **GROUPED),
     "qwen2_moe": small("qwen2_moe", mlp_only_layers=[1], **SHARED),
@@ -454,6 +465,7 @@ WINDOWS = {
         {"model_type": "gemma3_text", "sliding_window_pattern": 2}, 4096, 13
     ),
     "olmo3-default": ({"model_type": "olmo3"}, 4096, 24),
+    "gpt_oss-default": ({"model_type": "gpt_oss"}, 128, 18),
     "gemma2-default": ({"model_type": "gemma2"}, 4096, 13),
     "gemma2-odd-layers": ({"model_type": "gemma2", "num_hidden_layers": 5}, 4096, 3),
 }  # fmt: skip

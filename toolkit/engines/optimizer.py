@@ -19,16 +19,17 @@ def parameter_groups(
     and the multipliers of `settings.groups`.
 
     Each of `parameters` comes with the checkpoint tensors that it is made of. Norm weights and
-    biases are exactly the parameters with one dimension. Under ZeRO-3 a parameter's own shape
-    is empty and `ds_shape` holds the real one. Raises RecipeError where the tensors of one
-    parameter belong to groups with different multipliers.
+    biases are exactly the parameters with one dimension, and the stacked biases of experts.
+    Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the real one. Raises
+    RecipeError where the tensors of one parameter belong to groups with different multipliers.
     """
     found: dict[Multipliers, list[nn.Parameter]] = {}
     for parameter, tensors in parameters:
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             own = multipliers(settings.groups, tensors)
-            own = own if len(shape) > 1 else own._replace(wd=0.0)
+            decays = len(shape) > 1 and not any(name.endswith("bias") for name in tensors)
+            own = own if decays else own._replace(wd=0.0)
             found.setdefault(own, []).append(parameter)
     return [
         {

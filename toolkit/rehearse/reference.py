@@ -133,7 +133,8 @@ def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:
             if any(fnmatchcase(min(tensors), pattern) for pattern in group.parameters):
                 rate = settings.learning_rate * group.lr_mult
                 decay = settings.weight_decay * group.wd_mult
-        decay = decay if parameter.ndim > 1 else 0.0
+        if parameter.ndim == 1 or min(tensors).endswith("bias"):  # of experts: stacked
+            decay = 0.0
         found.append({"params": [parameter], "lr": rate, "weight_decay": decay})
     return torch.optim.AdamW(found, betas=settings.betas, eps=settings.eps)
 

@@ -58,6 +58,8 @@ class ExpertDown(RowParallelLinear):  # type: ignore[misc]
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the sum, and its part of the bias."""
         output, bias = super().forward(input_)
+        if not self.explicit_expert_comm:
+            output = output.clone()  # megatron-core adds the bias in place: not to a view
         return output, bias * self.adds
 
 
