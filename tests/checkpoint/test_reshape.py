@@ -14,6 +14,9 @@ import pytest
 from tests.checkpoint.reshaping import around, check, write_all
 from tests.engines.cases import LAYERS, MIXTRAL, megatron
 from tests.engines.parity_worker import Case
+from tests.models.configs import config_of
+
+GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
 
 
 def zero(stage: int, **more: Any) -> Case:
@@ -51,6 +54,12 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
+STACKED: dict[str, tuple[int, Case]] = {
+    "zero3-2": (2, Case("deepspeed", 2, stage=3, family=GPT_OSS)),
+    "tp2": (2, megatron(tensor=2, family=GPT_OSS)),
+}
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -76,6 +85,13 @@ def test_some_pairs(written) -> None:
 def test_some_pairs_with_experts(tmp_path: Path) -> None:
     unbroken = [(name, name) for name in ("ep2", "tp2-ep2")]
     check(tmp_path, write_all(tmp_path, MOE), MOE, around(MOE) + unbroken)
+
+
+@pytest.mark.slow
+def test_stacked_experts(tmp_path: Path) -> None:
+    """Transposed, gate and up projection in alternating columns, cut anywhere by ZeRO-3 and by
+    megatron-core's distributed optimizer."""
+    check(tmp_path, write_all(tmp_path, STACKED), STACKED, around(STACKED))
 
 
 @pytest.mark.soak

@@ -233,9 +233,9 @@ def reference_model(
     hf.fill(model, hf.weight_source(wanted.model, config, SEED))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1]
-    vectors = [p for p in trained if p.ndim == 1]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = [p for name, p in trained.items() if p.ndim == 1 or name.endswith("bias")]
+    matrices = [p for name, p in trained.items() if p.ndim > 1 and not name.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,

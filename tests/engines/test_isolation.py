@@ -50,9 +50,11 @@ def _of_family(model_type: str) -> list[Case]:
     """The family on transformers, and on megatron-core where that can compute it."""
     config = PLAIN | {"model_type": model_type, **FAMILIES[model_type]}
     config["vocab_size"] = VOCABULARY
-    if model_type in ("gemma2", "mistral"):
+    if model_type in ("gemma2", "gpt_oss", "mistral"):
         config["sliding_window"] = 3
     plain = Case("ddp", 2, family=config)
+    if model_type == "gpt_oss":  # transformers' own is refused, see below
+        return [replace(plain, engine="megatron")]
     return [plain] if unsupported(config) else [plain, replace(plain, engine="megatron")]
 
 
@@ -86,6 +88,13 @@ def test_documents_of_a_row_are_apart(cases: list[Case]) -> None:
 @pytest.mark.slow
 def test_every_family() -> None:
     assert_isolated([case for family in FAMILIES for case in _of_family(family)], world=1)
+
+
+def test_masks_without_positions_are_refused() -> None:
+    """transformers' gpt_oss makes its masks of the past alone."""
+    config = FAMILIES["gpt_oss"] | {"model_type": "gpt_oss", "vocab_size": VOCABULARY}
+    with pytest.raises(AssertionError, match="type gpt_oss does not isolate the documents"):
+        assert_isolated([Case("ddp", 2, family=config)], world=1)
 
 
 def _refusals() -> dict[str, str]:

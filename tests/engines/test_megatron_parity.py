@@ -69,6 +69,7 @@ TWO = [
     megatron(expert=2, family=MIXTRAL),
     megatron(expert=2, stage=0, family=MIXTRAL),
     megatron(tensor=2, family=config_of("deepseek_v3", num_hidden_layers=2)),
+    megatron(tensor=2, family=config_of("gpt_oss", num_hidden_layers=2)),
     megatron(expert=2, family=config_of("glm4_moe", num_hidden_layers=2)),
 ]
 FOUR = [
@@ -79,6 +80,7 @@ FOUR = [
     megatron(expert=2, pipeline=2, family=MIXTRAL),
     megatron(tensor=2, expert=2, family=MIXTRAL),
     megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
+    megatron(tensor=2, expert=2, family=config_of("gpt_oss", num_hidden_layers=2)),
     *(zero(stage) for stage in (0, 1, 2, 3)),
     zero(3, recompute="full"),
     zero(2, **QWEN3),

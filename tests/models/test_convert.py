@@ -78,6 +78,7 @@ LAYOUTS = {
     "mixtral": {"pp": 2, "dp": 2, "ep": 2},
     "deepseek_v3": {"tp": 2, "sequence_parallel": True, "pp": 2},
     "glm4_moe": {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2},
+    "gpt_oss": {"tp": 2, "sequence_parallel": True, "dp": 2},
     "qwen2_moe partly dense": {"tp": 2, "sequence_parallel": True, "dp": 2},
     "qwen3_moe": {"tp": 2, "sequence_parallel": True, "dp": 2},
     "qwen3_moe partly dense": {"pp": 2, "dp": 2, "ep": 2},
