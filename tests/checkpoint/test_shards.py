@@ -25,17 +25,22 @@ from toolkit.checkpoint.shards import (
     with_offsets,
 )
 from toolkit.errors import CheckpointError
-from toolkit.models.families.tensors import Block
+from toolkit.models.families.tensors import Block, ends
 
 ROWS, COLUMNS = 9, 5
 WHOLE = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+
+EVEN = Block("w", (0, 5), (0, ROWS), True, (2, 1))
+ODD = Block("w", (1, 4), (0, ROWS), True, (2, 1))
+"""The columns of WHOLE in turn, in another order than the rows that are read."""
 
 
 def value_of(block: Block) -> torch.Tensor:
     """The rectangle of WHOLE, in the block's orientation."""
     assert block.columns is not None
     oriented = WHOLE.T if block.transposed else WHOLE
-    return oriented[slice(*block.rows), slice(*block.columns)]
+    each, apart = block.steps
+    return oriented[slice(*block.rows, each), slice(*block.columns, apart)]
 
 
 @st.composite
@@ -47,7 +52,9 @@ def stacks(draw: st.DrawFn) -> list[Block]:
         rows, columns = (COLUMNS, ROWS) if transposed else (ROWS, COLUMNS)
         low, left = draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))
         high, right = draw(st.integers(low + 1, rows)), draw(st.integers(left + 1, columns))
-        found.append(Block("w", (low, high), (left, right), transposed))
+        each, apart = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        numbers = range(low, high, each), range(left, right, apart)
+        found.append(Block("w", *map(ends, numbers), transposed, (each, apart)))
     return found
 
 
@@ -79,6 +86,8 @@ def test_foreign_keys_are_not_taken_for_state():
         "weight/a[0:1,2]",
         "weight/a[0:0]",
         "weight/a[0:1,3:3]",
+        "weight/a[0:4:0]",
+        "weight/a[0:4:]",
     ):
         assert parse_key(key) is None
 
@@ -89,7 +98,7 @@ def store_in_pieces(folder: Path, chance: random.Random) -> None:
     for quantity in QUANTITIES:
         offset = QUANTITIES.index(quantity) * 1000
         for blocks, flat in (
-            (parameter_blocks("w", (ROWS, COLUMNS)), WHOLE.reshape(-1)),
+            ([EVEN, ODD], torch.cat([value_of(EVEN), value_of(ODD)]).reshape(-1)),
             (parameter_blocks("v", (ROWS,)), WHOLE[:, 0]),
         ):
             places = sorted({0, len(flat), *chance.sample(range(len(flat)), 3)})
@@ -97,7 +106,9 @@ def store_in_pieces(folder: Path, chance: random.Random) -> None:
                 part = cut(blocks, start, stop)
                 for block, place in with_offsets(part):
                     values = stored_values(block, place, flat[start:stop] + offset)
-                    files[chance.randrange(3)][key_of(quantity, block)] = values.contiguous()
+                    files[chance.randrange(3)][key_of(quantity, block.stored)] = (
+                        values.contiguous()
+                    )
     for number, content in enumerate(files):
         save_file(content, folder / f"state-{number:05d}.safetensors")
     write_manifest(folder)
@@ -117,12 +128,14 @@ def test_any_cut_is_read_from_any_other(tmp_path: Path, seed: int):
     for _ in range(40):
         rows = sorted(chance.sample(range(ROWS + 1), 2))
         columns = sorted(chance.sample(range(COLUMNS + 1), 2))
-        block = Block("w", (rows[0], rows[1]), (columns[0], columns[1]), False)
+        steps = chance.randrange(1, 4), chance.randrange(1, 4)
+        block = Block("w", (rows[0], rows[1]), (columns[0], columns[1]), False, steps)
         assert torch.equal(saved.read("exp_avg", block), value_of(block) + 1000)
-        turned = Block("w", block.columns, block.rows, True)  # type: ignore[arg-type]
+        turned = Block("w", block.columns, block.rows, True, steps[::-1])  # type: ignore[arg-type]
         assert torch.equal(saved.read("weight", turned), value_of(turned))
-        vector = Block("v", block.rows, None, False)
-        assert torch.equal(saved.read("exp_avg_sq", vector), WHOLE[slice(*rows), 0] + 2000)
+        vector = Block("v", block.rows, None, False, (steps[0], 1))
+        expected = WHOLE[slice(*rows, steps[0]), 0] + 2000
+        assert torch.equal(saved.read("exp_avg_sq", vector), expected)
     weights = SavedWeights(saved, {"w": (ROWS, COLUMNS)})
     assert torch.equal(weights.read("w", 7, 33), WHOLE.reshape(-1)[7:33])
 

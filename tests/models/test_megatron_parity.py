@@ -81,7 +81,9 @@ def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
     configs |= {name: config_of(base, **changes) for name, (base, changes) in MORE.items()}
     cases = []
     for name, config in configs.items():
-        if layout == "ep2" and not ({"num_experts", "num_local_experts", "n_routed_experts"} & config.keys()):
+        if layout == "ep2" and not (
+            {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys()
+        ):
             continue
         folder = tmp_path / name
         save_random_model(config, folder)

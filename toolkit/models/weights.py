@@ -101,8 +101,8 @@ def weight_name(model: nn.Module, name: str, shape: Sequence[int]) -> str:
     parent, _, own = name.rpartition(".")
     if not parent.endswith(".experts") or len(shape) < 2:
         return name
-    stacked = family_of(model.config.model_type).stacked_experts  # type: ignore[union-attr]
-    return f"{parent}.stack.{own}" if stacked else name
+    config: Any = model.config
+    return f"{parent}.stack.{own}" if family_of(config.model_type).stacked_experts else name
 
 
 def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:

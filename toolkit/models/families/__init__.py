@@ -39,7 +39,8 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GPT_OSS, GRANITE,
-        LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, SMOLLM3,
+        LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE,
+        SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

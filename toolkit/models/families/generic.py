@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.models.config_keys import ROPE, Key, Kind
-from toolkit.models.families.base import STACKED_NAMES, Attention, Family, MegatronModel, Settings
+from toolkit.models.families.base import (
+    STACKED_NAMES,
+    Attention,
+    Family,
+    MegatronModel,
+    Settings,
+)
 from toolkit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
