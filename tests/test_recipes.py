@@ -48,6 +48,8 @@ PARAMETERS = {
     # Mixtures of many experts; the last two without a layer for multi-token prediction.
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "glm-4.5-air": 106_852_245_504,
     "deepseek-v3": 671_026_404_352,
 }

@@ -7,6 +7,7 @@ import pytest
 
 from tests.models.configs import CONFIGS, LLAMA3, ROPES, SMALL, config_of, scaled
 from tests.models.in_megatron import check, run_cases, save_random_model
+from toolkit.models.families import model_spec
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -81,9 +82,7 @@ def cases_of(tmp_path: Path, layout: str) -> list[dict[str, Any]]:
     configs |= {name: config_of(base, **changes) for name, (base, changes) in MORE.items()}
     cases = []
     for name, config in configs.items():
-        if layout == "ep2" and not (
-            {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys()
-        ):
+        if layout == "ep2" and not model_spec(config).moe_layers:
             continue
         folder = tmp_path / name
         save_random_model(config, folder)
