@@ -65,7 +65,8 @@ def test_injected_parameters_have_the_names_of_checkpoints(family: str, targets:
     if targets == "mlp" and family not in DENSE:
         return
     model, adapters = meta(family), lora(config_of(family), targets=targets)
-    before = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    before = {name: tuple(p.shape) for name, p in hf.named_parameters(model)}
+    assert adapters.transposed == (family == "gpt2")
     inject(model, adapters)
     after = {name: tuple(p.shape) for name, p in hf.named_parameters(model)}
     assert after == before | adapters.shapes

@@ -26,6 +26,8 @@ RELU = TINY | {"hidden_act": "relu"}
 """What megatron-core cannot compute: the map of its tensors is known nevertheless."""
 MIXTRAL = TINY | {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
 
+GPT_OSS = MIXTRAL | {"model_type": "gpt_oss"}
+
 
 def freezing(*patterns: str, config: dict[str, Any] = TINY, **parallel: Any) -> Recipe:
     found = recipe(model__config=config, model__freeze=list(patterns))
@@ -73,6 +75,7 @@ def test_trainable_parameters_are_in_the_plan() -> None:
         ),
         (["*.gate_proj.*"], TINY, {"model": "megatron"}, "freeze model.layers.0.mlp.up_proj"),
         (["*.experts.1.*"], MIXTRAL, {"engine": "ddp"}, "without model.layers."),
+        (["*.experts.1.*"], GPT_OSS, {"engine": "ddp"}, "without model.layers."),
     ],
 )  # fmt: skip
 def test_refused(

@@ -62,12 +62,13 @@ class Lora:
         short = {_last(one) for one in chosen}
         exact = {one for one in every if _last(one) in short} == {*chosen}
         projections = tuple(_projections(model, frozenset(chosen)))
+        tensors = tuple(tensor for tensor in model.tensors if _chosen(section, tensor))
         return cls(
             section=section,
-            tensors=tuple(tensor for tensor in model.tensors if _chosen(section, tensor)),
+            tensors=tensors,
             targets=frozenset(chosen),
             short_targets=tuple(sorted(short if exact else (p.name for p in projections))),
-            transposed=any(one.transposed for one in model.tensors),
+            transposed=any(one.transposed for one in tensors),
             projections=projections,
         )
 

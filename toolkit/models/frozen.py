@@ -17,7 +17,7 @@ from toolkit.suggest import did_you_mean
 
 KEY = "model.freeze"
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_STACKED = re.compile(r"(\.mlp\.experts)\.\d+\.(?:(gate|up)_proj|down_proj)\.weight$")
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.\d+\.(.+)")
 """Tensors of one expert, which transformers keeps in one parameter for all experts."""
 
 
@@ -97,9 +97,9 @@ def stacked(config: Mapping[str, object]) -> list[set[str]]:
     """The tensors of each parameter in which transformers keeps several: a layer's experts."""
     found: dict[str, set[str]] = {}
     for name in names_of(config):
-        if match := _STACKED.search(name):
-            kind = "gate_up" if match[2] else "down"
-            found.setdefault(f"{name[: match.end(1)]}.{kind}", set()).add(name)
+        if match := _STACKED.fullmatch(name):
+            kind = re.sub("^(gate|up)_proj", "gate_up_proj", match[2])
+            found.setdefault(f"{match[1]}.{kind}", set()).add(name)
     return list(found.values())
 
 
@@ -129,7 +129,7 @@ def _counted(
     for instance in mapped(config).instances():
         tensor, numbers = instance.tensor, {"layer": instance.layer, "expert": instance.expert}
         count = (tensor.columns or 1) * sum(
-            part.stop - part.start
+            len(part.numbers)
             for stack in tensor.stacks
             for part in stack
             if matching(patterns, [part.tensor.format(**numbers)])
