@@ -29,7 +29,7 @@ def checkpoint_of(model: Any, folder: Path, leave_out: str = "", **recipe: str) 
             dict.fromkeys(QUANTITIES, value),
             saved_here=True,
         )
-        for name, value in (*model.named_parameters(), *correction_biases(model).items())
+        for name, value in (*hf.named_parameters(model), *correction_biases(model).items())
         if name != leave_out
     ]
     made = folder / "companions"
