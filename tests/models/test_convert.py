@@ -139,6 +139,15 @@ def test_weights_that_the_config_does_not_mention_are_refused(
     assert not (tmp_path / "megatron").exists()
 
 
+def test_a_stack_of_too_few_experts_is_refused(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    save_random_model(config_of("gpt_oss"), hf)
+    name = "model.layers.2.mlp.experts.down_proj"
+    rewrite(hf, lambda tensors: tensors | {name: tensors[name][:3].clone()})
+    with pytest.raises(DataError, match=rf"{name} has shape \(3, 96, 64\), the model needs"):
+        to_megatron_folder(hf, tmp_path / "megatron")
+
+
 def test_sharded_files_and_their_index(llama: Path, tmp_path: Path) -> None:
     tensors = tensors_of(llama)
     entries = [
