@@ -28,7 +28,7 @@ FURTHER = 5
 
 
 def steps(
-    engine: Engine, layout: Layout, ranks: Ranks, first: int, last: int
+    engine: Engine, layout: Layout, ranks: Ranks, first: int, last: int, rate: float = 1e-3
 ) -> dict[str, list[float]]:
     """Train steps [first, last); loss and gradient norm of each."""
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
@@ -37,7 +37,7 @@ def steps(
             continue
         torch.manual_seed(step)
         batches = micro_batches(inputs, labels, ranks, layout)
-        result = engine.train_step(batches, unmasked(labels), 1e-3)
+        result = engine.train_step(batches, unmasked(labels), rate)
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
     return found
@@ -46,9 +46,9 @@ def steps(
 def save(folder: Path, name: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train a little, save, and go on: what every continuation is compared with."""
     engine, layout = new_engine(case, ranks, SEED)
-    steps(engine, layout, ranks, 0, SAVED_AT)
+    steps(engine, layout, ranks, 0, SAVED_AT, case.learning_rate)
     write_state(case, ranks, engine, SAVED_AT, folder / name)
-    unbroken = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER)
+    unbroken = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER, case.learning_rate)
     engine.close()
     return unbroken
 
@@ -59,7 +59,7 @@ def load(folder: Path, name: str, case: Case, ranks: Ranks, source: str) -> dict
     engine, layout = read_state(case, ranks, checkpoint, SEED + 1)
     again = write_state(case, ranks, engine, SAVED_AT, folder / f"{source}-in-{name}")
     different = differences(checkpoint, again) if ranks.rank == 0 else []
-    continued = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER)
+    continued = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER, case.learning_rate)
     engine.close()
     return {**continued, "different": different}
 

@@ -12,7 +12,7 @@ from tests.checkpoint.making import saved_run
 from toolkit.checkpoint import saved_state
 from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.manifest import Manifest, record_of
-from toolkit.checkpoint.verify import verify
+from toolkit.checkpoint.verify import coverage_problems, verify
 from toolkit.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]
@@ -90,3 +90,10 @@ def test_a_manifest_stays_in_its_folder(name: str, tmp_path: Path) -> None:
     replace(manifest, files={name: next(iter(manifest.files.values()))}).write(folder)
     with pytest.raises(CheckpointError, match="names a file outside its folder"):
         Manifest.read(folder)
+
+
+def test_muon_keeps_no_second_moment(tmp_path: Path) -> None:
+    """Of AdamW's checkpoint, the matrices inside the layers and nothing else."""
+    state = saved_state.SavedState(saved_run(tmp_path, 5) / "checkpoints" / "step-00000005")
+    found = {problem.partition(" ")[0] for problem in coverage_problems(state, muon=True)}
+    assert found == {name for name in state.shapes if name.endswith("_proj.weight")}

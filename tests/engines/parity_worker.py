@@ -84,6 +84,12 @@ class Case:
     """The recipe's `model.balance`."""
     groups: tuple[dict[str, Any], ...] = ()
     """The recipe's `optimizer.groups`."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the recipe's `optimizer`."""
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.get("learning_rate", 1e-3))
 
     @property
     def name(self) -> str:
@@ -94,6 +100,7 @@ class Case:
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
         parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
+        parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -128,9 +135,10 @@ def recipe(case: Case, world: int) -> Recipe:
                 "precision": case.precision,
             },
             "optimizer": {
-                "learning_rate": 1e-3,
+                "learning_rate": case.learning_rate,
                 "clip_grad_norm": 1.0,
                 "groups": case.groups,
+                **case.optimizer,
             },
             "parallel": {
                 "engine": case.engine,
@@ -332,7 +340,7 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
         if case.weighted:
             count = fields["loss_weights"][labels != IGNORE_INDEX].sum().item()
         torch.manual_seed(step)  # as the training loop does, for dropout
-        results.append(engine.train_step(batches, count, 1e-3))
+        results.append(engine.train_step(batches, count, case.learning_rate))
     assert engine.counters().optimizer_steps == case.steps
     inputs, labels = next(global_batches(1))
     fields = weighted_fields(0) if case.weighted else {}

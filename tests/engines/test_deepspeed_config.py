@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -392,3 +393,15 @@ def test_the_first_loss_scale_of_fp16_is_the_plans(
     assert problem.key == f"fp16.{next(iter(setting))}"
     rendered: Any = render(DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own))
     assert rendered["fp16"].items() >= setting.items(), "not used, so not judged"
+
+
+def test_muon_is_not_in_the_json(tmp_path: Path) -> None:
+    """DMT hands its own optimizer over; a block of the file would be ignored."""
+    muon = OPTIMIZER.model_copy(update={"name": "muon"})
+    request = DeepSpeedRequest(Layout(dp=2, zero_stage=2), "bf16", muon)
+    assert "optimizer" not in render(request)
+    own = own_file(tmp_path, {"optimizer": {"type": "auto"}})
+    with pytest.raises(RecipeError) as caught:
+        render(replace(request, config=own))
+    (problem,) = caught.value.problems
+    assert problem.key == "optimizer" and "set optimizer.name to adamw" in problem.fix

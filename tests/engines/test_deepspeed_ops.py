@@ -95,6 +95,7 @@ def test_ops_of_own_files() -> None:
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     assert required_ops({**torch_adam, **offload}) == ()
     assert required_ops({"optimizer": {"params": {}}}) == ("fused_adam",)
+    assert required_ops({}) == ()  # DMT's own optimizer
     assert required_ops({**torch_adam, "zero_optimization": {"offload_param": None}}) == ()
 
 

@@ -245,6 +245,8 @@ def test_what_megatron_lm_cannot_express_is_refused() -> None:
     assert isolated.startswith("data.isolate_documents: found true")
     (balance,) = problems(RECIPES / "mistral" / "mixtral-8x7b-pretrain.yaml")
     assert balance.startswith("model.balance: found sequence_loss")
+    (muon,) = problems(TINY, auto, "optimizer.name=muon")
+    assert muon.startswith("optimizer.name: found muon; allowed: in Megatron-LM's")
     (adapters,) = problems(TINY, auto, "adapter={rank: 4, alpha: 8}")
     assert adapters.startswith("adapter: found lora; allowed: in Megatron-LM's pretrain_gpt.py")
     (groups,) = problems(TINY, auto, "optimizer.groups=[{parameters: [model.*], wd_mult: 0}]")

@@ -1,5 +1,6 @@
 """What megatron-core refuses of a shape is refused first, with the nearest legal value."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +181,32 @@ def test_fp16_has_one_loss_scale_for_all() -> None:
     for precision in ("fp32", "bf16"):
         assert problems(job(MIXTRAL, 4, precision=precision, expert=2)) == []
     assert problems(job(MIXTRAL, 4, precision="fp16", engine="megatron", tensor=2)) == []
+
+
+def test_muon_stays_on_the_device() -> None:
+    for engine, zero in (
+        ("deepspeed", {"stage": 2, "offload_optimizer": "cpu"}),
+        ("deepspeed", {"stage": 3, "offload_parameters": "cpu"}),
+        ("auto", {"offload_optimizer": "cpu"}),
+    ):
+        problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), muon=True))
+        assert problem.key == f"parallel.zero.{[*zero][-1]}"
+        assert "optimizer.name to adamw" in problem.fix
+    open_places = replace(job(LLAMA, 4), muon=True)
+    assert problems(open_places) == []
+    for fallback in fallbacks(open_places, 4):
+        places = {
+            one.layout.offload_optimizer for one in partial_layouts(open_places, fallback)
+        }
+        assert places <= {"none"}
+
+
+def test_muon_in_fp16() -> None:
+    """megatron-core's optimizers do not all agree on the step of an overflow."""
+    asked = replace(job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), muon=True)
+    assert only(asked).found == "fp16 with optimizer.name: muon on engine megatron"
+    other = job(LLAMA, 4, precision="fp16", engine="deepspeed", zero={"stage": 2})
+    assert problems(replace(other, muon=True)) == []
 
 
 def test_a_layer_per_chunk() -> None:

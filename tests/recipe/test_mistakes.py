@@ -198,6 +198,14 @@ MISTAKES = {
     "another tool's groups": M(
         "weight_decay: 0.1", "decoupled_lr: 0.5", "optimizer.decoupled_lr", "optimizer.groups"
     ),
+    "settings of Muon with AdamW": M(
+        "  name: adamw", "  name: adamw\n  muon: {momentum: 0.9}",
+        "optimizer.muon", "set name to muon", at="muon: {momentum: 0.9}",
+    ),
+    "Muon with adapters": M(
+        "optimizer:\n  name: adamw", "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: muon",
+        "optimizer.name", "set optimizer.name to adamw", at="name: muon",
+    ),
     "nothing similar": M("seed: 1", "quantize: 4", "training.quantize", "docs/recipe.md lists"),
     "misspelt section": M("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "misspelt required key": M(

@@ -37,6 +37,11 @@ def arguments_of(
     recipe: Recipe, plan: Plan, config_class: type[TrainingArguments], more: Mapping[str, Any]
 ) -> TrainingArguments:
     """See `toolkit.accelerate.training_arguments`."""
+    if recipe.optimizer.name != "adamw":
+        raise PlanError(
+            f"optimizer.name is {recipe.optimizer.name}, which Trainer does not have",
+            fix="set optimizer.name to adamw, or train with `dmt launch`",
+        )
     for name in _ENGINE:
         if name in more:
             raise PlanError(

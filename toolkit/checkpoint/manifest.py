@@ -82,6 +82,11 @@ class Manifest:
         return tuple(self.recipe["model"].get("freeze", ()))
 
     @property
+    def muon(self) -> bool:
+        """Do the matrices of the layers have one moment only?"""
+        return bool(self.recipe["optimizer"].get("name") == "muon")
+
+    @property
     def adapter(self) -> dict[str, Any] | None:
         """The recipe's `adapter`; with one, the weights that do not train are not in the
         checkpoint."""

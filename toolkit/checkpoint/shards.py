@@ -1,10 +1,11 @@
 """What a rank holds of the training state, in words that no engine owns.
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
-weight and Adam's two moments. A rank holds some elements of them. An engine says which: a
-`StateShard` is a run of elements with the rectangles (`Block`) of the checkpoint tensors that
-they are. Saving writes the rectangles under names that say what they are; loading asks for the
-rectangles that the new layout needs. So every checkpoint serves every layout and engine.
+weight and Adam's two moments, of which Muon's matrices have the first alone. A rank holds some
+elements of them. An engine says which: a `StateShard` is a run of elements with the rectangles
+(`Block`) of the checkpoint tensors that they are. Saving writes the rectangles under names that
+say what they are; loading asks for the rectangles that the new layout needs. So every
+checkpoint serves every layout and engine.
 """
 
 import re
@@ -17,7 +18,7 @@ from toolkit.models.families.tensors import Block, ends
 from toolkit.models.weights import checkpoint_names, correction_biases
 
 QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
-"""The fp32 weight, and Adam's first and second moment."""
+"""The fp32 weight, and Adam's first and second moment; Muon's momentum is a first one."""
 
 _KEY = re.compile(r"(weight|exp_avg|exp_avg_sq)/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
 _NUMBERS = re.compile(r"(\d+):(\d+)(?::(\d+))?")

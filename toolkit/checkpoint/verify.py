@@ -12,6 +12,7 @@ from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
+from toolkit.models.matrices import is_layer_matrix
 from toolkit.models.weights import is_correction_bias
 
 _DTYPE = "F32"
@@ -62,7 +63,7 @@ def _present(folder: Path) -> set[str]:
 
 def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
     try:
-        yield from coverage_problems(state, manifest.freeze)
+        yield from coverage_problems(state, manifest.freeze, muon=manifest.muon)
         if any(name.startswith(f"{COMPANIONS}/") for name in manifest.files):
             check_complete(state)
         else:
@@ -71,17 +72,23 @@ def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
         yield error.message
 
 
-def coverage_problems(state: SavedState, freeze: Sequence[str] = ()) -> Iterator[str]:
+def coverage_problems(
+    state: SavedState, freeze: Sequence[str] = (), *, muon: bool = False
+) -> Iterator[str]:
     """Where weight and moments do not hold every element of each tensor exactly once.
 
-    Tensors that match a pattern of `freeze` have no moments, and correction biases neither.
+    Tensors that match a pattern of `freeze` have no moments, and correction biases neither;
+    with `muon`, matrices of layers have one.
     """
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
         whole = whole_block(tensor, shape)
+        kept = 2 if muon and is_layer_matrix(tensor, len(shape)) else 3
         if tensor in frozen and len(state.quantities(tensor)) > 1:
             yield f"{tensor} does not train, but has moments"
-        for quantity in QUANTITIES[:1] if tensor in frozen else QUANTITIES:
+        elif len(state.quantities(tensor)) > kept:
+            yield f"{tensor} has a second moment, which Muon does not keep"
+        for quantity in QUANTITIES[: 1 if tensor in frozen else kept]:
             parts = state.parts(quantity, tensor)
             for part in parts:
                 if (part.dtype, part.shape) != (_DTYPE, block_shape(part.block)):

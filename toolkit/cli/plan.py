@@ -158,7 +158,9 @@ def _check_plot(file: Path, several: bool) -> None:
 def _estimate(found: Search, one: Candidate) -> Estimate:
     """Memory and time of a candidate by part."""
     job = found.job
-    workload = planned_workload(job.spec, job.training, one.pair, isolates=job.isolates)
+    workload = planned_workload(
+        job.spec, job.training, one.pair, isolates=job.isolates, muon=job.muon
+    )
     return estimate(Setup(workload, one.layout, found.cluster))
 
 

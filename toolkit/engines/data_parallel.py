@@ -5,18 +5,20 @@ scale the loss with torch's GradScaler.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
+from toolkit.checkpoint.shards import StateShard, parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, to_device
+from toolkit.engines.muon import MuonAdamW, bind, matrices_of, split_groups
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -41,15 +43,24 @@ class DataParallelEngine:
         )
 
     def new_optimizer(self, model: nn.Module, **implementation: bool) -> torch.optim.AdamW:
-        """AdamW as the recipe has it; `implementation` is torch's `foreach` or `fused`."""
+        """The recipe's optimizer; `implementation` is torch's `foreach` or `fused`."""
         wanted = self.setup.optimizer
+        groups = adam.parameter_groups(hf.tensors_of(model), wanted)
+        if wanted.name == "muon":
+            placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
+            return MuonAdamW(split_groups(groups, placed), wanted, **implementation)
         return torch.optim.AdamW(
-            adam.parameter_groups(hf.tensors_of(model), wanted),
+            groups,
             lr=wanted.learning_rate,
             betas=wanted.betas,
             eps=wanted.eps,
             **implementation,
         )
+
+    def bind_optimizer(self) -> None:
+        """Let Muon find out what this rank holds, once all is built."""
+        if isinstance(self.optimizer, MuonAdamW):
+            bind(matrices_of(self.optimizer), self.state, self.setup)
 
     def train_step(
         self,
@@ -97,6 +108,10 @@ class DataParallelEngine:
             torch._foreach_mul_(list(self.gradients()), self.clip / (norm + 1e-6))
         adam.set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
+
+    def state(self) -> Iterator[StateShard]:
+        """See `Engine.state`."""
+        raise NotImplementedError
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """In which forward and backward pass of one micro batch run."""

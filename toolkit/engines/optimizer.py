@@ -1,5 +1,5 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
-parameters decay, moments and step counts."""
+parameters decay, moments and step counts. `muon.py` is an AdamW, too."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.errors import CheckpointError
 from toolkit.models.parameter_groups import Multipliers, multipliers
 from toolkit.recipe.schema import OptimizerSection
@@ -48,8 +49,9 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate * group["lr_mult"]
 
 
-def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
-    """The fp32 weight and its two moments, by quantity; zeros before the first step."""
+def moments(optimizer: Any, weight: Tensor, *, second: bool = True) -> Mapping[str, Tensor]:
+    """The fp32 weight and its moments, by quantity; zeros before the first step, where the
+    `second` one is left out for Muon."""
     state = optimizer.state[weight]
     if "exp_avg" not in state:
         if not _counts_in_groups(optimizer):
@@ -60,8 +62,9 @@ def moments(optimizer: Any, weight: Tensor) -> Mapping[str, Tensor]:
             device = weight.device if fused else torch.device("cpu")
             state["step"] = torch.zeros((), device=device) if own else 0
         state["exp_avg"] = torch.zeros_like(weight)
-        state["exp_avg_sq"] = torch.zeros_like(weight)
-    return {"weight": weight, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        if second:
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+    return {"weight": weight, **{q: state[q] for q in QUANTITIES[1:] if q in state}}
 
 
 def states(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Tensor]:

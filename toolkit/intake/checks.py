@@ -119,6 +119,19 @@ def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("schedule.min_learning_rate", str(low), allowed, fix)
 
 
+def _optimizer(recipe: Recipe) -> Iterator[Problem]:
+    """Settings of another optimizer would change nothing."""
+    optimizer = recipe.optimizer
+    if optimizer.muon is not None and optimizer.name != "muon":
+        found, fix = f"settings with `name: {optimizer.name}`", "remove it, or set name to muon"
+        yield Problem("optimizer.muon", found, "null without `name: muon`", fix)
+    if optimizer.name == "muon" and recipe.adapter is not None:
+        allowed = "adamw with adapter: what is trained is a product of two matrices, and to "
+        allowed += "orthogonalise each factor is not to orthogonalise the update"
+        fix = "set optimizer.name to adamw"
+        yield Problem("optimizer.name", "muon together with adapter", allowed, fix)
+
+
 def _model_source(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.hub is None and model.init == "pretrained":
@@ -410,6 +423,7 @@ RULES: tuple[Rule, ...] = (
     Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
+    Rule(("optimizer.name", "optimizer.muon", "adapter"), _optimizer),
     Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
@@ -425,6 +439,7 @@ RULES: tuple[Rule, ...] = (
             "model.freeze",
             "optimizer.groups",
             "adapter",
+            "optimizer.name",
             "training.sequence_length",
             "training.precision",
         ),

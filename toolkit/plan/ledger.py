@@ -98,7 +98,10 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
     if optimizer.groups:
         yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
-    yield "optimizer states", "AdamW with fp32 weights and moments"
+    if optimizer.name == "muon":
+        yield "Muon", "whole matrices of the checkpoint are orthogonalised, each on one rank"
+    kinds = "Muon and AdamW" if optimizer.name == "muon" else "AdamW"
+    yield "optimizer states", f"{kinds} with fp32 weights and moments"
     if plan.attention is not None:
         yield "attention", f"{plan.attention} in every engine and model implementation"
     if layout.recompute != "none":
@@ -126,6 +129,11 @@ def _approximated(
         )
     if sums := _split_sums(plan):
         yield "order of sums", f"{sums}: the same terms, other last digits"
+    if recipe.optimizer.name == "muon" and (sums or precision != "fp32"):
+        yield (
+            "Newton-Schulz in bf16",
+            "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
+        )
     if plan.model == "megatron":
         yield "kernels", "megatron-core computes transformers' function, in other last digits"
     if spec.moe_layers and (sums or plan.model == "megatron" or precision != "fp32"):

@@ -168,7 +168,9 @@ def plan_of(found: Search) -> Plan:
     """The plan for the best layout of a search."""
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
-    workload = planned_workload(job.spec, training, best.pair, isolates=job.isolates)
+    workload = planned_workload(
+        job.spec, training, best.pair, isolates=job.isolates, muon=job.muon
+    )
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
     changes = () if found.fits else tuple(map(str, remedies(found)))

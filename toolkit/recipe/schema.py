@@ -528,11 +528,27 @@ class ParameterGroup(Section):
     """Multiplies `weight_decay`, which stays 0 for norms and biases."""
 
 
-class OptimizerSection(Section):
-    """AdamW. On every engine, weight decay skips norms and biases."""
+class MuonSection(Section):
+    """Muon (https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it."""
 
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    momentum: Fraction = 0.95
+    """Weight of the past in the momentum."""
+    nesterov: bool = True
+    """Look ahead: the gradient joins the momentum once more before it is orthogonalised."""
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
+    """Steps of the Newton-Schulz iteration that orthogonalises the momentum."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The learning rate of a matrix [m, n]: `match_rms_adamw` multiplies it by
+    0.2 √max(m, n), which makes updates as large as AdamW's, so that rates for AdamW suit;
+    `original` by √max(1, m / n)."""
+
+
+class OptimizerSection(Section):
+    """On every engine, weight decay skips norms and biases."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
+    embeddings, head, norms and biases are AdamW's, with the same learning rate."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
@@ -545,6 +561,13 @@ class OptimizerSection(Section):
     """Largest global gradient norm; null for no clipping."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
+    muon: MuonSection | None = None
+    """With `name: muon` only; null for the defaults."""
+
+    @property
+    def muon_settings(self) -> MuonSection:
+        """Muon's settings, as stated or by default."""
+        return self.muon or MuonSection()
 
 
 class ScheduleSection(Section):

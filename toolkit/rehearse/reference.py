@@ -40,7 +40,7 @@ def train(recipe: Recipe, folder: Path) -> None:
     everything = ("*",) if recipe.adapter is not None else recipe.model.freeze
     hf.freeze(model, matching(everything, names))
     model.train()
-    optimizer = _adamw(model, recipe.optimizer)
+    optimizers = _optimizers(model, recipe.optimizer)
     steps = recipe.training.steps
     assert steps is not None, "a rehearsal's length is stated in steps"
     batches = [global_batch(recipe.training, config.vocab_size, step) for step in range(steps)]
@@ -56,14 +56,15 @@ def train(recipe: Recipe, folder: Path) -> None:
             seen.clear()
         logits = forward(step, model, inputs)
         loss = mean_loss(recipe, logits, labels, first[step])
-        optimizer.zero_grad()
+        model.zero_grad()
         whole = loss + _balance(recipe, config.model_type, routers, labels)
         whole.backward()  # type: ignore[no-untyped-call]
         norm = _gradient_norm(model)
         if recipe.optimizer.clip_grad_norm is not None:
             limit = recipe.optimizer.clip_grad_norm
             nn.utils.clip_grads_with_norm_(model.parameters(), limit, torch.tensor(norm))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if recipe.model.balance is not None and recipe.model.balance.kind == "bias":
             _move_biases(model, recipe.model.balance.bias_update, routers, labels)
         write_step(folder, loss.item(), norm)
@@ -123,20 +124,59 @@ def _move_biases(
         bias += step * torch.sign(counts.mean() - counts).float()
 
 
-def _adamw(model: nn.Module, settings: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, with weight decay for matrices but not for norms and biases, and every parameter
-    with the multipliers of the first group of `optimizer.groups` that names it."""
-    found: list[dict[str, Any]] = []
+def _optimizers(
+    model: nn.Module, settings: OptimizerSection
+) -> list[torch.optim.AdamW | torch.optim.Muon]:
+    """torch's AdamW, with weight decay for matrices but not for norms and biases, and where the
+    recipe has it torch's Muon for the matrices inside of layers; every parameter with the
+    multipliers of the first group of `optimizer.groups` that names it."""
+    matrices: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for parameter, tensors in hf.tensors_of(model):
-        rate, decay = settings.learning_rate, settings.weight_decay
+        rate, decay, name = settings.learning_rate, settings.weight_decay, min(tensors)
         for group in reversed(settings.groups):
-            if any(fnmatchcase(min(tensors), pattern) for pattern in group.parameters):
+            if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 rate = settings.learning_rate * group.lr_mult
                 decay = settings.weight_decay * group.wd_mult
-        if parameter.ndim == 1 or min(tensors).endswith("bias"):  # of experts: stacked
-            decay = 0.0
-        found.append({"params": [parameter], "lr": rate, "weight_decay": decay})
-    return torch.optim.AdamW(found, betas=settings.betas, eps=settings.eps)
+        vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
+        decay = 0.0 if vector else decay
+        inside = any(part.isdecimal() for part in name.split(".")) and "norm" not in name
+        muon = settings.name == "muon" and inside and not vector
+        parts = [parameter]
+        if muon and parameter.ndim == 3:
+            parts = _experts(parameter, 2 if any("gate_proj" in one for one in tensors) else 1)
+        found = {"params": parts, "lr": rate, "weight_decay": decay}
+        (matrices if muon else others).append(found)
+    adamw = torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps)
+    if not matrices:
+        return [adamw]
+    own = settings.muon_settings
+    return [
+        adamw,
+        torch.optim.Muon(
+            matrices,
+            momentum=own.momentum,
+            nesterov=own.nesterov,
+            ns_steps=own.ns_steps,
+            adjust_lr_fn=own.adjust_lr,
+        ),
+    ]
+
+
+def _experts(stack: nn.Parameter, halves: int) -> list[nn.Parameter]:
+    """The matrices of the experts that transformers keeps in one parameter: its memory and,
+    once it has a gradient, that of its gradient."""
+    parts = [part for expert in stack.detach() for part in expert.chunk(halves)]
+    matrices = [nn.Parameter(part) for part in parts]
+
+    def share(whole: Tensor) -> None:
+        assert whole.grad is not None
+        gradients = [part for expert in whole.grad for part in expert.chunk(halves)]
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            matrix.grad = gradient
+
+    stack.register_post_accumulate_grad_hook(share)  # type: ignore[no-untyped-call]
+    return matrices
 
 
 def _gradient_norm(model: nn.Module) -> float:

@@ -42,6 +42,8 @@ MICRO_BATCH = 2
 LARGEST_RATE = 3e-4
 """Larger steps of AdamW blow rounding up: in ten steps, 3e-3 turned 1e-7 into 3e-5, and so
 did 1e-3 with experts, whose routing jumps."""
+LARGEST_MUON_RATE = 5e-5
+"""Muon rounds to bf16 before it orthogonalises: 1e-3 turned 1e-7 into 4e-5 in 20 steps."""
 WORKER = "toolkit.rehearse.worker"
 REFERENCE = "toolkit.rehearse.reference"
 
@@ -123,7 +125,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
 
     `batch` is the number of sequences per step. The learning rate is the recipe's largest in
-    every step, up to LARGEST_RATE: a rehearsal that only warms up would hardly move the
+    every step, up to a largest one: a rehearsal that only warms up would hardly move the
     weights. The objective is one that the reference defines too: engines know none, and what
     another package's reads is not in a rehearsal's batches.
     """
@@ -146,8 +148,9 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     freeze = shrink_freeze(recipe.model.freeze, config)
     trained = trained_tensors(config, freeze, recipe.adapter)
     groups = in_small_model(recipe.optimizer.groups, trained)
-    largest = max([1.0, *(group.lr_mult for group in groups)])
-    rate = min(recipe.optimizer.learning_rate, LARGEST_RATE / largest)
+    largest = LARGEST_MUON_RATE if recipe.optimizer.name == "muon" else LARGEST_RATE
+    largest /= max([1.0, *(group.lr_mult for group in groups)])
+    rate = min(recipe.optimizer.learning_rate, largest)
     optimizer = {"learning_rate": rate, "groups": groups}
     model = {
         "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,

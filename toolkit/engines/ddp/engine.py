@@ -48,6 +48,7 @@ class DdpEngine(DataParallelEngine):
             )
             self._settle_buckets()
         self.optimizer = self.new_optimizer(self.model, fused=True)
+        self.bind_optimizer()
 
     def _settle_buckets(self) -> None:
         """Do one backward pass without effect.

@@ -131,7 +131,7 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     problems = [
         *unknown_keys(file),
         *_disagreements(file, owned, {**REQUIRED, **_loss_scaling(request)}),
-        *_not_ours_to_run(file),
+        *_not_ours_to_run(file, request.optimizer),
         *_unfilled(file, owned),
         *_missing_folder(file, request),
     ]
@@ -224,6 +224,8 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "optimizer.params.weight_decay": optimizer.weight_decay,
         f"{ZERO}.stage": layout.zero_stage,
     }
+    if optimizer.name != "adamw":  # DeepSpeed gets the optimizer itself
+        settings |= {key: None for key in settings if key.startswith("optimizer.")}
     for block, device, _ in _offloads(layout):
         folder = request.nvme_path if device == "nvme" else None
         settings[f"{block}.device"] = device
@@ -243,7 +245,8 @@ def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
 def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     """Settings that follow from the layout where the file does not state them."""
     settings: dict[str, object] = {}
-    if request.layout.offload_optimizer == "none":
+    adamw = request.optimizer.name == "adamw"
+    if adamw and request.layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
         stated: Any = _get(file.values, "optimizer.params") or {}
@@ -304,8 +307,15 @@ def _disagreements(
             yield file.problem(key, found, allowed, "delete it")
 
 
-def _not_ours_to_run(file: JsonFile) -> Iterator[Problem]:
+def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Problem]:
     """Blocks that would take over what the recipe does itself."""
+    if file.values.get("optimizer") is not None and optimizer.name != "adamw":
+        yield file.problem(
+            "optimizer",
+            file.values["optimizer"],
+            f"nothing with optimizer.name: {optimizer.name}, which DMT itself hands over",
+            "delete the block, or set optimizer.name to adamw in the recipe",
+        )
     if "scheduler" in file.values:
         yield file.problem(
             "scheduler",

@@ -18,6 +18,7 @@ from toolkit.engines.deepspeed.state import (
     loss_scale,
     partitions,
     set_loss_scale,
+    stage_3_groups,
     stage_3_shards,
     undo_first_step,
     whole_parameters,
@@ -25,6 +26,7 @@ from toolkit.engines.deepspeed.state import (
 )
 from toolkit.engines.deepspeed.veto import Veto, let_skip
 from toolkit.engines.distributed import RunningSum, to_device
+from toolkit.engines.muon import MuonAdamW, bind, matrices_of, split_groups
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.objectives.base import Objective
@@ -50,9 +52,11 @@ class DeepSpeedEngine:
         self.model = build_model(setup)
         module = self.model.module
         self.veto = Veto(module)
+        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
-            model_parameters=adam.parameter_groups(self.model.tensors(), setup.optimizer),
+            optimizer=self._new_muon(groups),
+            model_parameters=groups,
             config=setup.engine_config,
             mpu=self.model.mpu,
         )
@@ -62,8 +66,31 @@ class DeepSpeedEngine:
             let_skip(self.optimizer)
         elif self.stage == 0:
             undo_first_step(self.optimizer)
+        self._bind_muon()
         self.model.restore_buffers(self.engine.module)
         self.engine.train()
+
+    def _new_muon(self, groups: list[dict[str, Any]]) -> MuonAdamW | None:
+        """The optimizer that DeepSpeed is to wrap; None: the one of its own configuration."""
+        if self.setup.optimizer.name != "muon":
+            return None
+        from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+        if MuonAdamW not in ZERO_SUPPORTED_OPTIMIZERS:  # others it takes with a warning
+            ZERO_SUPPORTED_OPTIMIZERS.append(MuonAdamW)
+        placed = ((parameter, place.blocks) for parameter, place in self.model.placed())
+        groups = split_groups(groups, placed)
+        return MuonAdamW(groups, self.setup.optimizer, fused=True)
+
+    def _bind_muon(self) -> None:
+        """Let Muon find out what this rank holds; from stage 1 on a group is one flat tensor,
+        or several, which DeepSpeed updates one after the other."""
+        optimizer = self._adam
+        if isinstance(optimizer, MuonAdamW):
+            matrices = matrices_of(optimizer)
+            if self.stage == 3:
+                matrices = dict.fromkeys(stage_3_groups(self.optimizer, "muon"), optimizer)
+            bind(matrices, self._parameter_shards, self.setup, apart=self.stage > 0)
 
     def train_step(
         self,

@@ -75,9 +75,9 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
         (zero.get(block) or {}).get("device", "none")  # an offload block may be null
         for block in ("offload_optimizer", "offload_param")
     )
-    torch_adam = config.get("optimizer", {}).get("params", {}).get("torch_adam", False)
+    optimizer = config.get("optimizer")  # none: it is not DeepSpeed's
     ops: list[str] = []
-    if not torch_adam:
+    if optimizer is not None and not optimizer.get("params", {}).get("torch_adam", False):
         ops.append("fused_adam" if optimizer_device == "none" else "cpu_adam")
     if "nvme" in (optimizer_device, parameter_device):
         ops += ["pin_memory", "async_io"]

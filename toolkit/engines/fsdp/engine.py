@@ -58,6 +58,7 @@ class FsdpEngine(DataParallelEngine):
         # A DTensor's operators are slow to start: one for all parameters. On the CPU, which
         # reads every state again for each operator, all of AdamW is one.
         self.optimizer = self.new_optimizer(self.model, fused=offloads, foreach=not offloads)
+        self.bind_optimizer()
 
     def _shard(self, config: dict[str, Any]) -> list[FSDPModule]:
         """Wrap layers and model as `fsdp.json` says."""

@@ -112,6 +112,14 @@ class MegatronBackend(Backend):
                 "rest apart, and they drift after an overflow",
                 "set training.precision to bf16, or parallel.expert to 1",
             )
+        if job.training.precision == "fp16" and job.muon:
+            yield Problem(
+                "training.precision",
+                "fp16 with optimizer.name: muon on engine megatron",
+                "bf16 or fp32: in fp16, each of megatron-core's optimizers decides for itself "
+                "whether it steps, and Muon's exchange needs all ranks",
+                "set training.precision to bf16",
+            )
 
 
 BACKEND = MegatronBackend()

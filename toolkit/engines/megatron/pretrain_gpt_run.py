@@ -71,6 +71,14 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, nothing: it has no adapters",
             "remove adapter, or start the run with `dmt launch`",
         )
+    if recipe.optimizer.name != "adamw":
+        yield Problem(
+            "optimizer.name",
+            recipe.optimizer.name,
+            "in Megatron-LM's pretrain_gpt.py, adamw: its own Muon keeps other matrices "
+            "together and scales them differently",
+            "set optimizer.name to adamw, or start the run with `dmt launch`",
+        )
     yield from _data_problems(recipe.data)
 
 

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from toolkit.layout import Layout, Recompute, padded_vocab
+from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
-from toolkit.plan.cost.engine import in_place_logit_bytes
+from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.workload import Workload
 
@@ -118,15 +119,18 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     layers = share.layers / layout.vpp
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
     chunk += _frozen_copies(workload, layout, share)
+    activations = chunk * _chunks_waiting(layout, share)
+    # What Muon exchanges comes when they are gone.
+    exchange = _muon_exchange(workload, share) - activations - max(logits, step.workspace)
     return Memory(
         stage=share.stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=chunk * _chunks_waiting(layout, share),
+        activations=activations,
         logits=logits if logits > step.workspace else 0.0,
         workspace=0.0 if logits > step.workspace else step.workspace,
-        buffers=step.messages + _engine_buffers(workload, layout, share),
+        buffers=step.messages + _engine_buffers(workload, layout, share) + max(0.0, exchange),
     )
 
 
@@ -210,13 +214,16 @@ def _states(
         )
 
     each = state_bytes(workload)
+    trained = share.trained
+    matrices = trained._replace(vocabulary=0.0)
+    second_moments = held(FP32_BYTES, 1, matrices) if workload.muon else 0.0
     away = layout.offload_optimizer != "none"
     sharded = workload.cost.sharded_weights_from
     return (
         0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
         # From stage 2 on, reduced gradients go where the optimizer is.
-        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, share.trained),
-        0.0 if away else held(each.optimizer, 1, share.trained),
+        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, trained),
+        0.0 if away else held(each.optimizer, 1, trained) - second_moments,
     )
 
 
@@ -262,6 +269,15 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
         copies = 1 if layout.recompute == "full" else layers
         return (kinds + width * copies) * one
     return float(kinds * width * one)
+
+
+def _muon_exchange(workload: Workload, share: StageShare) -> float:
+    """Bytes of what Muon sends and receives in bf16 at once, each twice: the rectangles that a
+    rank holds and the matrices that it owns, at most all of its stage's."""
+    if not workload.muon:
+        return 0.0
+    trained = share.trained
+    return 2 * 2 * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
 
 
 def _frozen_copies(workload: Workload, layout: Layout, share: StageShare) -> float:

@@ -44,6 +44,8 @@ class PlanRequest:
     """The recipe's `adapter`."""
     groups: tuple[ParameterGroup, ...] = ()
     """The recipe's `optimizer.groups`."""
+    muon: bool = False
+    """The recipe's `optimizer.name` is muon."""
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class PlanRequest:
             recipe.data.isolates,
             recipe.adapter,
             recipe.optimizer.groups,
+            recipe.optimizer.name == "muon",
         )
 
     @cached_property
@@ -135,6 +138,8 @@ def problems(job: PlanRequest) -> list[Problem]:
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     stacked, fused = job.divided
+    if offloaded := [*_offloaded_muon(job)]:
+        return offloaded
     if pair.model != "megatron":
         return stacked
     if reason := job.inexpressible:
@@ -144,6 +149,19 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return [refusal]
     rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
     return [*fused, *(problem for rule in rules for problem in rule(job))]
+
+
+def _offloaded_muon(job: PlanRequest) -> Iterator[Problem]:
+    """Newton-Schulz is matrix products, and its owner's buffers are on the device."""
+    for name in ("offload_optimizer", "offload_parameters"):
+        place = getattr(job.parallel.zero, name)
+        if job.muon and place not in ("none", "auto"):
+            yield Problem(
+                f"parallel.zero.{name}",
+                f"{place} with optimizer.name: muon",
+                "none: Muon's matrix products run on the device, where its states are",
+                f"set parallel.zero.{name} to none (or auto), or optimizer.name to adamw",
+            )
 
 
 def _inexpressible(job: PlanRequest, pair: Pair, reason: str) -> Problem:

@@ -1,0 +1,23 @@
+"""Which tensors of a checkpoint `optimizer.name: muon` orthogonalises. Nothing here imports
+torch."""
+
+import re
+
+EXCHANGED_AT_ONCE = 1 << 28
+"""Elements of its shards, of whole matrices and of copies for their holders that a rank
+exchanges at once; those of a single matrix may be more."""
+
+_LAYER = re.compile(r"(?:.*\.)?\d+\.(?:.*\.weight|.*_proj)")
+"""What is called `…_proj` itself is one expert's slice of a stack."""
+
+
+def is_layer_matrix(tensor: str, dimensions: int) -> bool:
+    """Is this checkpoint tensor the weight of a linear layer inside a decoder layer?
+
+    These are Muon's (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982, section 2):
+    all projections, experts and routers; embeddings, head, norms and biases are AdamW's. Names
+    of decoder layers have their number, and only those. A norm stays one where its weight has
+    two dimensions, of heads and of their elements.
+    """
+    inside = _LAYER.fullmatch(tensor) is not None
+    return inside and dimensions == 2 and "norm" not in tensor.rsplit(".", 2)[-2]
