@@ -34,6 +34,8 @@ GPT2 = {
 BOTTOM = ("model.embed_tokens.*", "model.layers.0.*")
 """All of the first of two pipeline stages."""
 
+GROUPS = ({"parameters": ["*.mlp.*"], "lr_mult": 0.5, "wd_mult": 2.0},)
+
 
 def muon(case: Case, **settings: Any) -> Case:
     optimizer = {"name": "muon", "learning_rate": RATE} | (
@@ -48,21 +50,26 @@ def small(**parallel: Any) -> Case:
 
 
 class Both:
-    """torch's Muon and AdamW; experts that transformers stacks are matrices each."""
+    """torch's Muon and AdamW; experts that transformers stacks are matrices each. `grouped`: as
+    with `GROUPS`."""
 
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, *, grouped: bool = False, **settings: Any) -> None:
         self.parts: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
-        matrices, others = [], []
+        matrices, others, halved = [], [], []
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.ndim == 3:
+            if grouped and "mlp" in name:
+                halved.append(parameter)
+            elif parameter.requires_grad and parameter.ndim == 3:
                 matrices += self._experts(name, parameter)
             elif parameter.requires_grad:
                 layer = ".layers." in name or ".h." in name
                 (matrices if layer and parameter.ndim == 2 else others).append(parameter)
         adjust = settings.pop("adjust_lr", "match_rms_adamw")
+        slow = {"params": halved, "lr": 0.5 * RATE, "weight_decay": 0.2}
         self.muon = torch.optim.Muon(
-            matrices, lr=RATE, weight_decay=0.1, adjust_lr_fn=adjust, **settings
-        )
+            [{"params": matrices}, *([slow] if halved else [])],
+            lr=RATE, weight_decay=0.1, adjust_lr_fn=adjust, **settings,
+        )  # fmt: skip
         groups = [
             {"params": [p for p in others if p.ndim > 1]},
             {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
@@ -95,19 +102,20 @@ class Both:
 
 
 @cache
-def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
+def reference(family: Any, settings: Any, freeze: tuple[str, ...], grouped: bool) -> Any:
     def frozen(name: str) -> bool:
         return bool(freeze) and ("embed" in name or ".layers.0." in name)
 
     model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
-    optimizer: Any = Both(model, **dict(settings))
+    optimizer: Any = Both(model, grouped=grouped, **dict(settings))
     return plain_loop(model, optimizer)
 
 
 def check(cases: Sequence[Case], world: int, tolerance: float = TOLERANCE) -> None:
     for case, (name, result) in zip(cases, run([*cases], world).items(), strict=True):
         settings = tuple(case.optimizer.get("muon", {}).items())
-        expected = reference(tuple(case.family.items()), settings, case.freeze)
+        family = tuple(case.family.items())
+        expected = reference(family, settings, case.freeze, bool(case.groups))
         for quantity in ("loss", "grad_norm"):
             wanted = expected[quantity][: case.steps]
             pairs = zip(result[quantity], wanted, strict=True)
@@ -138,6 +146,10 @@ MORE = [
     muon(small(tensor=2, sequence=True), **OTHER),
     replace(muon(small(pipeline=2)), freeze=BOTTOM),
     replace(muon(deepspeed(3)), freeze=BOTTOM),
+    *(
+        replace(muon(case), groups=GROUPS)
+        for case in (Case("ddp", 2), deepspeed(2), deepspeed(3), small(tensor=2))
+    ),
 ]
 FOUR = [
     muon(small(tensor=2, pipeline=2, stage=1)),
