@@ -48,7 +48,9 @@ def test_agrees(path: Path, tmp_path: Path) -> None:
     report = planned.against(file)
     wrong = [row for row in report.compared if row.verdict != "agrees"]
     assert (wrong, report.unknown) == ([], ())
-    assert len(report.compared) >= (40 if planned.plan.engine == "megatron" else 12)
+    # DeepSpeed's file has nothing of an optimizer that is not DeepSpeed's.
+    least = 12 if planned.recipe.optimizer.name == "adamw" else 7
+    assert len(report.compared) >= (40 if planned.plan.engine == "megatron" else least)
 
 
 @pytest.mark.parametrize("recipe", ["tiny/llama-bytes", "llama/llama-3.1-8b-lora"])

@@ -54,7 +54,7 @@ def _lines(
     yield ""
     yield "data:"
     for key, value in shown["data"].items():
-        yield f"  {key}: {_flow(value)}"
+        yield from _setting(f"  {key}", value)
     yield ""
     training = {**shown["training"], **_batch(recipe), "micro_batch_size": "auto"}
     comments = _training_comments(recipe, planned)
@@ -65,7 +65,7 @@ def _lines(
     yield ""
     for section in _PLAIN:
         if shown.get(section):
-            yield f"{section}: {_flow(shown[section])}"
+            yield from _section(section, shown[section])
     yield ""
     yield from _parallel(planned)
     yield ""
@@ -74,6 +74,31 @@ def _lines(
     where = recipe.cluster.model_dump()
     note = f"measured speeds: add `--cluster {given}` to commands" if _is_file(given) else ""
     yield _line(f"cluster: {_flow(where)}", note)
+
+
+def _section(name: str, shown: Mapping[str, Any]) -> Iterator[str]:
+    """On one line, unless a list in it needs several."""
+    if not any(map(_is_list_of_maps, shown.values())):
+        yield f"{name}: {_flow(shown)}"
+        return
+    yield f"{name}:"
+    for key, value in shown.items():
+        yield from _setting(f"  {key}", value)
+
+
+def _setting(key: str, value: Any) -> Iterator[str]:
+    """On one line; of a list of maps, each on its own."""
+    if not _is_list_of_maps(value):
+        yield f"{key}: {_flow(value)}"
+        return
+    yield f"{key}:"
+    indent = " " * (len(key) - len(key.lstrip()) + 2)
+    for item in value:
+        yield f"{indent}- {_flow(item)}"
+
+
+def _is_list_of_maps(value: object) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value)
 
 
 def _is_file(given: str) -> bool:
