@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,6 +57,27 @@ def recipe_with(project: Project, name: str, model: str) -> Path:
     data = after[after.index("data:\n") :]
     recipe.write_text(f"{before}model: {model}\n{data}")
     return recipe
+
+
+def test_a_convolution_is_saved_resumed_and_exported(project: Project):
+    """Its weights have three axes."""
+    config = "{config: {model_type: mamba, vocab_size: 320, hidden_size: 32, state_size: 4, "
+    recipe = recipe_with(project, "mamba", config + "num_hidden_layers: 2}}")
+    whole = trained(project, recipe, "mamba-ddp", {"training.steps": 4} | ONE_RANK)
+    first = {"training.steps": 2, "schedule.name": "constant"} | ONE_RANK
+    trained(project, recipe, "mamba", first)
+    fsdp = {"training.steps": 4, "parallel.engine": "fsdp", "parallel.zero.stage": 3}
+    resumed = trained(project, recipe, "mamba", fsdp)
+    assert_same(resumed, whole, 1e-5)
+    exported = load_file(resumed / "export" / "model.safetensors")
+    expected = load_file(whole / "export" / "model.safetensors")
+    assert {name: t.shape for name, t in exported.items()} == {
+        name: t.shape for name, t in expected.items()
+    }
+    assert exported["backbone.layers.0.mixer.conv1d.weight"].shape == (64, 1, 4)
+    loaded = AutoModelForCausalLM.from_pretrained(resumed / "export")
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter.data, exported[name])
 
 
 @pytest.mark.parametrize("model", MODELS)

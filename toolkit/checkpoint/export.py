@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from toolkit.checkpoint.adapters import Merged, saved_lora, write_peft
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import stored_shape
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
@@ -94,6 +95,7 @@ def check_complete(state: SavedState) -> PretrainedConfig:
         ) from error
     lora = saved_lora(Manifest.read(state.folder), config)
     wanted = hf.checkpoint_shapes(config) if lora is None else lora.shapes
+    wanted = {name: stored_shape(shape) for name, shape in wanted.items()}
     if differing := sorted(wanted.items() ^ state.shapes.items()):
         name = differing[0][0]
         raise CheckpointError(
@@ -108,7 +110,7 @@ def _entries(
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     family = family_of(config.model_type)
-    tensors = {name: (shape, [name]) for name, shape in state.shapes.items()}
+    tensors = {n: (shape, [n]) for n, shape in hf.checkpoint_shapes(config).items()}
     if family.stacked_experts:
         tensors = {
             name: (shape, [piece.name for piece in checkpoint_names(name, shape)])

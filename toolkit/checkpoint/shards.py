@@ -11,6 +11,7 @@ checkpoint serves every layout and engine.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor, nn
 
@@ -83,11 +84,16 @@ def bias_shards(model: nn.Module, *, saved_here: bool) -> Iterator[StateShard]:
         yield StateShard(blocks, {"weight": bias}, saved_here=saved_here)
 
 
+def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """(rows,) or (rows, columns): the further axes of a convolution are columns, too."""
+    rows, *others = shape or (1,)
+    return (rows, prod(others)) if others else (rows,)
+
+
 def whole_block(tensor: str, shape: Sequence[int]) -> Block:
-    """All of a checkpoint tensor, a vector or a matrix."""
-    assert 1 <= len(shape) <= 2, f"{tensor} is neither"
-    columns = (0, shape[1]) if len(shape) > 1 else None
-    return Block(tensor, (0, shape[0]), columns, transposed=False)
+    """All of a checkpoint tensor, as a vector or a matrix."""
+    rows, *columns = stored_shape(shape)
+    return Block(tensor, (0, rows), (0, columns[0]) if columns else None, transposed=False)
 
 
 def block_numel(block: Block) -> int:

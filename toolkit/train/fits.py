@@ -9,6 +9,7 @@ from toolkit.adapters.lora import lora_of
 from toolkit.checkpoint.locate import Located
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import stored_shape
 from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
@@ -204,7 +205,7 @@ def compare(found: Located, assignment: Assignment) -> list[StateRow]:
 def shape_problems(saved: Shapes, wanted: Shapes) -> Iterator[str]:
     """How the tensors of a checkpoint differ from those of a model; empty when they agree."""
     both = saved.keys() & wanted.keys()
-    other = sorted(name for name in both if saved[name] != wanted[name])
+    other = sorted(name for name in both if saved[name] != stored_shape(wanted[name]))
     if other:
         first = other[0]
         yield (
