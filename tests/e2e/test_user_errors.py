@@ -46,7 +46,7 @@ def test_seen_before_anything_is_started(project: Project, change, message, fix)
 @pytest.mark.parametrize(
     ("change", "message", "fix"),
     [
-        ({"training.global_batch_size": 4096}, "the training data has", "use more data"),
+        ({"training.global_batch_size": 4096}, "the training data of `*.txt` has", "use more data"),
         (
             {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999},
             "schedule.warmup_steps: found 9999 of",
@@ -70,7 +70,7 @@ def test_a_run_for_gpus_without_one(project: Project):
 @pytest.mark.parametrize(
     ("change", "message", "fix"),
     [
-        ({"training.global_batch_size": 4096}, "the training data has", "use more data"),
+        ({"training.global_batch_size": 4096}, "the training data of `*.txt` has", "use more data"),
         ({"data.train.files": '["none/*.txt"]'}, "no file matches", "correct the path"),
     ],
     ids=["too little", "missing"],
