@@ -13,6 +13,13 @@ pytestmark = pytest.mark.slow
 WORKER = ROOT / "launch" / "train.py"
 
 
+TOO_LITTLE = (
+    {"training.global_batch_size": 4096},
+    "the training data of `*.txt` has",
+    "use more data",
+)
+
+
 def assert_one_message(ended: Ended, message: str, fix: str, code: int = 2) -> None:
     assert ended.code == code, ended.err
     assert ended.err.count(message) == 1, ended.err
@@ -46,7 +53,7 @@ def test_seen_before_anything_is_started(project: Project, change, message, fix)
 @pytest.mark.parametrize(
     ("change", "message", "fix"),
     [
-        ({"training.global_batch_size": 4096}, "the training data of `*.txt` has", "use more data"),
+        TOO_LITTLE,
         (
             {"training.steps": "null", "training.epochs": 1, "schedule.warmup_steps": 9999},
             "schedule.warmup_steps: found 9999 of",
@@ -70,7 +77,7 @@ def test_a_run_for_gpus_without_one(project: Project):
 @pytest.mark.parametrize(
     ("change", "message", "fix"),
     [
-        ({"training.global_batch_size": 4096}, "the training data of `*.txt` has", "use more data"),
+        TOO_LITTLE,
         ({"data.train.files": '["none/*.txt"]'}, "no file matches", "correct the path"),
     ],
     ids=["too little", "missing"],
