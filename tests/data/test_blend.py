@@ -1,5 +1,6 @@
 """Several sources as one data set: every sample once, in every layout, through every stage."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.batch import IGNORE_INDEX
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.build import TrainingData, build_data
@@ -149,6 +151,33 @@ def test_validation_of_each_source(tmp_path: Path) -> None:
     for name, samples in data.validation.items():
         (row,) = samples.rows(0)
         assert bytes(row.input_ids.tolist()).decode() == name[0] * 4
+
+
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_conversations_and_preferences(tmp_path: Path, kind: str) -> None:
+    """Three rows of one data set to one of the other, each of its own column format."""
+    for name in "yz":
+        rows = [
+            {"prompt": name, "completion": name * n}
+            if kind == "chat"
+            else {"prompt": name, "chosen": name * n, "rejected": name}
+            for n in range(2, 12)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"kind": kind, "path": "y.jsonl", "weight": 3},
+        {"kind": kind, "path": "z.jsonl", "weight": 1},
+    ]
+    data = build(tmp_path, train=sources, chat_template="chatml", validation_fraction=0.2)
+    assert [*data.validation] == ["y.jsonl", "z.jsonl"]
+    assert [len(source.train) for source in data.sources] == [8, 8]
+    found: Counter[str] = Counter()
+    for index in data.order.indices(0, 16).tolist():
+        rows_found = data.train.rows(index)
+        assert len(rows_found) == data.train.rows_per_sample == (1 if kind == "chat" else 2)
+        trained = rows_found[0].labels[rows_found[0].labels != IGNORE_INDEX]
+        found.update({"y": int(ord("y") in trained), "z": int(ord("z") in trained)})
+    assert found == {"y": 12, "z": 4}
 
 
 def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:

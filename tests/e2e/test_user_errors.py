@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 WORKER = ROOT / "launch" / "train.py"
 
-
 TOO_LITTLE = (
     {"training.global_batch_size": 4096},
     "the training data of `*.txt` has",
