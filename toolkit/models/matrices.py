@@ -17,7 +17,10 @@ def is_layer_matrix(tensor: str, dimensions: int) -> bool:
     These are Muon's (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982, section 2):
     all projections, experts and routers; embeddings, head, norms and biases are AdamW's. Names
     of decoder layers have their number, and only those. A norm stays one where its weight has
-    two dimensions, of heads and of their elements.
+    two dimensions, of heads and of their elements, and a convolution where it is stored as a
+    matrix.
     """
-    inside = _LAYER.fullmatch(tensor) is not None
-    return inside and dimensions == 2 and "norm" not in tensor.rsplit(".", 2)[-2]
+    if dimensions != 2 or _LAYER.fullmatch(tensor) is None:
+        return False
+    module = tensor.rsplit(".", 2)[-2]
+    return "norm" not in module and "conv" not in module

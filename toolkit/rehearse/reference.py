@@ -140,8 +140,9 @@ def _optimizers(
                 decay = settings.weight_decay * group.wd_mult
         vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
         decay = 0.0 if vector else decay
-        inside = any(part.isdecimal() for part in name.split(".")) and "norm" not in name
-        muon = settings.name == "muon" and inside and not vector
+        inside = any(part.isdecimal() for part in name.split("."))
+        linear = not vector and "norm" not in name and "conv" not in name
+        muon = settings.name == "muon" and inside and linear
         parts = [parameter]
         if muon and parameter.ndim == 3:
             parts = _experts(parameter, 2 if any("gate_proj" in one for one in tensors) else 1)
