@@ -224,9 +224,9 @@ def load_data(run: Path) -> TrainingData:
 def validation_loss(run: Path, data: TrainingData, model: nn.Module) -> float:
     """Mean cross entropy (nats) of an exported model, by transformers, PEFT and torch alone."""
     recipe = load_recipe(run / "recipe.yaml")
-    assert data.validation is not None
+    (validation,) = data.validation.values()
     batches = evaluation_batches(
-        data.validation,
+        validation,
         recipe.training.global_batch_size,
         recipe.evaluation.batches,
         dp_rank=0,
@@ -248,9 +248,10 @@ def validation_loss(run: Path, data: TrainingData, model: nn.Module) -> float:
 
 def held_out(data: TrainingData) -> Iterator[Question]:
     """Questions that were not trained on."""
-    assert isinstance(data.validation, ChatSamples)
+    (validation,) = data.validation.values()
+    assert isinstance(validation, ChatSamples)
     for index in range(ASKED):
-        chat = data.validation.conversations(index)[0]
+        chat = validation.conversations(index)[0]
         asked = int(chat.trained.argmax())
         prompt, docstring = (
             data.tokenizer.decode(ids.tolist()) for ids in (chat.ids[:asked], chat.ids[asked:])

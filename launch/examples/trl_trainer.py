@@ -79,6 +79,7 @@ def check(recipe: Recipe) -> None:
         f"training.objective: {objective}": (objective not in TRAINERS, "sft or dpo"),
         f"model.init: {recipe.model.init}": (recipe.model.init != "pretrained", "pretrained"),
         "data.train.columns": (bool(getattr(data.train, "columns", None)), "{}"),
+        "data.train: a list": (isinstance(data.train, tuple), "one source"),
         "model.freeze": (bool(recipe.model.freeze), "null"),
         f"data.packing: {data.packing}": (data.packing != "none", "none"),
         "adapter.folder": (bool(recipe.adapter and recipe.adapter.folder), "null"),
