@@ -110,12 +110,13 @@ def _entries(
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     family = family_of(config.model_type)
-    tensors = {n: (shape, [n]) for n, shape in hf.checkpoint_shapes(config).items()}
     if family.stacked_experts:
         tensors = {
             name: (shape, [piece.name for piece in checkpoint_names(name, shape)])
             for name, shape in hf.parameter_shapes(config).items()
         }
+    else:
+        tensors = {n: (shape, [n]) for n, shape in hf.checkpoint_shapes(config).items()}
     for name, (shape, parts) in tensors.items():
         kept = _dtype_of(name, dtype)
 

@@ -12,14 +12,14 @@ from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
-from toolkit.data.indexed import IndexedTokens, IndexedWriter
+from toolkit.data.indexed import IndexedTokens
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import Order, Shuffled
 from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import cached_tokens, prepare
+from toolkit.data.tokenized import cached_rows, prepare
 from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
 from toolkit.errors import DataError
 from toolkit.recipe.schema import (
@@ -302,15 +302,7 @@ class _Builder:
     def _fitted(self, stream: TokenStream, key: str) -> IndexedTokens:
         """Which parts of documents share a row, kept in the cache."""
         prefix = self.cache / "tokens" / key
-
-        def write() -> None:
-            with IndexedWriter(prefix, np.int64) as writer:
-                for row in fitted_rows(stream, self.sequence_length):
-                    writer.append(row)
-                    writer.end_document()
-                writer.commit()
-
-        return cached_tokens(prefix, write)
+        return cached_rows(prefix, np.int64, lambda: fitted_rows(stream, self.sequence_length))
 
 
 def _check_size(

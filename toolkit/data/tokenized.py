@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from toolkit.data.files import (
     cache_not_writable,
@@ -163,6 +164,21 @@ def cached_tokens(
             return indexed
     except OSError as error:
         raise cache_not_writable(prefix.parent, error) from error
+
+
+def cached_rows(
+    prefix: Path, dtype: type[np.integer[Any]], rows: Callable[[], Iterable[npt.ArrayLike]]
+) -> IndexedTokens:
+    """As `cached_tokens`, with the numbers of each of `rows` as a document."""
+
+    def write() -> None:
+        with IndexedWriter(prefix, dtype) as writer:
+            for row in rows():
+                writer.append(row)
+                writer.end_document()
+            writer.commit()
+
+    return cached_tokens(prefix, write)
 
 
 def _lock(path: Path, doing: str) -> AbstractContextManager[object]:

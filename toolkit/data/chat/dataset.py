@@ -10,10 +10,10 @@ from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.chat.tokens import StoredChats
 from toolkit.data.files import fingerprint_of
 from toolkit.data.fit import pack
-from toolkit.data.indexed import IndexedTokens, IndexedWriter
+from toolkit.data.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import cached_tokens
+from toolkit.data.tokenized import cached_rows
 
 _PADDING_ID = 0
 """In every vocabulary; it is never a label, and no trained token attends to it."""
@@ -137,15 +137,7 @@ def chat_samples(
         return ChatSamples(chats, numbers, sequence_length, rows_per_sample)
     lengths = chats.lengths()[numbers]
     prefix = cache / "tokens" / fingerprint_of([chats.fingerprint, "packed rows", part])
-
-    def write() -> None:
-        with IndexedWriter(prefix, np.int32) as writer:
-            for row in pack(lengths, sequence_length):
-                writer.append(row)
-                writer.end_document()
-            writer.commit()
-
-    packed = cached_tokens(prefix, write)
+    packed = cached_rows(prefix, np.int32, lambda: pack(lengths, sequence_length))
     return ChatSamples(chats, numbers, sequence_length, packed=packed)
 
 
