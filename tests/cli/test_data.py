@@ -132,3 +132,14 @@ def test_mistakes_come_before_any_work(recipe: Path, tmp_path: Path) -> None:
         dmt_data("tokenizer", recipe, "--vocab-size", 10, "--out", tmp_path / "bpe")
     with pytest.raises(DataError, match="vocabulary has 256"):
         dmt_data("prepare", recipe, "--set", "model.config.vocab_size=256")
+
+
+def test_a_blend(recipe: Path) -> None:
+    """Every source under its own heading, and with its share of the run."""
+    texts = f"kind: text, files: [{recipe.parent}/*.txt]"
+    sources = f"[{{label: one, {texts}, weight: 3}}, {{label: two, {texts}, weight: 1}}]"
+    blend = ("--set", f"data.train={sources}", "--set", "training.steps=4")
+    shown = dmt_data("show", recipe, "--samples", 0, *blend).splitlines()
+    assert [line.split()[0] for line in shown if "═" in line] == ["one", "two"]
+    said = dmt_data("prepare", recipe, *blend)
+    assert "one: 75.00% of the samples" in said and "two: 25.00% of the samples" in said

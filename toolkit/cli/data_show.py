@@ -1,6 +1,5 @@
 """How `dmt data show` prints a preview."""
 
-from rich.markup import escape
 from rich.text import Text
 
 from toolkit.cli.console import Console
@@ -15,7 +14,7 @@ def print_preview(shown: Preview, title: str = "") -> None:
     `title` is that of a source among several."""
     console = Console(soft_wrap=True)
     if title:
-        console.rule(f"[bold]{escape(title)}", characters="═", align="left")
+        console.rule(Text(title, style="bold"), characters="═", align="left")
     marks = console.color_system is None
     for sample in shown.samples:
         for number, document in enumerate(sample.documents, start=1):

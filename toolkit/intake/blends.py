@@ -80,9 +80,14 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key, f"a stage from step {first}", allowed, "put stages in order")
         before = first
         if stage.weights.keys() != titles:
-            wrong = ", ".join(sorted(stage.weights.keys() ^ titles))
+            missing, unknown = titles - stage.weights.keys(), stage.weights.keys() - titles
+            found = " and ".join(
+                f"{what} {', '.join(sorted(names))}"
+                for what, names in (("nothing for", missing), ("unknown sources", unknown))
+                if names
+            )
             allowed = f"a weight for each of {', '.join(sorted(titles))}"
             fix = "name every source once (0: none of it); `label` names a source"
-            yield Problem(f"{key}.weights", f"other names: {wrong}", allowed, fix)
+            yield Problem(f"{key}.weights", found, allowed, fix)
         elif not any(stage.weights.values()):
             yield Problem(f"{key}.weights", "only zeros", "a sum above 0", "raise a weight")
