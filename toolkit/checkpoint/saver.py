@@ -76,6 +76,7 @@ class Saver:
         began = time.monotonic()
         failpoint("checkpoint.begin")
         if self._group is None:
+            dist.barrier()  # a rank that died before is noticed here; a new group waits for it
             self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
