@@ -518,6 +518,13 @@ MISTAKES = {
         "validation_fraction",
         at="  validation:",
     ),
+    "a limit of malformed rows that are errors": M(
+        '    kind: text\n    files: ["{stdlib}/*.py"]',
+        "    kind: hf\n    path: org/texts\n    malformed_limit: 5",
+        "data.train.malformed_limit",
+        "malformed: drop",
+        at="malformed_limit",
+    ),
     "weight of one source": M(
         "kind: text",
         "kind: text\n    weight: 1",

@@ -109,7 +109,7 @@ def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
     searched = 0
     for file in filter(is_json, files):
         for place, row in json_rows(file):
-            if (why := _wrong(row, column)) is not None:
+            if (why := wrong_text(row, column)) is not None:
                 return f"{place}: {why}"
             searched += len(row.get(column) or "") if isinstance(row, dict) else 0
             if searched > _SEARCHED_BYTES:
@@ -117,7 +117,8 @@ def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
     return None
 
 
-def _wrong(row: object, column: str) -> str | None:
+def wrong_text(row: object, column: str) -> str | None:
+    """Why the `column` of a row is not text or null; None when it is."""
     if isinstance(row, Broken):
         return row.why
     if not isinstance(row, dict):

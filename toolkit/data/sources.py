@@ -4,13 +4,14 @@ import codecs
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import (
     content_fingerprint,
     find_files,
@@ -18,7 +19,7 @@ from toolkit.data.files import (
     matching_paths,
     read_blocks,
 )
-from toolkit.data.json_rows import first_wrong_text
+from toolkit.data.json_rows import count_lines, first_wrong_text, is_json, json_rows, wrong_text
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 
@@ -77,6 +78,8 @@ def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Do
     if (files := local_files(source, base)) is not None:
         contents = content_fingerprint(files, cache)
         parts = ["hf", contents, source.name, source.split, source.text_field]
+        if source.malformed == "drop":
+            parts.append(f"at most {source.malformed_limit} dropped")
         return HfDocuments(source, base, tuple(files), fingerprint_of(parts))
     return _hub_documents(source, base)
 
@@ -140,38 +143,53 @@ class HfDocuments:
         check_column(self.source, kinds)
         return dataset
 
+    @property
+    def _row_by_row(self) -> bool:
+        """`datasets` reads a JSON file whole, or not at all."""
+        drops = self.source.malformed == "drop"
+        return drops and names_json(self.source, self.base, self.files)
+
     def __len__(self) -> int:
+        if self._row_by_row:
+            return sum(count_lines(file) for file in self.files)
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[str]:
+        dropped = DroppedRows(self.source)
+        yield from self._json(dropped) if self._row_by_row else self._arrow(dropped)
+        dropped.report()
+
+    def _json(self, dropped: DroppedRows) -> Iterator[str]:
+        column = self.source.text_field
+        columns: dict[str, str] = {}
+        for place, row in chain.from_iterable(map(json_rows, self.files)):
+            if (why := wrong_text(row, column)) is not None:
+                dropped.add(f"{place}: {why}")
+                continue
+            assert isinstance(row, dict), "anything else is wrong"
+            columns |= {name: TEXT for name, held in row.items() if isinstance(held, str)}
+            yield row.get(column) or ""
+        check_column(self.source, columns)
+
+    def _arrow(self, dropped: DroppedRows) -> Iterator[str]:
         column = self.source.text_field
         dataset, number = self._dataset.select_columns([column]).with_format("arrow"), 0
         for table in dataset.iter(batch_size=_ROWS_AT_ONCE):
             try:
-                texts = table.column(0).to_pylist()
-            except UnicodeDecodeError as error:
+                yield from (text or "" for text in table.column(0).to_pylist())
+            except UnicodeDecodeError:
                 _look_for_wrong_text(self.files, column)
-                number += _first_not_utf8(table.column(0))
-                raise DataError(
-                    f"`{self.source.path}`, row {number:,}: `{column}` is not UTF-8",
-                    fix=_CORRECT,
-                ) from error
-            number += len(texts)
-            yield from (text or "" for text in texts)
+                for at, text in enumerate(table.column(0), number + 1):
+                    try:
+                        yield text.as_py() or ""
+                    except UnicodeDecodeError:
+                        place = f"`{self.source.path}`, row {at:,}"
+                        dropped.add(f"{place}: `{column}` is not UTF-8")
+            number += len(table)
 
     def in_parts(self) -> Iterator[Iterable[str]]:
         """See `Documents.in_parts`: a row is one part."""
         return ((text,) for text in self)
-
-
-def _first_not_utf8(column: Any) -> int:
-    """Which text of an Arrow column cannot be decoded, from 1."""
-    for number in range(len(column)):
-        try:
-            column[number].as_py()
-        except UnicodeDecodeError:
-            return number + 1
-    raise AssertionError("one of them could not be decoded")
 
 
 def _hub_documents(source: HfSource, base: Path) -> HfDocuments:
@@ -187,6 +205,16 @@ def hub_version(source: RowsSource, base: Path) -> str:
     if len(revision) == _COMMIT_LENGTH and set(revision) <= set("0123456789abcdef"):
         return revision
     return str(load_rows(source, base, ())._fingerprint)
+
+
+def names_json(source: RowsSource, base: Path, files: Sequence[Path]) -> bool:
+    """Whether all files are JSON, and all of their rows are wanted.
+
+    In a folder, `datasets` finds by the files' names which split they belong to.
+    """
+    if not files or source.split != "train" or _local_path(source, base).is_dir():
+        return False
+    return all(is_json(file) for file in files)
 
 
 def _builder(path: Path) -> str | None:

@@ -1,9 +1,9 @@
-"""Lists of sources: what their weights, stages and titles must be."""
+"""Sources: settings that need others, and weights, stages and titles of lists of them."""
 
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
-from toolkit.recipe.schema import Recipe, Source
+from toolkit.recipe.schema import Recipe, RowsSource, Source
 
 
 def blend_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -12,6 +12,7 @@ def blend_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, source in data.named_sources:
         if not key.startswith("data.train["):
             yield from _no_shares(key, source)
+        yield from _no_limit(key, source)
     if not isinstance(data.train, tuple):
         if data.stages:
             fix = "remove it, or give `data.train` as a list of sources with weights"
@@ -29,6 +30,14 @@ def _no_shares(key: str, source: Source) -> Iterator[Problem]:
             allowed = "nothing: it belongs to a list of sources in data.train"
             fix = "remove it, or write data.train as a list (`- kind: …`)"
             yield Problem(f"{key}.{name}", str(found), allowed, fix)
+
+
+def _no_limit(key: str, source: Source) -> Iterator[Problem]:
+    if not isinstance(source, RowsSource) or source.malformed == "drop":
+        return
+    if (limit := source.malformed_limit) is not None:
+        fix = "add `malformed: drop`, or remove the limit"
+        yield Problem(f"{key}.malformed_limit", str(limit), "nothing: no row is dropped", fix)
 
 
 def _shares(recipe: Recipe) -> Iterator[Problem]:

@@ -40,6 +40,7 @@ NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
 Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
+NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -246,6 +247,11 @@ class RowsSource(SourceSection):
     """Hub revision of the dataset."""
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
+    malformed: Literal["error", "drop"] = "error"
+    """A row that is no document, conversation or pair: an error that names file and row, or
+    drop and count."""
+    malformed_limit: NonNegativeInt | None = None
+    """With `drop`: an error once more rows than this are dropped. Default: no limit."""
 
     @property
     def place(self) -> str:
@@ -266,9 +272,6 @@ class ChatRowsSource(RowsSource):
 
     columns: ColumnNames = {}
     """Where a column has another name in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
-    malformed: Literal["error", "drop"] = "error"
-    """A row that is no conversation, or no pair: an error that names file and row, or drop and
-    count."""
 
     def column(self, name: ColumnName) -> str:
         """What the data calls the column `name` of the format."""

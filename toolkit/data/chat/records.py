@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.data.files import content_fingerprint, fingerprint_of
-from toolkit.data.json_rows import count_lines, is_json, json_rows
-from toolkit.data.sources import hub_version, load_rows, local_files
+from toolkit.data.json_rows import count_lines, json_rows
+from toolkit.data.sources import hub_version, load_rows, local_files, names_json
 from toolkit.recipe.schema import RowsSource
 
 
@@ -54,14 +54,7 @@ class ChatRecords:
 
     @property
     def _read_here(self) -> bool:
-        """Whether all files are JSON and all of their rows are wanted.
-
-        In a folder, `datasets` finds by the files' names which split they belong to.
-        """
-        if not self.files or self.source.split != "train":
-            return False
-        in_folder = (self.base / Path(self.source.path).expanduser()).is_dir()
-        return not in_folder and all(is_json(file) for file in self.files)
+        return names_json(self.source, self.base, self.files)
 
     @cached_property
     def _dataset(self) -> Any:

@@ -33,6 +33,7 @@ from toolkit.data.chat.template import (
     MarkedTokens,
     RewrittenHistory,
 )
+from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import fingerprint_of, write_atomically
 from toolkit.data.indexed import IndexedTokens, IndexedWriter
 from toolkit.data.progress import Track, untracked
@@ -40,7 +41,7 @@ from toolkit.data.rows import Int64Array
 from toolkit.data.tokenized import cached_tokens
 from toolkit.data.tokenizers import tokenizer_fingerprint
 from toolkit.errors import DataError
-from toolkit.recipe.schema import ChatSource, DataSection, PreferenceSource
+from toolkit.recipe.schema import ChatSource, DataSection, PreferenceSource, SourceSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -132,7 +133,8 @@ def prepare_chats(
     """
     records = open_records(source, base=base, cache=cache)
     text = tokenizer.chat_template
-    settings = source.model_dump(exclude={"path", "name", "revision", "split"})
+    whose = {*SourceSection.model_fields, "path", "name", "revision", "split"}
+    settings = source.model_dump(exclude=whose, exclude_defaults=True)
     key = fingerprint_of(
         [
             ["chat", _CACHE_VERSION, records.fingerprint, tokenizer_fingerprint(tokenizer)],
@@ -177,6 +179,7 @@ class _Maker:
         self._special = special
         """What no row may spell out; None: anything is allowed."""
         self._length = sequence_length
+        self._dropped = DroppedRows(source)
         self.report = ChatReport()
 
     def _count(self, **more: int) -> None:
@@ -211,15 +214,12 @@ class _Maker:
         try:
             return self._texts(record)
         except MalformedRow as error:
-            said = f"{record.place}: {error}"
-            if self._source.malformed == "error":
-                raise DataError(
-                    said,
-                    fix="correct the row, or set `malformed: drop` to drop and count such rows",
-                ) from error
-            if not self.report.malformed:
-                self.report = replace(self.report, first_malformed=said)
-            self._count(malformed=1)
+            self._dropped.add(f"{record.place}: {error}")
+            self.report = replace(
+                self.report,
+                malformed=self._dropped.count,
+                first_malformed=self._dropped.first,
+            )
             return []
         except RewrittenHistory as error:
             fix = "set `rewritten_history: split` for one sample per assistant turn"
