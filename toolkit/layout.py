@@ -6,6 +6,10 @@ from typing import Literal
 
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
+LossKernel = Literal["whole", "chunked"]
+
+_CHUNK_LOGITS = 2**26
+"""A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Layout:
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
+    loss: LossKernel = "whole"
+    """Logits and loss of a micro batch at once, or of some of its tokens at a time."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 
@@ -74,12 +80,19 @@ def layout_text(engine: str, model: str, layout: Layout) -> str:
     """All of a layout: `megatron dp2 tp2, micro batch 4 × 2, full recompute`."""
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
     recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
-    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}"
+    loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
     """Rows of the embedding when `tp` ranks hold equal parts: the next multiple of `tp`."""
     return -(-vocab // tp) * tp
+
+
+def loss_chunks(kernel: LossKernel, tokens: int, vocab: int, tp: int = 1) -> int:
+    """In how many chunks a rank computes the loss of a micro batch of so many tokens."""
+    logits = tokens * padded_vocab(vocab, tp) // tp
+    return 1 if kernel == "whole" else max(2, -(-logits // _CHUNK_LOGITS))
 
 
 def stage_layers(layers: int, pp: int, vpp: int) -> tuple[int, ...]:

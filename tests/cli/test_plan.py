@@ -37,10 +37,11 @@ llama-3.1-8b-pretrain  8.03B parameters
   model            hf
   ranks            256 = 32 nodes × 8 h100-80gb
   data parallel    256
-  ZeRO stage       3
+  ZeRO stage       2
   offload          none
   global batch     1 micro batch × 4 accumulation × 256 dp = 1,024 samples
-  recompute        none"""
+  recompute        none
+  loss             chunked"""
     )
     first, *parts = memory.splitlines()
     total = re.fullmatch(r"  memory per GPU  (\d+\.\d) of 79.1 GiB: fits", first)
@@ -58,7 +59,9 @@ llama-3.1-8b-pretrain  8.03B parameters
     assert names.split()[:4] == ["engine/model", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed/hf"
     assert "\n  - engine deepspeed with model hf: asked for\n" in why
-    assert re.search(r"\n  - zero 3: auto; zero 2 needs \d+ GiB of 79\.1 \(or is ", why)
+    assert re.search(
+        r"\n  - loss chunked: auto; loss whole needs \d+ GiB of 79\.1 \(or is ", why
+    )
     assert re.search(r"\n  - recompute none: auto; recompute full is \d+% slower$", why)
     assert ledger.startswith("  ledger, against one fp32 process\n  exact         initial")
 
@@ -214,7 +217,7 @@ def test_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["engine"] in ("deepspeed", "megatron")
         assert set(plan["layout"]) == {
             "dp", "tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "zero_stage",
-            "offload_optimizer", "offload_parameters", "recompute", "micro_batch",
+            "offload_optimizer", "offload_parameters", "recompute", "loss", "micro_batch",
             "gradient_accumulation",
         }  # fmt: skip
         memory = plan["memory_gib"]

@@ -86,6 +86,8 @@ class Case:
     """The recipe's `optimizer.groups`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Further settings of the recipe's `optimizer`."""
+    loss: str = "auto"
+    """The recipe's `kernels.loss`."""
 
     @property
     def learning_rate(self) -> float:
@@ -101,6 +103,7 @@ class Case:
         parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
+        parts += [f"{self.loss} loss"] if self.loss != "auto" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
@@ -151,6 +154,7 @@ def recipe(case: Case, world: int) -> Recipe:
                     "nvme_path": case.nvme_path,
                 },
             },
+            "kernels": {"loss": case.loss},
             "cluster": {"gpus_per_node": world},
         }
     )

@@ -135,9 +135,11 @@ def test_shortcuts_lose_nothing(gpus: str) -> None:
     for one in enumerated(chosen.job, chosen.cluster):
         if one.layout not in kept:
             left_out += 1
-            assert one.layout.recompute != "none"
+            assert (one.layout.recompute, one.layout.loss) != ("none", "whole")
             assert any(
-                replace(one.layout, recompute=less) in kept for less in ("none", "selective")
+                replace(one.layout, recompute=less, loss=loss) in kept
+                for less in ("none", "selective", "full")
+                for loss in ("whole", "chunked")
             )
     assert left_out > 10
     assert chosen.rejected[UNNEEDED] > 10
@@ -153,10 +155,10 @@ def test_every_legal_layout_is_counted_once() -> None:
             fits = [
                 shortage(evaluate(partial.pair, partial.workload, layout, cluster), cluster)
                 is None
-                for layout in (partial.split(size, way) for way in partial.recomputes)
+                for layout in (partial.split(size, *way) for way in partial.recomputes)
             ]
             count += len(fits)
-            unneeded += max(0, sum(fits) - 1)
+            unneeded += len(fits[fits.index(True) + 1 :]) if any(fits) else 0
     assert chosen.considered == count
     assert chosen.rejected == {
         UNNEEDED: unneeded,

@@ -20,7 +20,6 @@ from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.plan.cost.prediction import basis
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.estimate import Estimate, estimate, machine_output, time_parts
 from toolkit.plan.explain import decisions
 from toolkit.plan.failures.saving import Assumptions, PlannedRun
@@ -158,10 +157,7 @@ def _check_plot(file: Path, several: bool) -> None:
 def _estimate(found: Search, one: Candidate) -> Estimate:
     """Memory and time of a candidate by part."""
     job = found.job
-    workload = planned_workload(
-        job.spec, job.training, one.pair, isolates=job.isolates, muon=job.muon
-    )
-    return estimate(Setup(workload, one.layout, found.cluster))
+    return estimate(Setup(job.workload(one.pair), one.layout, found.cluster))
 
 
 def _strategies(found: Search, top: int) -> list[Candidate]:
@@ -266,6 +262,8 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
         f"{layout.dp:,} dp = {layout.global_batch:,} samples",
     )
     yield "recompute", layout.recompute
+    if layout.loss != "whole":
+        yield "loss", layout.loss
 
 
 def _offload(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
+from toolkit.layout import LossKernel, loss_chunks
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
-from toolkit.models.log_probs import label_log_probs
+from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.remote_code import asks_to_run_code, runs_code
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
@@ -245,8 +247,66 @@ def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
         options["position_ids"] = batch.positions
         if batch.segments is None:
             options["attention_mask"] = torch.ones_like(batch.input_ids)
-    logits = model(input_ids=batch.input_ids, use_cache=False, **options).logits
-    return label_log_probs(logits, batch.labels)
+    inputs = {"input_ids": batch.input_ids, "use_cache": False, **options}
+    trained = getattr(model, "module", model)  # of DDP, of DeepSpeed
+    if getattr(trained, _IN_CHUNKS, False):
+        found: Tensor = model(targets=batch.labels, **inputs)
+        return found
+    return label_log_probs(model(**inputs).logits, batch.labels)
+
+
+_IN_CHUNKS = "loss_in_chunks"
+
+
+def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
+    """Let the model return log-probabilities instead of logits when it is called with
+    `targets`, the labels: where `kernel` says so, of some positions at a time.
+
+    The logits are the model's own: its forward pass is repeated for the positions of a chunk
+    with the decoder's output instead of the decoder. Only a model that has no argument
+    `logits_to_keep` always makes all of them: PlanError.
+    """
+    plain, body = model.forward, model.base_model_prefix
+    if kernel == "whole":
+        return
+    if "logits_to_keep" not in signature(plain).parameters or body not in model._modules:
+        raise PlanError(
+            f"kernels.loss: {type(model).__name__} makes all logits at once",
+            fix="set it to whole",
+        )
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def forward(targets: Tensor | None = None, **inputs: Any) -> Any:
+        if targets is None:
+            return plain(**inputs)
+        chunks = loss_chunks(kernel, targets.numel(), vocabulary)
+        if chunks == 1:
+            return label_log_probs(plain(**inputs).logits, targets)
+        decoded = _Decoded(model._modules[body](**inputs))
+
+        def compute(places: Tensor) -> Tensor:
+            decoder, model._modules[body] = model._modules[body], decoded
+            try:
+                logits = plain(input_ids=inputs["input_ids"], logits_to_keep=places).logits
+            finally:
+                model._modules[body] = decoder
+            return label_log_probs(logits, targets[:, places])
+
+        return in_chunks(compute, targets.shape[1], chunks, targets.device)
+
+    model.forward = forward
+    setattr(model, _IN_CHUNKS, True)
+
+
+class _Decoded(nn.Module):
+    """Stands for a decoder that has been run."""
+
+    def __init__(self, output: object) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: object, **__: object) -> object:
+        return self._output
 
 
 def freeze(model: nn.Module, frozen: frozenset[str]) -> None:

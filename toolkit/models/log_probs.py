@@ -3,8 +3,13 @@
 megatron-core has its own for logits whose vocabulary is split over ranks.
 """
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from toolkit.batch import IGNORE_INDEX
 
@@ -21,3 +26,16 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
         reduction="none",
     )
     return -losses.view_as(labels)
+
+
+def in_chunks(
+    compute: Callable[[Tensor], Tensor], length: int, chunks: int, device: torch.device
+) -> Tensor:
+    """What `compute` returns for the positions 0 … `length` - 1, [rows, length].
+
+    It is called with some positions at a time, int64 [n] on `device`, and again in the
+    backward pass: the logits of one chunk are in memory, never those of all.
+    """
+    places = torch.arange(length, device=device).chunk(chunks)
+    again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(chunk) for chunk in places], dim=1)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.adapters.lora import spec_of
 from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
@@ -16,9 +15,9 @@ from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_pa
 from toolkit.plan.cost.memory import GIB, Memory, stage_memory
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, step_time
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.published import Case, Setup
+from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import demand, device_memory, shortage
 from toolkit.recipe.schema import Recipe
 
@@ -58,20 +57,11 @@ def estimate(setup: Setup) -> Estimate:
 
 def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) -> Estimate:
     """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
-    spec = spec_of(model_config(recipe.model), recipe.model.freeze, recipe.adapter)
     where = recipe.cluster
-    setup = Setup(
-        planned_workload(
-            spec,
-            recipe.training,
-            Pair(plan.engine, plan.model),
-            isolates=recipe.data.isolates,
-            muon=recipe.optimizer.name == "muon",
-        ),
-        plan.layout,
-        cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),
-    )
-    return estimate(setup)
+    job = PlanRequest.of(recipe, where, model_config(recipe.model))
+    place = cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu)
+    workload = job.workload(Pair(plan.engine, plan.model))
+    return estimate(Setup(workload, plan.layout, place))
 
 
 def machine_output(found: Estimate) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
@@ -28,9 +27,10 @@ NAMES: Mapping[str, str] = {
     "offload_parameters": "offload of parameters",
     "micro_batch": "micro batch",
     "recompute": "recompute",
+    "loss": "loss",
 }
 """Fields of a layout that are decided, in the words of a recipe and in the order shown."""
-_BY_ITSELF = ("recompute", "zero_stage", "sequence_parallel")
+_BY_ITSELF = ("recompute", "loss", "zero_stage", "sequence_parallel")
 """Decisions that are changed alone, where that fits, to say what they cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
@@ -74,6 +74,7 @@ def _is_open(search: Search, field: str) -> bool:
         "zero_stage": True,
         "micro_batch": True,
         "recompute": True,
+        "loss": search.cluster.gpu.memory_gib is not None,
     }.get(field, False)
 
 
@@ -144,9 +145,7 @@ def _alone(search: Search, field: str, value: Any) -> Candidate | None:
     )
     if rest or not steps or interleaved:
         return None
-    workload = planned_workload(
-        job.spec, job.training, best.pair, isolates=job.isolates, muon=job.muon
-    )
+    workload = job.workload(best.pair)
     whole = replace(changed, gradient_accumulation=steps)
     return evaluate(best.pair, workload, whole, search.cluster)
 
@@ -170,6 +169,8 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
     about: recompute without need."""
     if field == "recompute":
         return table()[search.best.pair].recompute
+    if field == "loss":
+        return "whole", "chunked"
     return ()
 
 
@@ -271,6 +272,7 @@ def _asked(job: PlanRequest, field: str) -> object:
         "offload_parameters": zero.offload_parameters,
         "micro_batch": job.training.micro_batch_size,
         "recompute": parallel.recompute,
+        "loss": job.kernels.loss,
     }[field]
 
 

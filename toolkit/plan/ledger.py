@@ -107,6 +107,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     rows = padded_vocab(spec.vocab, layout.tp)
+    if layout.loss == "chunked":
+        yield "loss in chunks", "the logits of some tokens at a time, the same numbers"
     if rows != spec.vocab:
         yield (
             "padded vocabulary",

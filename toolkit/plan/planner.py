@@ -19,7 +19,6 @@ from toolkit.models.families import attention, published
 from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.explain import decisions
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import legality
@@ -161,16 +160,17 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
         }
     )
     training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
-    return recipe.model_copy(update={"parallel": parallel, "training": training})
+    kernels = recipe.kernels.model_copy(update={"loss": layout.loss})
+    return recipe.model_copy(
+        update={"parallel": parallel, "training": training, "kernels": kernels}
+    )
 
 
 def plan_of(found: Search) -> Plan:
     """The plan for the best layout of a search."""
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
-    workload = planned_workload(
-        job.spec, training, best.pair, isolates=job.isolates, muon=job.muon
-    )
+    workload = job.workload(best.pair)
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)
     changes = () if found.fits else tuple(map(str, remedies(found)))

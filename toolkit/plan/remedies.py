@@ -83,6 +83,7 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     """What the recipe fixes and could leave open, the smaller changes first."""
     parallel, zero = job.parallel, job.parallel.zero
     stated: dict[str, Any] = {
+        "kernels.loss": job.kernels.loss,
         "parallel.recompute": parallel.recompute,
         "training.micro_batch_size": job.training.micro_batch_size,
         "parallel.zero.stage": zero.stage,
@@ -113,6 +114,8 @@ def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) ->
 
 def _opened(job: PlanRequest, key: str) -> PlanRequest:
     section, *inner, name = key.split(".")
+    if section == "kernels":
+        return replace(job, kernels=job.kernels.model_copy(update={name: "auto"}))
     if section == "training":
         return replace(job, training=job.training.model_copy(update={name: "auto"}))
     if inner:

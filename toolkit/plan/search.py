@@ -1,8 +1,8 @@
 """The planner's search: every legal layout, which of them fit, and the fastest first.
 
 Exhaustive, with two shortcuts that lose nothing. A layout that recomputes is slower than the
-same layout without, so each one recomputes no more than it must to fit. And memory grows with
-the micro batch, so once a size does not fit, no larger one does.
+same layout without, so each one recomputes no more than it must to fit: logits before layers.
+And memory grows with the micro batch, so once a size does not fit, no larger one does.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from toolkit.backend import Pair
 from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, Recompute
+from toolkit.layout import Layout, LossKernel, Recompute
 from toolkit.plan.cost.memory import (
     GIB,
     Memory,
@@ -215,9 +215,12 @@ def _fill(
         fitting.append(_timed(partial, candidate, cluster))
 
 
-def _measured(partial: PartialLayout, size: int, way: Recompute, cluster: Cluster) -> Candidate:
+def _measured(
+    partial: PartialLayout, size: int, way: tuple[Recompute, LossKernel], cluster: Cluster
+) -> Candidate:
     """What a partial layout needs with this micro batch and recompute."""
-    return _candidate(partial.pair, partial.workload, partial.split(size, way), cluster, None)
+    layout = partial.split(size, *way)
+    return _candidate(partial.pair, partial.workload, layout, cluster, None)
 
 
 def _timed(partial: PartialLayout, one: Candidate, cluster: Cluster) -> Candidate:
@@ -290,4 +293,5 @@ def moving_parts(layout: Layout) -> int:
         + layout.zero_stage
         + sum(place != "none" for place in places)
         + (layout.recompute != "none")
+        + (layout.loss != "whole")
     )

@@ -12,8 +12,8 @@ from math import gcd, isqrt
 
 from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
-from toolkit.layout import Layout, Placement, Recompute
-from toolkit.plan.cost.workload import Workload, planned_workload
+from toolkit.layout import Layout, LossKernel, Placement, Recompute
+from toolkit.plan.cost.workload import Workload
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
@@ -34,15 +34,16 @@ class PartialLayout:
     """With a micro batch of 1 and the accumulation that goes with it."""
     micro_batches: tuple[int, ...]
     """Sequences per forward pass that spread the batch evenly, ascending; may be empty."""
-    recomputes: tuple[Recompute, ...]
-    """What may be recomputed, least first."""
+    recomputes: tuple[tuple[Recompute, LossKernel], ...]
+    """What may be recomputed, of layers and of logits, least first."""
 
-    def split(self, micro_batch: int, recompute: Recompute) -> Layout:
+    def split(self, micro_batch: int, recompute: Recompute, loss: LossKernel) -> Layout:
         """The whole layout."""
         share = self.layout.gradient_accumulation
         # Faster than dataclasses.replace, of which a search would need a hundred thousand.
         fields = self.layout.__dict__ | {
             "recompute": recompute,
+            "loss": loss,
             "micro_batch": micro_batch,
             "gradient_accumulation": share // micro_batch,
         }
@@ -60,10 +61,10 @@ class Fallback:
 
 def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
     """Every partial layout that needs no more than `fallback`, in a fixed order."""
-    spec, training = job.spec, job.training
+    training = job.training
     for pair in able_pairs(job):
-        workload = planned_workload(spec, training, pair, isolates=job.isolates, muon=job.muon)
-        recomputes = _recomputes(job.parallel, pair)
+        workload = job.workload(pair)
+        recomputes = _recomputes(job, pair)
         for parallel in _settled(job, pair, fallback):
             layout = _layout(job, parallel)
             sizes = _micro_batches(job, layout)
@@ -219,10 +220,15 @@ def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
     return (True, False) if tensor > 1 else (False,)
 
 
-def _recomputes(asked: ParallelSection, pair: Pair) -> tuple[Recompute, ...]:
-    if asked.recompute != "auto":
-        return (asked.recompute,)
-    return tuple(one for one in _RECOMPUTE if one in table()[pair].recompute)
+def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKernel], ...]:
+    layers, loss = job.parallel.recompute, job.kernels.loss
+    able = [one for one in _RECOMPUTE if one in table()[pair].recompute]
+    return tuple(
+        product(
+            able if layers == "auto" else [layers],
+            ("whole", "chunked") if loss == "auto" else [loss],
+        )
+    )
 
 
 def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
+from toolkit.layout import LossKernel
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 
 if TYPE_CHECKING:
@@ -448,6 +449,11 @@ class TrainingSection(Section):
     """Determines initial weights and data order, independently of the layout."""
 
     @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample, of all its rows."""
+        return self.rows_per_sample * self.sequence_length
+
+    @property
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
         return rows_per_sample(self.objective)
@@ -455,7 +461,7 @@ class TrainingSection(Section):
     @property
     def global_batch_tokens(self) -> int:
         """Positions of a global batch, masked ones too."""
-        return self.global_batch_size * self.rows_per_sample * self.sequence_length
+        return self.global_batch_size * self.sample_tokens
 
     def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
         """Optimizer steps of the run.
@@ -832,6 +838,15 @@ OBJECTIVE_SECTIONS = "dpo", "orpo"
 """Sections of objectives that have settings, under the objective's name."""
 
 
+class KernelsSection(Section):
+    """Which implementation computes a part of the model; the numbers stay the same."""
+
+    loss: LossKernel | Auto = "auto"
+    """Logits and cross entropy: `whole`, of all tokens of a micro batch at once; `chunked`, of
+    some tokens at a time, which needs a fraction of the memory, and the backward pass makes the
+    logits again. `auto`: whole where that fits."""
+
+
 class Recipe(Section):
     """One training run, from model to logging."""
 
@@ -849,6 +864,7 @@ class Recipe(Section):
     schedule: ScheduleSection = ScheduleSection()
     evaluation: EvaluationSection = EvaluationSection()
     parallel: ParallelSection = ParallelSection()
+    kernels: KernelsSection = KernelsSection()
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()

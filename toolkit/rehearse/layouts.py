@@ -153,6 +153,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,
+        loss=layout.loss,
     )
 
 

@@ -164,6 +164,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
             "model": recipe.model.model_copy(update=model),
             "training": recipe.training.model_copy(update=training),
             "optimizer": recipe.optimizer.model_copy(update=optimizer),
+            "kernels": recipe.kernels.model_copy(update={"loss": plan.layout.loss}),
             "schedule": ScheduleSection(name="constant"),
             "evaluation": EvaluationSection(),
             "checkpoint": CheckpointSection(export=False),

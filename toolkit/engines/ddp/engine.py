@@ -33,6 +33,7 @@ class DdpEngine(DataParallelEngine):
         inject(self.model, setup.lora)
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
+        hf.chunk_loss(self.model, setup.layout.loss)
         if setup.layout.recompute == "full":
             hf.enable_recompute(self.model)
         self.model.train()

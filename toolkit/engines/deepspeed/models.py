@@ -111,6 +111,7 @@ class TransformersModel:
         self.config, self.weights = setup.model_config, setup.weights
         model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
+        hf.chunk_loss(model, setup.layout.loss)
         if setup.layout.recompute == "full":
             hf.enable_recompute(model)
         self.module = model
@@ -169,7 +170,7 @@ class MegatronShard:
         assert setup.megatron is not None
         self.model = setup.megatron
         rendered = render_model(self.model, setup.layout, setup.precision)
-        self.chunks = model.build_chunks(self.model, **rendered)
+        self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
         self.module = self.chunks[0]
         self.balance = Balance(setup)  # of nothing: with experts the engine is another
         attach(self.chunks, setup.lora)

@@ -43,6 +43,7 @@ class FsdpEngine(DataParallelEngine):
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
+        hf.chunk_loss(self.model, setup.layout.loss)
         self.balance = Balance.of_transformers(setup, self.model)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then its layers."""

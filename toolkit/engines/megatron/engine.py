@@ -63,7 +63,9 @@ class MegatronEngine:
         assert setup.megatron is not None
         self.model = setup.megatron
         config = setup.engine_config
-        self.chunks = build_chunks(self.model, config["transformer"], config["gpt"])
+        self.chunks = build_chunks(
+            self.model, config["transformer"], config["gpt"], setup.layout.loss
+        )
         self.balance = Balance.of_megatron(setup, self.chunks)
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.batch import MicroBatch
-from toolkit.layout import Layout
+from toolkit.layout import Layout, LossKernel, loss_chunks
 from toolkit.models.families import MegatronModel
+from toolkit.models.log_probs import in_chunks
 from toolkit.models.megatron import cpu
 from toolkit.models.megatron.attention import document_masks
 from toolkit.models.megatron.config import expert_tensor
@@ -52,6 +53,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
     vocabulary: int
     """Tokens without padding."""
+    loss_kernel: LossKernel
 
     def __init__(
         self,
@@ -137,6 +139,28 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             real = real.chunk(ranks, dim=1)[rank]
         return ~real
 
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """Under sequence parallel a rank has a run of the positions of its group; then a chunk
+        is a part of every rank's run."""
+        finish = partial(super()._postprocess, **options)
+        chunks = 1
+        if self.post_process:
+            share = self.output_layer.output_size_per_partition
+            chunks = loss_chunks(self.loss_kernel, labels.numel(), share)
+        if chunks == 1:
+            output: Tensor = finish(hidden_states, labels=labels)
+            return output
+        positions = len(hidden_states)
+        runs = labels.view(len(labels), -1, positions)  # [batch, ranks of the group, positions]
+
+        def compute(places: Tensor) -> Tensor:
+            wanted = runs[:, :, places]
+            losses = finish(hidden_states[places], labels=wanted.flatten(1))
+            return torch.reshape(losses, wanted.shape).flatten(0, 1)
+
+        losses = in_chunks(compute, positions, chunks, hidden_states.device)
+        return losses.reshape(labels.shape)
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
 
@@ -186,7 +210,10 @@ def leave_groups() -> None:
 
 
 def build_chunks(
-    model: MegatronModel, transformer: Mapping[str, Any], gpt: Mapping[str, Any]
+    model: MegatronModel,
+    transformer: Mapping[str, Any],
+    gpt: Mapping[str, Any],
+    loss: LossKernel = "whole",
 ) -> list[GPTChunk]:
     """This rank's pipeline chunks (one without virtual stages), not yet filled.
 
@@ -208,7 +235,7 @@ def build_chunks(
             vp_stage=vp_stage,
             **gpt,
         )
-        chunk.vocabulary = model.gpt["vocab_size"]
+        chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], loss
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from toolkit.layout import Layout, Recompute, padded_vocab
+from toolkit.layout import Layout, LossKernel, Recompute, loss_chunks, padded_vocab
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
@@ -139,7 +139,7 @@ def _degrees(layout: Layout) -> tuple[int, int, int, int]:
     return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
-def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute]:
+def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
     """What one micro batch's memory on a rank depends on."""
     return (
         layout.tp,
@@ -148,6 +148,7 @@ def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute]:
         layout.sequence_parallel,
         layout.micro_batch,
         layout.recompute,
+        layout.loss,
     )
 
 
@@ -293,7 +294,7 @@ def _frozen_copies(workload: Workload, layout: Layout, share: StageShare) -> flo
 @lru_cache(maxsize=4096)
 def _step(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
-    recompute: Recompute,
+    recompute: Recompute, loss: LossKernel,
 ) -> _Step:  # fmt: skip
     spec, width = workload.spec, compute_bytes(workload)
     layer = layer_activations(workload, tp, cp, sequence, micro, recompute)
@@ -305,11 +306,15 @@ def _step(
         messages += MESSAGES * stream
     if cp > 1:  # keys and values of this and the next rank
         messages += 2 * 2 * width * tokens * spec.kv_heads * spec.head_dim / tp
-    logits = tokens * padded_vocab(spec.vocab, tp) / tp
+    rows = padded_vocab(spec.vocab, tp) / tp
+    chunks = loss_chunks(loss, int(tokens), spec.vocab, tp)
+    head = _bytes_per_logit(workload, tp) * tokens * rows / chunks
+    if chunks > 1:  # the sum of the weight's gradients, and that of one chunk
+        head += width * rows * spec.hidden
     return _Step(
         stored=layer.stored.total,
         workspace=layer.workspace,
-        head=2 * stream + _bytes_per_logit(workload, tp) * logits,
+        head=2 * stream + head,
         messages=messages,
     )
 

@@ -13,7 +13,7 @@ from math import ceil
 from toolkit.backend import CostPrecision
 from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
-from toolkit.layout import Recompute, padded_vocab
+from toolkit.layout import LossKernel, Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.workload import Workload
@@ -402,17 +402,19 @@ class Ends:
 
 
 @lru_cache(maxsize=1 << 13)
-def ends_time(workload: Workload, part: Slice, device: Device) -> Ends:
+def ends_time(workload: Workload, part: Slice, loss: LossKernel, device: Device) -> Ends:
     """Embedding, and final logits with their loss, of one micro batch."""
     moved = part.tokens * workload.spec.hidden / device.memory
     # Rows are read and written; their gradients are read and added up in fp32.
     lookup = Pass(elementwise=2 * device.width * moved)
     summed = Pass(elementwise=(device.width + 8) * moved)
-    return Ends((lookup, summed), _head_time(workload, part, device))
+    return Ends((lookup, summed), _head_time(workload, part, loss, device))
 
 
-def _head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, Pass]:
-    """Logits and loss.
+def _head_time(
+    workload: Workload, part: Slice, loss: LossKernel, device: Device
+) -> tuple[Pass, Pass]:
+    """Logits and loss; in chunks, the backward pass repeats the forward pass.
 
     Per logit and pass: a fused loss reads and writes it once; else it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
@@ -424,6 +426,9 @@ def _head_time(workload: Workload, part: Slice, device: Device) -> tuple[Pass, P
     backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
     per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
     moved = tokens * rows / device.memory
+    if loss == "chunked":
+        backward += forward
+        per_logit_back += per_logit
     return (
         Pass(matmul=forward, elementwise=per_logit * moved),
         Pass(matmul=backward, elementwise=per_logit_back * moved),

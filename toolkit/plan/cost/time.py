@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import log, sqrt
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, Recompute
+from toolkit.layout import Layout, LossKernel, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
@@ -74,6 +74,7 @@ class StepTime:
     """Of one device in the workload's precision."""
     workload: Workload
     recompute: Recompute
+    loss: LossKernel
 
     @property
     def total_s(self) -> float:
@@ -121,6 +122,8 @@ class StepTime:
         if self.peak_flops is None:
             return None
         per_token = _flops_per_token(self.workload, self.recompute)[convention]
+        if self.loss == "chunked" and convention.startswith("hfu"):
+            per_token += 2 * self.workload.spec.vocab * self.workload.spec.hidden
         return self.tokens_per_s_per_gpu * per_token / self.peak_flops
 
 
@@ -184,6 +187,7 @@ def step_time(
         peak_flops=cluster.gpu.peak_flops(workload.precision),
         workload=workload,
         recompute=layout.recompute,
+        loss=layout.loss,
     )
 
 
@@ -195,7 +199,7 @@ def _common(place: PlacedLayout, machine: Device) -> _Stages:
         layer=layer,
         traffic=layer_traffic(place, layer.forward.attention),
         recomputed=workload.recomputed_layers if layout.recompute == "full" else 1.0,
-        ends=ends_time(workload, part, machine),
+        ends=ends_time(workload, part, layout.loss, machine),
         ends_traffic_s=layer_tensor_s(place) / 2,
     )
 

@@ -6,7 +6,7 @@ would stop the run, or go wrong silently, and the nearest legal value.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 
@@ -16,11 +16,13 @@ from toolkit.errors import Problem
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
+    KernelsSection,
     ParallelSection,
     ParameterGroup,
     Recipe,
@@ -46,6 +48,7 @@ class PlanRequest:
     """The recipe's `optimizer.groups`."""
     muon: bool = False
     """The recipe's `optimizer.name` is muon."""
+    kernels: KernelsSection = field(default_factory=KernelsSection)
 
     @classmethod
     def of(
@@ -62,6 +65,17 @@ class PlanRequest:
             recipe.adapter,
             recipe.optimizer.groups,
             recipe.optimizer.name == "muon",
+            recipe.kernels,
+        )
+
+    def workload(self, pair: Pair) -> Workload:
+        """What is trained, on an engine and a model implementation."""
+        return planned_workload(
+            self.spec,
+            self.training,
+            pair,
+            isolates=self.isolates,
+            muon=self.muon,
         )
 
     @cached_property

@@ -1,0 +1,132 @@
+"""`kernels.loss: chunked`: the numbers of whole logits on every engine, in less memory."""
+
+import resource
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, PreTrainedModel
+
+from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron, run, zero
+from tests.engines.parity_worker import Case, reference
+from tests.forked import run_ranks
+from toolkit import layout
+from toolkit.batch import MicroBatch
+from toolkit.errors import PlanError
+from toolkit.layout import LossKernel
+from toolkit.models import huggingface as hf
+
+TRANSFORMERS = [
+    Case("ddp", 2),
+    *(Case("deepspeed", 2, stage=stage) for stage in (0, 2, 3)),
+    Case("fsdp", 1, stage=3, recompute="full"),
+]
+MEGATRON = [
+    megatron(tensor=2),
+    megatron(tensor=2, sequence=False),
+    megatron(pipeline=2, virtual_pipeline=2),
+    megatron(4, stage=1),
+    zero(1),
+]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "gemma2": {"head_dim": 8},
+    "granite": {"logits_scaling": 3.0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {"num_local_experts": 4},
+}
+"""Logits that are capped, divided, of a head that is the embedding, behind experts."""
+
+
+def small_model(family: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        family, vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
+        **FAMILIES[family],
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return hf.new_model(config, torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    """Log-probabilities and gradients against cross entropy of whole logits."""
+    model = small_model(family)
+    tokens = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(1))
+    batch = MicroBatch(tokens, tokens.roll(-1, 1))
+    logits = model(tokens).logits
+    losses = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    weights = torch.rand(losses.shape, generator=torch.Generator().manual_seed(2))
+    expected = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad((losses * weights).sum(), list(model.parameters())),
+            strict=True,
+        )
+    )
+    hf.chunk_loss(model, "chunked")
+    found = hf.log_probs(model, batch)
+    torch.testing.assert_close(-found.flatten(), losses, rtol=1e-6, atol=1e-6)
+    torch.autograd.backward(-(found.flatten() * weights).sum())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_always_makes_all_logits() -> None:
+    config = AutoConfig.for_model("xlstm", vocab_size=97, hidden_size=32, num_heads=2)
+    with pytest.raises(PlanError, match="xLSTMForCausalLM makes all logits at once"):
+        hf.chunk_loss(hf.meta_model(config), "chunked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([TRANSFORMERS[0], MEGATRON[0]], marks=pytest.mark.quick),
+        [*TRANSFORMERS[1:], *MEGATRON[1:]],
+    ],
+    ids=["some", "others"],
+)
+def test_engines(cases: list[Case]) -> None:
+    expected = reference(family=LAYERS)
+    chunked = [replace(case, steps=10, family=LAYERS, loss="chunked") for case in cases]
+    for name, result in run(chunked, world=2).items():
+        print(name)
+        for what in ("loss", "grad_norm"):
+            assert result[what] == pytest.approx(expected[what][:10], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_experts() -> None:
+    expected = reference(family=MIXTRAL)
+    case = replace(megatron(family=MIXTRAL, expert=2), loss="chunked")
+    (result,) = run([case], world=2).values()
+    assert result["loss"] == pytest.approx(expected["loss"][:10], rel=TOLERANCE)
+
+
+def peak_bytes(kernel: LossKernel) -> int:
+    """Worker: what resident memory grows by in a forward and a backward pass."""
+    layout._CHUNK_LOGITS = 2**23  # of 2**27: as many chunks as 8,192 tokens of 128k have
+    config = AutoConfig.for_model(
+        "llama", vocab_size=2**15, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    model = hf.new_model(config, torch.float32)
+    hf.chunk_loss(model, kernel)
+    used = []
+    for length in (64, 4096):  # the first pass loads kernels
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        torch.autograd.backward(hf.log_probs(model, MicroBatch(tokens, tokens)).sum())
+        used.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return used[1] - used[0]
+
+
+@pytest.mark.slow
+@pytest.mark.quick
+def test_memory() -> None:
+    (whole,), (chunked,) = (run_ranks(peak_bytes, 1, kernel) for kernel in ("whole", "chunked"))
+    assert whole > 2.5 * 2**29
+    assert chunked < 0.15 * whole
