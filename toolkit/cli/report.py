@@ -15,7 +15,8 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput, goodput
-from toolkit.report.summary import DATA_BOUND, Ending, Summary, summarize
+from toolkit.report.record import find_runs, read_record
+from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run import jsonl
 from toolkit.run.comparison import differences, summary_numbers
 from toolkit.run.directory import RunDirectory
@@ -35,7 +36,10 @@ _LABELS = {
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="Run directory; default: the last one in runs/."),
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print text (the default).")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,14 +49,8 @@ def report(
     """
     if text and as_json:
         raise DataError("--text and --json: one form at a time", fix="leave one out")
-    run = RunDirectory(run_dir)
-    if not run.events.exists():
-        raise DataError(
-            f"{run_dir} is not a run directory with events: it has no {run.events.name}",
-            fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
-        )
-    events, metrics = jsonl.read(run.events), jsonl.read(run.metrics)
-    summary, spent = summarize(events, metrics), goodput(events, metrics)
+    record = read_record(run_dir or find_runs(Path("runs"))[0])
+    run, summary, spent = record.run, record.summary, goodput(record.events, record.metrics)
     if as_json:
         typer.echo(json.dumps(jsonl.plain(machine_output(run, summary, spent))))
         return
