@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
+from tests.report.logs import KILLED_AND_RESTARTED, event, metrics, write_run
 from toolkit.cli.main import main
 
 RECIPE = """\
@@ -19,13 +19,8 @@ optimizer: {learning_rate: 0.003}
 
 
 def write(folder: Path, events: list[dict[str, Any]], lines: list[dict[str, Any]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, records in {"events": events, "metrics": lines}.items():
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"{name}.jsonl").write_text(text)
+    write_run(folder, events, lines)
     (folder / "recipe.yaml").write_text(RECIPE)
-    for name in ("plan", "environment"):
-        (folder / f"{name}.json").write_text("{}")
     return folder
 
 

@@ -13,7 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event
-from toolkit.report.goodput import Metrics
+from toolkit.report.goodput import Goodput, Metrics, goodput
 from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
@@ -50,6 +50,11 @@ class RunRecord:
     def summary(self) -> Summary:
         """What the run has done so far."""
         return summarize(self.events, self.metrics)
+
+    @cached_property
+    def spent(self) -> Goodput:
+        """Where its time went."""
+        return goodput(self.events, self.metrics)
 
     @property
     def state(self) -> tuple[RunState, str]:
