@@ -29,7 +29,12 @@ class Tab:
 
     def wait(self, condition: str, what: str) -> None:
         """Until an expression in the page is true."""
-        wait_until(lambda: self.run(condition), what, self.errors)
+
+        def holds() -> Any:
+            assert not (said := self.errors()), said
+            return self.run(condition)
+
+        wait_until(holds, what)
 
     def errors(self) -> list[str]:
         """What the console said since the last call, policy violations included."""

@@ -2,7 +2,6 @@
 (() => {
 const $ = (id) => document.getElementById(id);
 let data = JSON.parse($("data").textContent);
-const live = document.documentElement.dataset.live;
 const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
 const MARKS = { skip: "skipped step", restart: "restart after a failure", resume: "resumed",
   hang: "hang", signal: "signal", end: "ended early", stage: "data stage" };
@@ -133,6 +132,10 @@ function summary(chart) {
   }).join("; ");
 }
 
+function labelled(chart) {
+  return `${chart.title}. ${summary(chart)}. Arrow keys move along the curve.`;
+}
+
 function placeMarks(u) {
   u.root.querySelectorAll(".mark").forEach((mark) => mark.remove());
   const seen = new Set(), { min, max } = u.scales.x;
@@ -169,7 +172,7 @@ function plot(chart) {
   const looks = styles(chart), box = make("div", { class: "plot" });
   const list = make("ul", { class: "readout" });
   const name = `chart-${charts.length}`;
-  const figure = make("figure", { id: name, tabindex: "0", role: "group", "data-chart": chart.id, "aria-label": `${chart.title}. ${summary(chart)}. Arrow keys move along the curve.` },
+  const figure = make("figure", { id: name, tabindex: "0", role: "group", "data-chart": chart.id, "aria-label": labelled(chart) },
     make("figcaption", {}, chart.title, " ", make("span", { class: "unit" }, chart.unit)), list, box);
   $("grid").append(figure);
   const positive = chart.lines.every((line) => line.y.every((y) => y === null || y > 0));
@@ -271,8 +274,39 @@ function render() {
   header(); warnings(); key(); runs();
 }
 
+/** New data into the charts that are there; zoomed ones stay where they are. */
+function refresh() {
+  render();
+  const same = data.charts.length === charts.length && data.charts.every((chart, at) =>
+    chart.id === charts[at].chart.id && chart.lines.length === charts[at].chart.lines.length);
+  if (!same) { draw(); return; }
+  charts.forEach((item, at) => {
+    const xs = item.u.data[0], { min, max } = item.u.scales.x;
+    const whole = xs.length === 0 || (min <= xs[0] && max >= xs.at(-1));
+    item.chart = data.charts[at];
+    item.u.setData(columns(item.chart), whole);
+    if (!whole) item.u.setScale("x", { min, max });
+    item.figure.setAttribute("aria-label", labelled(item.chart));
+    readout(item, null);
+  });
+}
+
+async function poll() {
+  let lost = "";
+  if (!document.hidden) {
+    try {
+      const answer = await fetch(`data?${data.version}`, { cache: "no-store" });
+      if (answer.status === 200) { data = await answer.json(); refresh(); }
+      else if (answer.status !== 204) lost = await answer.text();
+    } catch { lost = "The server does not answer; this is what it said last."; }
+    $("lost").replaceChildren(...(lost ? [make("p", { class: "warning", role: "status" }, lost)] : []));
+  }
+  setTimeout(poll, lost ? 2000 : 200);
+}
+
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("beforeprint", () => { document.documentElement.style.colorScheme = "light"; draw(); });
 addEventListener("afterprint", () => { document.documentElement.style.colorScheme = ""; draw(); });
 controls(); render(); draw();
+if (data.version) poll();
 })();
