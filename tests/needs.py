@@ -26,6 +26,8 @@ PACKAGES = {
     "openssh-server": "sshd",
     "openssh-client": "ssh",
     "iproute2": "ip",
+    "chromium": "chromium",
+    "chromium-driver": "chromedriver",
 }
 """Debian package → a program, or a header, that it installs."""
 COMPILER = ("g++", "python3-dev")

@@ -40,6 +40,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise _TOO_DEEP from None
+    opening = "[{" if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, opening)) <= MAX_DEPTH:  # type: ignore[arg-type]
+        return value  # as most are: looking into it would take longer than parsing
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for one in level for inner in _inside(one)]

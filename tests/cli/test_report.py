@@ -123,7 +123,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a run directory with events"),
-        (["nowhere", "--text", "--json"], "--text and --json: one form at a time"),
+        (["nowhere", "--text", "--json"], "--text, --json and --html: one form at a time"),
     ],
 )
 def test_mistakes(

@@ -1,8 +1,13 @@
 """Event logs as a test writes them: times are seconds after noon."""
 
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>@SCRIPT@\u202e"
+"""A name that a page must show and not carry out."""
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
@@ -43,3 +48,16 @@ KILLED_AND_RESTARTED = [
     event(85, "end", rank=0, step=20, exit_code=0),
 ]
 """20 steps of 2 s, one kill, every event that there is."""
+
+
+def write_run(
+    folder: Path, events: Sequence[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]]
+) -> Path:
+    """A run directory with these logs, and empty files of everything else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, records in {"events": events, "metrics": lines}.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text)
+    for name in ("recipe.yaml", "plan.json", "environment.json", "command.txt"):
+        (folder / name).write_text("{}")
+    return folder

@@ -46,6 +46,9 @@ VERBS: dict[str, Verb] = {
         "toolkit.cli.checkpoint:app", "List, verify, convert and export checkpoints."
     ),
     "report": Verb("toolkit.cli.report:report", "Show what a run did and where its time went."),
+    "watch": Verb("toolkit.cli.watch:watch", "Show a run live in the browser."),
+    "runs": Verb("toolkit.cli.runs:runs", "List runs: state, step, loss, age."),
+    "compare": Verb("toolkit.cli.compare:compare", "Show what differs between runs."),
     "doctor": Verb("toolkit.cli.doctor:doctor", "Check this machine, or measure its speed."),
     "data": Verb("toolkit.cli.data:app", "Prepare training data and tokenizers."),
 }

@@ -1,7 +1,6 @@
 """`dmt report`: what a run did and where its time went, from its run directory alone."""
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,45 +13,50 @@ from toolkit.cli.bars import BAR_WIDTH, show
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError
-from toolkit.report.goodput import PARTS, Goodput, goodput
-from toolkit.report.summary import DATA_BOUND, Ending, Summary, summarize
+from toolkit.report.facts import LABELS, rows
+from toolkit.report.goodput import PARTS, Goodput
+from toolkit.report.page import write_page
+from toolkit.report.record import find_runs, read_record
+from toolkit.report.summary import Summary
 from toolkit.run import jsonl
-from toolkit.run.comparison import differences, summary_numbers
+from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
+from toolkit.terminal import tell
 from toolkit.units import duration
-
-_LABELS = {
-    "productive": "productive",
-    "start_up": "start-up and restarts",
-    "loading": "loading checkpoints",
-    "replayed": "replayed steps",
-    "saving": "saving (stalls)",
-    "skipped": "skipped batches",
-    "evaluation": "evaluation",
-    "hung": "hangs and detection",
-    "not_accounted": "not accounted",
-}
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN…]",
+            help="Run directories, several with --html; default: the last in runs/.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with curves instead."),
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print text (the default).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a run did, where its time went and how it ended; also of one that still runs.
 
-    Example: `dmt report runs/tiny-llama-bytes --text`
+    Example: `dmt report runs/tiny-llama-bytes --html report.html`
     """
-    if text and as_json:
-        raise DataError("--text and --json: one form at a time", fix="leave one out")
-    run = RunDirectory(run_dir)
-    if not run.events.exists():
+    if text + as_json + (html is not None) > 1:
+        raise DataError("--text, --json and --html: one form at a time", fix="leave one out")
+    records = [read_record(path) for path in run_dirs or find_runs(Path("runs"))[:1]]
+    if html is not None:
+        write_page(records, html)
+        tell(f"report {html}: open it in a browser, it needs nothing else")
+        return
+    if len(records) > 1:
         raise DataError(
-            f"{run_dir} is not a run directory with events: it has no {run.events.name}",
-            fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
+            f"{len(records)} runs: the text is of one", fix="add --html FILE, or `dmt compare`"
         )
-    events, metrics = jsonl.read(run.events), jsonl.read(run.metrics)
-    summary, spent = summarize(events, metrics), goodput(events, metrics)
+    (record,) = records
+    run, summary, spent = record.run, record.summary, record.spent
     if as_json:
         typer.echo(json.dumps(jsonl.plain(machine_output(run, summary, spent))))
         return
@@ -77,66 +81,10 @@ def machine_output(run: RunDirectory, summary: Summary, spent: Goodput) -> dict[
 
 def _lines(run: RunDirectory, summary: Summary, spent: Goodput) -> Iterator[Text]:
     yield Text(str(run.path), "bold")
-    for label, value in _rows(run, summary):
+    for label, value in rows(run, summary):
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
     yield from _time_lines(spent)
-
-
-def _rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
-    yield "ended", _ended(run, summary.ending)
-    tokens = summary.tokens
-    trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
-    yield "steps", f"{summary.steps:,} done{trained}"
-    if summary.losses is not None:
-        first, last = summary.losses
-        path = f"{first.value:.4f} at step {first.step:,} → {last.value:.4f} at {last.step:,}"
-        yield "loss", path
-    if summary.validation is not None:
-        yield (
-            "validation",
-            f"{summary.validation.value:.4f} at step {summary.validation.step:,}",
-        )
-    starts = (
-        f"{summary.starts:,}, {len(summary.restarts):,} of them by the launcher after a failure"
-    )
-    if summary.restarts_after_stop:
-        starts += f", {summary.restarts_after_stop:,} although a signal had stopped the run"
-    yield "starts", starts
-    for reason in summary.restarts:
-        yield "", f"- {reason}"
-    yield "checkpoints", _checkpoints(summary)
-    if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
-        waited = f"{share:.0%} of the step time was spent waiting for batches"
-        yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"
-    event = summary.prediction
-    if event is not None and {"predicted", "measured", "measured_over_predicted"} <= set(event):
-        yield from differences(event)
-
-
-def _ended(run: RunDirectory, ending: Ending) -> str:
-    if ending.state == "finished":
-        return "finished (exit code 0)"
-    if ending.state == "stopped":
-        why = f" by {ending.why}" if ending.why else ""
-        return f"stopped{why} after saving (exit code {ending.exit_code}); can be resumed"
-    if ending.state == "failed":
-        return f"failed (exit code {ending.exit_code}): {ending.why}"
-    changed = max(path.stat().st_mtime for path in (run.events, run.metrics) if path.exists())
-    ago = duration(max(0.0, time.time() - changed))
-    return f"no end recorded: still running, or killed (last written {ago} ago)"
-
-
-def _checkpoints(summary: Summary) -> str:
-    saves = summary.saves
-    if not saves.count:
-        return "none written"
-    said = f"{saves.count:,} written, the last at step {saves.last_step:,}"
-    if saves.stall_s is not None:
-        said += f"; training stood still for {saves.stall_s:.2f} s each"
-    if saves.commit_s is not None:
-        said += f"; {saves.commit_s:.2f} s until committed"
-    return said
 
 
 def _time_lines(spent: Goodput) -> Iterator[Text]:
@@ -151,10 +99,10 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
     for name in PARTS:
         part_s = spent.parts_s[name]
         if part_s is None:
-            yield Text(f"    {_LABELS[name]:<22}{'not recorded':>12}")
+            yield Text(f"    {LABELS[name]:<22}{'not recorded':>12}")
             continue
         bar = "█" * round(shares[name] / 100 * BAR_WIDTH)
-        row = f"    {_LABELS[name]:<22}{duration(part_s):>12}  {shares[name]:>5.1f}%"
+        row = f"    {LABELS[name]:<22}{duration(part_s):>12}  {shares[name]:>5.1f}%"
         yield Text.assemble(row, (f"  {bar}" if bar else "", "cyan"))
     if spent.idle_s > 0:
         what = "nothing ran" if spent.parts_s["start_up"] is not None else "no step was made"

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from toolkit.errors import (
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe, placed
 from toolkit.plan.cost.prediction import Prediction, predict
-from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
 from toolkit.plan.planner import Plan, placed_on, plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
@@ -45,6 +45,8 @@ class Assignment:
     prediction: Prediction | None
     """What the plan promises; the run's end says what came of it. None in run directories
     of releases that made no prediction."""
+    predicted_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of the predicted memory (`memory_gib`) and step time (`step_time_s`), for reports."""
 
 
 def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
@@ -64,6 +66,7 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
         plan.backend.render(recipe, plan.layout),
         run_dir,
         predict(found.memory, found.time, found.setup.cluster),
+        {"memory_gib": memory_parts(found.memory), "step_time_s": time_parts(found.time)},
     )
 
 
@@ -99,7 +102,11 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
     return RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
-        {**assignment.plan.to_dict(), "predicted": _stored(assignment.prediction)},
+        {
+            **assignment.plan.to_dict(),
+            "predicted": _stored(assignment.prediction),
+            "predicted_parts": assignment.predicted_parts,
+        },
         command,
         assignment.engine_config,
     )
@@ -118,6 +125,7 @@ def read_assignment(path: Path, world: int) -> Assignment:
     try:
         fields = read_json(run.plan)
         stored = fields.pop("predicted", None)
+        fields.pop("predicted_parts", None)
         prediction = None if stored is None else Prediction(**stored)
         plan = Plan.from_dict(fields)
         configured = plan.backend.configured

@@ -1,0 +1,204 @@
+"""The page of a report: what is in it, without a browser."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
+from tests.report.logs import write_run as write
+from toolkit.cli.main import main
+from toolkit.intake.load import load_recipe
+from toolkit.recipe.dump import dump_recipe
+from toolkit.report.page import page, page_data
+from toolkit.report.page.thinning import Curves, kept
+from toolkit.report.record import read_record
+
+
+def data_of(*runs: Path) -> dict[str, Any]:
+    return page_data([read_record(run) for run in runs])
+
+
+def chart(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    (found,) = [one for one in data["charts"] if one["id"] == name]
+    lines: list[dict[str, Any]] = found["lines"]
+    return lines
+
+
+def section(data: dict[str, Any], title: str) -> dict[str, Any]:
+    (found,) = [one for one in data["runs"][0]["sections"] if one["title"] == title]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 800, 801, 12_345])
+def test_thinning_keeps_the_extremes(length: int) -> None:
+    chance = random.Random(length)
+    values = [chance.gauss(0, 1) for _ in range(length)]
+    for at in chance.sample(range(length), min(length, 3)):
+        values[at] = math.nan
+    found = kept(values, 400)
+    assert len(found) <= 3 * 400 + 2 and [*found] == sorted(set(found))
+    if length <= 800:
+        assert [*found] == [*range(length)]
+        return
+    finite = {value for value in values if not math.isnan(value)}
+    drawn = [values[at] for at in found]
+    assert {min(finite), max(finite)} <= set(drawn)
+    assert any(map(math.isnan, drawn)), "a gap stays a gap"
+    assert (found[0], found[-1]) == (0, length - 1)
+    for bucket in range(400):
+        start, stop = (length * edge // 400 for edge in (bucket, bucket + 1))
+        part = [value for value in values[start:stop] if not math.isnan(value)]
+        assert {min(part), max(part)} <= set(drawn)
+
+
+def test_axes() -> None:
+    """Logged every 5 steps, of 3,600 s and 100 tokens each."""
+    curves = Curves.of([*metrics(20, 3600.0, every=5), {"loss": 1.0}, {"step": 3, "loss": 9.0}])
+    assert curves.x["step"] == [1, 5, 10, 15, 20]
+    assert curves.x["tokens"] == [100, 500, 1000, 1500, 2000]
+    assert curves.x["hours"] == [1, 5, 10, 15, 20]
+    assert curves.place(7) == {"step": 7, "tokens": 700, "hours": 7}
+    assert curves.place(0) == {"step": 0, "tokens": 0, "hours": 0}
+    assert curves.place(20) == {"step": 20, "tokens": 2000, "hours": 20}
+    assert curves.points("nothing", 10) is None
+
+
+def test_marks_and_curves(tmp_path: Path) -> None:
+    lines = [line | {"grad_norm": "NaN" if line["step"] == 15 else 1.0, "chosen": 0.5}
+             for line in metrics(20, 2.0)]  # fmt: skip
+    events = [one | ({"from_step": 10} if one["kind"] == "restart" else {})
+              for one in KILLED_AND_RESTARTED]  # fmt: skip
+    data = data_of(write(tmp_path, events, lines))
+    (run,) = data["runs"]
+    marks = [(mark["kind"], mark["step"]) for mark in run["marks"]]
+    assert marks == [("restart", 10), ("resume", 10), ("skip", 15)]
+    assert run["marks"][-1]["what"] == "loss is not finite"
+    training, validation = chart(data, "loss")
+    assert training["y"][0] == 4.99 and training["step"] == [*range(1, 21)]
+    assert (validation["step"], validation["y"]) == ([20], [4.5])
+    (norm,) = chart(data, "grad_norm")
+    assert norm["y"][14] is None and norm["y"].count(1.0) == 19
+    assert chart(data, "chosen")[0]["y"] == [0.5] * 20, "an objective's own metric"
+    amounts = {name: amount for name, amount, _ in section(data, "Where the time went")["bar"]}
+    assert amounts["productive"] == 38 and sum(amounts.values()) == pytest.approx(85)
+    assert not [one for one in data["charts"] if one["id"] in ("mfu", "memory_gib")]
+
+
+def test_predictions(tmp_path: Path) -> None:
+    lines = [line | {"memory_gib": 60.0 + line["step"], "tokens_per_s": 7.0, "mfu": 0.4}
+             for line in metrics(20, 2.0)]  # fmt: skip
+    run = write(tmp_path, KILLED_AND_RESTARTED, lines)
+    plan = {
+        "engine": "ddp", "mfu": 0.5, "tokens_per_s_per_gpu": 3.0,
+        "layout": {"dp": 2, "tp": 2, "pp": 1, "cp": 1}, "reasons": ["it is the only one"],
+        "predicted": {"step_time_s": 1.5, "memory_gib": 70.0, "basis": "data sheet"},
+        "predicted_parts": {"memory_gib": {"weights": 40.0, "activations": 30.0, "none": 0}},
+    }  # fmt: skip
+    (run / "plan.json").write_text(json.dumps(plan))
+    data = data_of(run)
+    promised = {"step_time_s": 1.5, "memory_gib": 70.0, "mfu": 0.5, "tokens_per_s": 12.0}
+    for name, value in promised.items():
+        line = chart(data, name)[-1]
+        assert (line["label"], line["step"], line["y"]) == ("predicted", [1, 20], [value] * 2)
+    memory = section(data, "Memory, as predicted")
+    assert [part[0] for part in memory["bar"]] == ["weights", "activations"]
+    assert memory["note"] == "Measured: 80.00 GiB at most on the fullest rank."
+    assert section(data, "Plan")["items"] == ["it is the only one"]
+
+
+def test_ranks_that_are_behind(tmp_path: Path) -> None:
+    run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
+    (run / "heartbeats").mkdir()
+    for rank, step in enumerate((20, 20, 17, 20)):
+        beat = {"rank": rank, "host": f"node{rank}", "step": step, "trained_s": 40.0}
+        (run / f"heartbeats/rank-{rank}.json").write_text(json.dumps(beat))
+    found = section(data_of(run), "Ranks")
+    assert found["note"].startswith("Between step 17 and 20; behind: rank 2.")
+    assert found["table"][1][:3] == ["2", "node2", "17"]
+
+
+def test_recipe_next_to_its_defaults(tmp_path: Path) -> None:
+    run = write(tmp_path, KILLED_AND_RESTARTED, [])
+    recipe = load_recipe(ROOT / "recipes/tiny/llama-bytes.yaml", ["training.seed=5"])
+    (run / "recipe.yaml").write_text(dump_recipe(recipe))
+    found = section(data_of(run), "Recipe")
+    settings = dict(found["table"][1:])
+    assert settings["training.seed"] == "5" and "schedule.decay_steps" not in settings
+    assert "decay_steps: null" in found["text"]
+    (run / "recipe.yaml").write_text("name: x\nnot: known\n")
+    found = section(data_of(run), "Recipe")
+    assert "This release does not read it" in found["note"] and "not: known" in found["text"]
+
+
+def test_damage_is_stated(tmp_path: Path) -> None:
+    run = write(tmp_path, KILLED_AND_RESTARTED, metrics(5, 2.0))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('garbage\n[1, 2]\n{"step": 6, "loss": 4.')
+    (run / "recipe.yaml").write_text("{unclosed")
+    (run / "plan.json").write_text("[]")
+    (run / "environment.json").unlink()
+    (run / "command.txt").unlink()
+    (run / "heartbeats").mkdir()
+    (run / "heartbeats/rank-0.json").write_text("{")
+    missing = data_of(run)["runs"][0]["missing"]
+    assert missing[:2] == [
+        "metrics.jsonl: 2 of 7 lines cannot be read; left out",
+        "metrics.jsonl: its last line is cut short, or is being written",
+    ]
+    assert any(one.startswith("recipe.yaml: ") for one in missing)
+    assert "plan.json: not a mapping of names to values" in missing
+    assert "environment.json: missing" in missing
+    assert "heartbeats/rank-0.json: cannot be read" in missing
+    (run / "metrics.jsonl").unlink()
+    assert "metrics.jsonl: missing" in data_of(run)["runs"][0]["missing"]
+
+
+def test_nothing_is_markup(tmp_path: Path) -> None:
+    lines = [line | {HOSTILE: 1.0} for line in metrics(5, 2.0)]
+    ended = event(11, "end", exit_code=4, step=5, error=HOSTILE)
+    run = write(tmp_path, [event(0, "launch"), event(1, "start", step=0), ended], lines)
+    (run / "plan.json").write_text(json.dumps({"reasons": [HOSTILE], "engine": HOSTILE}))
+    text = page(data_of(run))
+    assert "<script>alert" not in text and "<img" not in text and "\u202e" not in text
+    (embedded,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
+    )
+    names = [one["id"] for one in json.loads(embedded)["charts"]]
+    assert names[-1] == HOSTILE.replace("\u202e", "\\u202e"), "shown as it is"
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    first = write(tmp_path / "a/one", KILLED_AND_RESTARTED, metrics(20, 2.0))
+    other = write(tmp_path / "b/two", KILLED_AND_RESTARTED[:3], metrics(10, 2.0))
+    (first / "recipe.yaml").write_text("optimizer: {learning_rate: 0.1}\n")
+    (other / "recipe.yaml").write_text("optimizer: {learning_rate: 0.2}\n")
+    data = data_of(first, other)
+    assert [run["name"] for run in data["runs"]] == ["a/one", "b/two"]
+    assert data["comparison"]["table"] == [
+        ["setting", "a/one", "b/two"], ["optimizer.learning_rate", "0.1", "0.2"],
+    ]  # fmt: skip
+    assert "equal to the last bit at all 10 steps" in data["comparison"]["items"][0]
+    assert {line["run"] for line in chart(data, "loss")} == {0, 1}
+    assert data_of(first)["comparison"] is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", KILLED_AND_RESTARTED, metrics(20, 2.0))
+    out = tmp_path / "out.html"
+    assert main(["report", str(run), str(run), "--html", str(out)]) == 0
+    assert f"report {out}" in capsys.readouterr().err
+    assert out.read_text().startswith("<!doctype html>")
+    for arguments, message in (
+        ([str(run), "--html", str(tmp_path / "no/out.html")], "cannot be written"),
+        ([str(run), "--html", str(out), "--json"], "one form at a time"),
+        ([str(run), str(run)], "2 runs: the text is of one"),
+    ):
+        assert main(["report", *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""The page of a run, live: who is answered, with what, and how soon a browser shows it."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.browser import browser
+from tests.processes import wait_until
+from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, metrics, write_run
+from toolkit.cli.main import main
+from toolkit.errors import DataError
+from toolkit.report import serve
+from toolkit.report.record import RunRecord, read_record
+from toolkit.report.serve import LivePage, PageServer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", KILLED_AND_RESTARTED[:3], metrics(12, 2.0))
+
+
+@contextmanager
+def served(run: Path, host: str = "127.0.0.1") -> Iterator[PageServer]:
+    with PageServer(LivePage([run]), host, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(
+    server: PageServer, path: str = "/data", host: str | None = None, method: str = "GET"
+) -> tuple[int, str]:
+    """Status and body of an answer."""
+    port = server.server_address[1]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", host or f"127.0.0.1:{port}")
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    return answer.status, body
+
+
+def append(run: Path, step: int) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics(step, 2.0)[-1]) + "\n")
+
+
+def last_step(body: str) -> int:
+    (loss,) = [one for one in json.loads(body)["charts"] if one["id"] == "loss"]
+    return int(loss["lines"][0]["step"][-1])
+
+
+def test_new_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_HELD_S", 0.2)
+    with served(run) as server:
+        status, body = ask(server)
+        assert (status, last_step(body)) == (200, 12)
+        version = json.loads(body)["version"]
+        assert ask(server, f"/data?{version}") == (204, "")
+        append(run, 13)
+        found: list[tuple[int, str]] = []
+
+        def is_new() -> bool:
+            found.append(ask(server, f"/data?{version}"))
+            return found[-1][0] == 200
+
+        wait_until(is_new, "the new step")
+        assert last_step(found[-1][1]) == 13
+        (run / "events.jsonl").unlink()
+
+        def is_gone() -> bool:
+            found.append(ask(server))
+            return found[-1][0] == 503
+
+        wait_until(is_gone, "word of a run that is gone")
+        assert "is not a run directory" in found[-1][1]
+
+
+def test_clients_share_one_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def counted(path: Path) -> RunRecord:
+        read.append(path)
+        return read_record(path)
+
+    monkeypatch.setattr(serve, "read_record", counted)
+    live = LivePage([run])
+    for _ in range(50):
+        live.data()
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/%2e%2e/recipe.yaml", "/recipe.yaml", "//etc/passwd", "/data/..",
+     "/data%00", "/?x=/../../etc/passwd/../"],
+)  # fmt: skip
+def test_there_are_no_files(run: Path, path: str) -> None:
+    (run / "recipe.yaml").write_text("name: canary-9137\n")
+    with served(run) as server:
+        status, body = ask(server, path)
+        assert status == (200 if path.startswith("/?") else 404)
+        assert "root:" not in body and (status == 200 or "canary-9137" not in body)
+
+
+def test_only_its_own_names(run: Path) -> None:
+    with served(run) as server:
+        port = server.server_address[1]
+        for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}", f"10.0.0.1:{port}"):
+            assert ask(server, host=host)[0] == 200, host
+        for host in (f"evil.example:{port}", "127.0.0.1.evil.example", ":", "x@127.0.0.1"):
+            assert ask(server, host=host) == (403, "this is not the address of this server")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_is_written(run: Path, method: str) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with served(run) as server:
+        assert ask(server, "/", method=method)[0] == 501
+        assert ask(server, "/")[0] == 200
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_client_that_says_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps nobody waiting, and is not kept itself."""
+    monkeypatch.setattr(serve._Handler, "timeout", 0.2)
+    with served(run) as server, socket.create_connection(server.server_address[:2]) as silent:
+        silent.settimeout(60)
+        assert ask(server)[0] == 200
+        assert silent.recv(1) == b"", "hung up"
+
+
+def test_a_browser_sees_a_new_step(tmp_path: Path) -> None:
+    lines = [line | {HOSTILE: 1.0} for line in metrics(12, 2.0)]
+    run = write_run(tmp_path / "run", KILLED_AND_RESTARTED[:3], lines)
+    with browser() as tab, served(run) as server:
+        tab.open(server.url)
+        assert tab.run("document.querySelector('.amount').textContent") == "12"
+        began = time.monotonic()
+        append(run, 13)
+        tab.wait("document.querySelector('.amount').textContent === '13'", "step 13")
+        took = time.monotonic() - began
+        assert tab.run("document.querySelectorAll('figure').length") == 3
+        label = tab.run("document.querySelector('[data-chart=loss]').ariaLabel")
+        assert "to 4.87, lowest 4.87" in label
+        assert tab.errors() == []
+        assert {url.split("?")[0] for url in tab.requests()} <= {
+            server.url, f"{server.url}data",
+        }  # fmt: skip
+        assert tab.run("document.images.length") == 0
+        assert took < 20, "2 s are asked for; ten times as much for a machine that is busy"
+        print(f"shown after {took:.2f} s")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a run directory with events"),
+        (["RUN", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7, port 0"),
+        (["RUN", "--host", "no such name"], "cannot listen on no such name, port 0"),
+    ],
+)
+def test_mistakes(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", *(str(run) if one == "RUN" else one for one in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        LivePage([tmp_path])

@@ -1,0 +1,53 @@
+"""`dmt watch`: the page of a run in the browser, live."""
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.errors import DataError
+from toolkit.report.record import find_runs
+from toolkit.report.serve import LivePage, PageServer
+from toolkit.terminal import tell
+
+
+def watch(
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN…]", help="Run directories; default: the last in runs/."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; others than this machine's own "
+                          "let everyone read who reaches it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 0,
+) -> None:  # fmt: skip
+    """Serve the page of `dmt report --html`, with new steps as they come, until Ctrl-C.
+
+    Example: `dmt watch runs/tiny-llama-bytes --port 8265`
+    """
+    live = LivePage(run_dirs or find_runs(Path("runs"))[:1])
+    try:
+        server = PageServer(live, host, port)
+    except OSError as error:
+        raise DataError(
+            f"cannot listen on {host}, port {port} ({error.strerror})",
+            fix="another --port, or --port 0 for any free one",
+        ) from error
+    tell(f"watch {server.url} (Ctrl-C ends it)")
+    if not _is_own(host):
+        tell(f"warning: everyone who can reach {host} can read these runs")
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def _is_own(host: str) -> bool:
+    """Is it reached from this machine alone?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

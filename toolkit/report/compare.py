@@ -1,0 +1,141 @@
+"""What differs between runs: settings, the first loss that differs, speed and loss."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.report.attempts import number
+from toolkit.report.goodput import Metrics
+from toolkit.report.record import RunRecord
+from toolkit.run.directory import differences
+
+ROUNDING = 1e-5
+"""Relative difference of losses up to which layouts agree (tests/engines/test_parity.py)."""
+NO_DIFFERENCE = ("name",)
+"""Settings that every run may have for itself."""
+
+
+@dataclass(frozen=True)
+class LossPair:
+    """Training losses of two runs at the same step."""
+
+    step: int
+    first: float
+    other: float
+
+    @property
+    def change(self) -> float:
+        """Relative to the first run."""
+        return (self.other - self.first) / abs(self.first) if self.first else float("nan")
+
+
+@dataclass(frozen=True)
+class RunDifference:
+    """A run next to the first one."""
+
+    steps: int
+    """Logged in both."""
+    unequal: LossPair | None
+    """The first losses that differ at all."""
+    beyond: LossPair | None
+    """The first losses that differ by more than rounding."""
+    last: LossPair | None
+    """At the last step that both logged."""
+    speed: float | None
+    """Median tokens per second over that of the first run."""
+
+
+def settings_that_differ(records: Sequence[RunRecord]) -> dict[str, list[object]]:
+    """Dotted name → the value in each run: of recipes, layouts and environments."""
+    first, *others = [_tree(record) for record in records]
+    found: dict[str, list[object]] = {}
+    for index, other in enumerate(others, start=1):
+        for key, mine, theirs in differences(first, other):
+            if key not in NO_DIFFERENCE:
+                found.setdefault(key, [mine] * len(records))[index] = theirs
+    return found
+
+
+def _tree(record: RunRecord) -> dict[str, Any]:
+    plan = {name: record.plan.get(name) for name in ("engine", "model", "layout")}
+    return {
+        **{key: _by_number(value) for key, value in record.recipe.items()},
+        "plan": plan,
+        "environment": dict(record.environment),
+    }
+
+
+def _by_number(value: Any) -> Any:
+    """A list of sections as a section of them, so that each setting is compared by itself."""
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        value = {str(index): one for index, one in enumerate(value)}
+    if isinstance(value, dict):
+        return {key: _by_number(one) for key, one in value.items()}
+    return value
+
+
+def difference(first: RunRecord, other: RunRecord) -> RunDifference:
+    """Compare a run with the first one, over the steps that both logged."""
+    mine, theirs = _losses(first.metrics), _losses(other.metrics)
+    pairs = [LossPair(step, mine[step], theirs[step]) for step in mine if step in theirs]
+    unequal = [one for one in pairs if _text(one.first) != _text(one.other)]
+    speeds = median_speed(first.metrics), median_speed(other.metrics)
+    return RunDifference(
+        steps=len(pairs),
+        unequal=unequal[0] if unequal else None,
+        # NaN against a number is a difference, too.
+        beyond=next((one for one in unequal if not abs(one.change) <= ROUNDING), None),
+        last=pairs[-1] if pairs else None,
+        speed=speeds[1] / speeds[0] if speeds[0] and speeds[1] else None,
+    )
+
+
+def median_speed(metrics: Sequence[Metrics]) -> float | None:
+    """Tokens per second; of the first line, which warms up, only where it is the only one."""
+    speeds = [speed for line in metrics if (speed := number(line, "tokens_per_s")) is not None]
+    return statistics.median(speeds[1:] or speeds) if speeds else None
+
+
+def verdict(name: str, first: str, found: RunDifference) -> str:
+    """One sentence on speed and loss of run `name`, next to the run `first`."""
+    parts = []
+    if found.speed is not None:
+        word = "faster" if found.speed >= 1 else "slower"
+        parts.append(f"{abs(found.speed - 1):.1%} {word} (median tokens/s)")
+    if found.unequal is None and found.steps:
+        parts.append("the same loss, to the last bit")
+    elif found.last is not None:
+        last = found.last
+        parts.append(f"loss {last.other:.4f} instead of {last.first:.4f} at step {last.step:,}")
+    return f"{name}, next to {first}: {', '.join(parts) or 'nothing to compare yet'}"
+
+
+def where_losses_differ(found: RunDifference) -> str:
+    """From which step on the losses of two runs differ."""
+    if not found.steps:
+        return "no step was logged in both"
+    if found.unequal is None:
+        return f"equal to the last bit at all {found.steps:,} steps logged in both"
+    said = f"differs first at step {found.unequal.step:,}"
+    if found.beyond is None:
+        return f"{said}, nowhere by more than rounding ({ROUNDING:g} relative)"
+    pair = found.beyond
+    how = f"{pair.other:.6g} instead of {pair.first:.6g}, {pair.change:+.2g} relative"
+    if pair.step == found.unequal.step:
+        return f"{said}: {how}"
+    return f"{said}, by more than rounding at step {pair.step:,}: {how}"
+
+
+def _losses(metrics: Sequence[Metrics]) -> Mapping[int, float]:
+    return {
+        int(step): loss
+        for line in metrics
+        if (step := number(line, "step")) is not None
+        if (loss := number(line, "loss")) is not None
+    }
+
+
+def _text(value: float) -> str:
+    """NaN equals NaN here."""
+    return repr(value)

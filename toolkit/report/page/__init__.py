@@ -1,0 +1,123 @@
+"""One page per report: everything of one or several runs, in a file that needs nothing else.
+
+Python says what there is (`page_data`, plain JSON); `page.js` draws it, with uPlot (MIT
+licence, `uPlot.LICENSE`), and takes every text for text. Nothing is fetched: the page's own
+policy forbids it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import DataError
+from toolkit.report.compare import (
+    difference,
+    settings_that_differ,
+    verdict,
+    where_losses_differ,
+)
+from toolkit.report.page.charts import MOST_MARKS, charts, marks
+from toolkit.report.page.sections import Section, sections, tiles
+from toolkit.report.page.thinning import Curves
+from toolkit.report.record import RunRecord
+from toolkit.run import jsonl
+from toolkit.run.directory import shown
+from toolkit.terminal import printable
+
+_FOLDER = Path(__file__).parent
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page of `page_data`; where that has a version, the page asks its server for news."""
+    parts = {
+        "CONNECT": "'self'" if "version" in data else "'none'",
+        "STYLE": _file("uPlot.min.css") + _file("page.css"),
+        "LICENSE": _file("uPlot.LICENSE"),
+        "DATA": embedded(data),
+        "CHARTS": _file("uPlot.iife.min.js"),
+        "SCRIPT": _file("page.js"),
+    }
+    # At once: nothing that was put in is looked into.
+    return re.sub("@([A-Z]+)@", lambda found: parts[found[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def embedded(data: Any) -> str:
+    """JSON for a script element: nothing in it ends the element or begins another."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Everything on the page, as JSON knows it; secrets are masked."""
+    names = _names(records)
+    curves = [Curves.of(record.metrics) for record in records]
+    runs = []
+    for name, record, one in zip(names, records, curves, strict=True):
+        state, why = record.state
+        found = marks(record, one)
+        runs.append(
+            {
+                "name": name,
+                "state": state,
+                "why": why,
+                "tiles": tiles(record),
+                "marks": found[-MOST_MARKS:],
+                "more_marks": max(0, len(found) - MOST_MARKS),
+                "sections": sections(record),
+                "missing": record.missing,
+                "lines": len(record.metrics),
+            }
+        )
+    data = {
+        "runs": runs,
+        "charts": charts(records, curves),
+        "comparison": _comparison(records, names),
+    }
+    return jsonl.plain(_clean(data))  # type: ignore[no-any-return]
+
+
+def _clean(value: Any) -> Any:
+    """Texts without characters that would reorder or hide what stands next to them."""
+    if isinstance(value, str):
+        return printable(value, lines=True)
+    if isinstance(value, dict):
+        return {_clean(str(key)): _clean(one) for key, one in value.items()}
+    return [_clean(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """The run directories; of several, what tells them apart."""
+    paths = [str(record.run.path) for record in records]
+    folder = os.path.commonpath([Path(path).absolute().parent for path in paths])
+    return paths[:1] if len(paths) == 1 else [os.path.relpath(path, folder) for path in paths]
+
+
+def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
+    """What differs between several runs; None for one."""
+    if len(records) < 2:
+        return None
+    first, *others = records
+    found = [difference(first, other) for other in others]
+    items = [
+        f"{verdict(name, names[0], one)}. Loss: {where_losses_differ(one)}."
+        for name, one in zip(names[1:], found, strict=True)
+    ]
+    settings = settings_that_differ(records)
+    table = [["setting", *names], *([key, *map(shown, row)] for key, row in settings.items())]
+    return {"title": "What differs", "items": items, "table": table}
+
+
+def write_page(records: Sequence[RunRecord], path: Path) -> None:
+    """Write the page. Raises DataError when `path` cannot be written."""
+    try:
+        jsonl.write_atomically(path, page(page_data(records)))
+    except OSError as error:
+        raise DataError(
+            f"--html: {path} cannot be written ({error.strerror})", fix="name another file"
+        ) from error

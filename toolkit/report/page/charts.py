@@ -1,0 +1,178 @@
+"""What the page draws: curves of one or several runs, and marks where something was."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.errors import EXIT_DONE
+from toolkit.report.attempts import Event, number
+from toolkit.report.page.thinning import AXES, Curves, short
+from toolkit.report.record import RunRecord
+from toolkit.track.wandb_follower import VALIDATION
+
+BUCKETS = 400
+"""Of a curve with more points than twice as many; a chart is about as many pixels wide."""
+MOST_MARKS = 1000
+"""Of a run; the page says how many more there are."""
+MOST_CHARTS = 40
+_KNOWN = {
+    "loss": ("Loss", "nats, or as the objective defines it"),
+    "grad_norm": ("Gradient norm", "global L2 norm before clipping"),
+    "lr": ("Learning rate", ""),
+    "tokens_per_s": ("Throughput", "tokens per second, all ranks"),
+    "mfu": ("Model FLOPs utilisation", "share of the devices' peak"),
+    "step_time_s": ("Step time", "seconds per step, mean since the last logged one"),
+    "memory_gib": ("Device memory", "GiB, peak of the fullest rank"),
+}
+"""Metrics of every run: title and unit."""
+_LOGARITHMIC = ("loss", "grad_norm")
+"""What can be shown on a logarithmic scale."""
+_IN_OTHERS = ("step", "tokens", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s")
+"""Not charts of their own."""
+_MARKS = {
+    "skip": "skipped",
+    "restart": "restarted",
+    "resume": "resumed",
+    "hang": "hung",
+    "signal": "signal",
+    "end": "ended",
+}
+"""Events that are marked, and the word for each."""
+
+
+def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
+    """All charts; each has curves of one or several runs."""
+    buckets = max(50, BUCKETS // len(records))
+    others = dict.fromkeys(
+        name for one in curves for name in one.names if name not in (*_KNOWN, *_IN_OTHERS)
+    )
+    found = []
+    for name in [*_KNOWN, *others]:
+        title, unit = _KNOWN.get(name, (name, ""))
+        lines = [
+            {"run": run, "label": "", **points}
+            for run, one in enumerate(curves)
+            if (points := one.points(name, buckets)) is not None
+        ]
+        for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+            lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
+        if lines:
+            log = name in _LOGARITHMIC
+            found.append({"id": name, "title": title, "unit": unit, "lines": lines, "log": log})
+    found[1:1] = [*_sources(records, curves)]
+    return found[:MOST_CHARTS]
+
+
+def _beside(
+    name: str, record: RunRecord, one: Curves, buckets: int
+) -> Iterator[Mapping[str, Any]]:
+    """What a metric is shown with: validation, a part of it, or what the plan predicted."""
+    if name == "loss" and (points := _validation("loss", record, one)):
+        yield {"label": "validation", "kind": "points", **points}
+    if name == "step_time_s" and (points_ := one.points("data_wait_s", buckets)):
+        yield {"label": "waiting for data", "kind": "part", **points_}
+    promised = _promised(name, record.plan)
+    if promised is not None and one.metrics and one.points(name, 1) is not None:
+        ends = {axis: [short(one.x[axis][at]) for at in (0, -1)] for axis in AXES}
+        basis = (record.plan.get("predicted") or {}).get("basis")
+        label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
+        yield {"label": label, "kind": "predicted", **ends, "y": [short(promised)] * 2}
+
+
+def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
+    """What the plan predicts for a metric."""
+    predicted = plan.get("predicted")
+    predicted = predicted if isinstance(predicted, dict) else {}
+    if name in ("step_time_s", "memory_gib"):
+        return number(predicted, name)
+    if name == "mfu":
+        return number(plan, "mfu")
+    layout, each = plan.get("layout"), number(plan, "tokens_per_s_per_gpu")
+    if name != "tokens_per_s" or each is None or not isinstance(layout, dict):
+        return None
+    ranks = [number(layout, degree) or 1.0 for degree in ("dp", "tp", "pp", "cp")]
+    return each * ranks[0] * ranks[1] * ranks[2] * ranks[3]
+
+
+def _validation(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any]] | None:
+    """A column of the `evaluation` events; of a step that was validated twice, the last."""
+    found = {
+        step: value
+        for event in record.events
+        if event.get("kind") == "evaluation" and (step := number(event, "step")) is not None
+        if (value := number(event, name)) is not None
+    }
+    if not found:
+        return None
+    places = [one.place(step) for step in sorted(found)]
+    columns: dict[str, list[Any]] = {axis: [place[axis] for place in places] for axis in AXES}
+    return {**columns, "y": [short(found[step]) for step in sorted(found)]}
+
+
+def _sources(
+    records: Sequence[RunRecord], curves: Sequence[Curves]
+) -> Iterator[dict[str, Any]]:
+    """The validation losses of several sources, in one chart."""
+    lines = []
+    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+        evaluations = [event for event in record.events if event.get("kind") == "evaluation"]
+        names = dict.fromkeys(
+            name for one in evaluations for name in one if name.startswith(VALIDATION)
+        )
+        for name in names:
+            if points := _validation(name, record, one):
+                label = name.removeprefix(VALIDATION)
+                lines.append({"run": run, "label": label, "kind": "points", **points})
+    if lines:
+        title, unit = "Validation loss by source", "mean over the tokens of each"
+        yield {"id": "sources", "title": title, "unit": unit, "lines": lines, "log": False}
+
+
+def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
+    """Where something happened to a run, in the order of its events; of steps that were done
+    again, both times."""
+    found = []
+    for stage in _stages(record.recipe):
+        if (step := number(stage, "from_step")) is not None:
+            what = f"data.stages: weights {stage.get('weights')}"
+            found.append(
+                {"kind": "stage", "word": "stage", **one.place(step), "time": "", "what": what}
+            )
+    for event in record.events:
+        kind = event.get("kind")
+        if kind == "restart" and "attempt" not in event:
+            continue  # a worker's own: it says that nothing was saved
+        if kind == "end" and number(event, "exit_code") == EXIT_DONE:
+            continue  # as every run does
+        step = number(event, "step" if "step" in event else "from_step")
+        if kind in _MARKS and step is not None:
+            found.append(
+                {
+                    "kind": kind,
+                    "word": _MARKS[kind],
+                    **one.place(step),
+                    "time": str(event.get("time", ""))[:19].replace("T", " "),
+                    "what": _what(event),
+                }
+            )
+    return found
+
+
+def _stages(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    data = recipe.get("data")
+    stages = data.get("stages") if isinstance(data, dict) else None
+    for stage in stages if isinstance(stages, list) else ():
+        if isinstance(stage, dict):
+            yield stage
+
+
+def _what(event: Event) -> str:
+    """An event in words: its own, where it has some."""
+    for name in ("why", "reason", "error", "signal", "message"):
+        if event.get(name):
+            return str(event[name])
+    if event.get("kind") == "end":
+        return f"rank {event.get('rank', 0)}, exit code {event.get('exit_code')}"
+    if event.get("kind") == "resume":
+        return f"{event.get('dropped_metrics_lines', 0)} logged steps are done again"
+    own = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
+    return ", ".join(f"{key} {value}" for key, value in own.items())

@@ -1,0 +1,243 @@
+"""What the page states in words, bars and tables, for one run."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolkit.recipe.dump import dump
+from toolkit.recipe.schema import Recipe
+from toolkit.redact import redact
+from toolkit.report.attempts import number
+from toolkit.report.compare import median_speed
+from toolkit.report.facts import LABELS, rows
+from toolkit.report.goodput import PARTS
+from toolkit.report.record import RunRecord
+from toolkit.run import jsonl
+from toolkit.units import duration, seconds, size
+from toolkit.untrusted import read_bytes, read_json
+
+MOST_RANKS = 64
+"""Rows of the table of ranks: the first one and those that are furthest behind."""
+LAST_SAMPLES = 3
+"""Steps whose samples are shown, of each rank."""
+_TAIL = 1 << 16
+
+Section = dict[str, Any]
+"""`title`, and any of `note`, `bar` ([name, amount, text]), `facts` ([name, text]), `table`
+(the header first), `items` and `text` (shown when it is opened)."""
+
+
+def sections(record: RunRecord) -> list[Section]:
+    """All there are of a run, in the order of the page."""
+    found = [
+        {"title": "Summary", "facts": [*map(list, rows(record.run, record.summary))]},
+        _time(record),
+        _parts(record, "step_time_s", "One step, as predicted", seconds),
+        _memory(record),
+        _ranks(record),
+        _data(record),
+        _samples(record),
+        _recipe(record),
+        _plan(record),
+        _environment(record),
+    ]
+    return [section for section in found if section is not None]
+
+
+def tiles(record: RunRecord) -> list[list[str]]:
+    """The numbers at the top: what, how much, and a remark."""
+    summary, last = record.summary, record.metrics[-1] if record.metrics else {}
+    training = record.recipe.get("training")
+    total = number(training, "steps") if isinstance(training, dict) else None
+    found = [["steps", f"{summary.steps:,}", f"of {total:,.0f}" if total else ""]]
+    if summary.losses is not None:
+        first, final = summary.losses
+        found.append(["loss", f"{final.value:.4f}", f"from {first.value:.4f}"])
+    if summary.validation is not None:
+        step = f"at step {summary.validation.step:,}"
+        found.append(["validation loss", f"{summary.validation.value:.4f}", step])
+    if (speed := median_speed(record.metrics)) is not None:
+        found.append(["tokens/s", f"{speed:,.0f}", "median"])
+    if (mfu := number(last, "mfu")) is not None:
+        promised = number(record.plan, "mfu")
+        found.append(["MFU", f"{mfu:.1%}", f"{promised:.1%} predicted" if promised else ""])
+    spent = record.spent
+    if spent.share is not None:
+        share = spent.percentages()["productive"]
+        found.append(["goodput", f"{share}%", f"of {duration(spent.total_s)}"])
+    return found
+
+
+def _time(record: RunRecord) -> Section | None:
+    spent = record.spent
+    if spent.share is None:
+        return None
+    shares = spent.percentages()
+    bar, absent = [], []
+    for name in PARTS:
+        part_s = spent.parts_s[name]
+        if part_s is None:
+            absent.append(LABELS[name])
+        else:
+            bar.append([LABELS[name], part_s, f"{duration(part_s)}, {shares[name]:.1f}%"])
+    note = f"Goodput {shares['productive']:.1f}% of {duration(spent.total_s)}."
+    if absent:
+        note += f" Not recorded: {', '.join(absent)}."
+    if spent.idle_s > 0:
+        note += f" In addition, nothing ran for {duration(spent.idle_s)} between starts."
+    return {"title": "Where the time went", "note": note, "bar": bar}
+
+
+def _parts(record: RunRecord, name: str, title: str, shown: Any) -> Section | None:
+    """A prediction by part; None where the run's plan does not have it."""
+    parts = record.plan.get("predicted_parts")
+    found = parts.get(name) if isinstance(parts, dict) else None
+    if not isinstance(found, dict):
+        return None
+    amounts = {str(part): number(found, part) or 0.0 for part in found}
+    bar = [[part, amount, shown(amount)] for part, amount in amounts.items() if amount > 0]
+    return {"title": title, "bar": bar} if bar else None
+
+
+def _memory(record: RunRecord) -> Section | None:
+    section = _parts(record, "memory_gib", "Memory, as predicted", size)
+    peaks = [gib for line in record.metrics if (gib := number(line, "memory_gib")) is not None]
+    if section is not None and peaks:
+        section["note"] = f"Measured: {size(max(peaks))} at most on the fullest rank."
+    return section
+
+
+def _ranks(record: RunRecord) -> Section | None:
+    """The last sign of life of every rank, the slowest first."""
+    beats = []
+    for path in record.run.heartbeats.glob("rank-*.json"):
+        try:
+            beat = read_json(path, _TAIL)
+        except (OSError, ValueError):
+            record.missing.append(f"heartbeats/{path.name}: cannot be read")
+            continue
+        if isinstance(beat, dict) and number(beat, "rank") is not None:
+            beats.append(beat)
+    if not beats:
+        return None
+    beats.sort(key=lambda beat: (number(beat, "step") or 0, number(beat, "rank") or 0))
+    steps = [int(number(beat, "step") or 0) for beat in beats]
+    note = f"All {len(beats):,} ranks are at step {steps[0]:,}."
+    if steps[0] != steps[-1]:
+        behind = [str(beat["rank"]) for beat, step in zip(beats, steps, strict=True)
+                  if step < steps[-1]]  # fmt: skip
+        names = ", ".join(behind[:8]) + (", …" if len(behind) > 8 else "")
+        note = f"Between step {steps[0]:,} and {steps[-1]:,}; behind: rank {names}."
+    table = [["rank", "host", "step", "seconds in steps", "last doing", "where"]]
+    for beat in beats[:MOST_RANKS]:
+        trained = number(beat, "trained_s")
+        own = [str(beat.get(name, "")) for name in ("rank", "host", "step")]
+        last = [str(beat.get(name, "")) for name in ("doing", "where")]
+        table.append([*own, "" if trained is None else f"{trained:.1f}", *last])
+    if len(beats) > MOST_RANKS:
+        note += f" The {MOST_RANKS} furthest behind are shown."
+    return {
+        "title": "Ranks",
+        "note": note + " Steps are logged by rank 0 alone.",
+        "table": table,
+    }
+
+
+def _data(record: RunRecord) -> Section | None:
+    """The sources of the training data, with their weights in every stage."""
+    data = record.recipe.get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    sources = [one for one in train if isinstance(one, dict)] if isinstance(train, list) else []
+    if not sources or not isinstance(data, dict):
+        return None
+    stages = [one for one in data.get("stages") or () if isinstance(one, dict)]
+    begins = [f"from step {one.get('from_step') or one.get('from_tokens')}" for one in stages]
+    table = [["source", "weight", *begins, "validation loss"]]
+    last = [event for event in record.events if event.get("kind") == "evaluation"][-1:]
+    for source in sources:
+        label = str(source.get("label"))
+        weights = [(one.get("weights") or {}).get(label, "") for one in stages]
+        loss = next((number(event, f"validation/{label}") for event in last), None)
+        shown = "" if loss is None else f"{loss:.4f}"
+        table.append([label, str(source.get("weight", "")), *map(str, weights), shown])
+    return {"title": "Data by source", "table": table}
+
+
+def _samples(record: RunRecord) -> Section | None:
+    """Which samples the last steps trained on; of runs with `logging.samples`."""
+    table = []
+    for path in sorted(record.run.samples.glob("rank-*.jsonl"))[:MOST_RANKS]:
+        size_ = path.stat().st_size
+        for line in jsonl.read(path, max(0, size_ - _TAIL))[-LAST_SAMPLES:]:
+            samples = line.get("samples")
+            numbers = ", ".join(map(str, samples)) if isinstance(samples, list) else ""
+            row = [path.stem, str(line.get("data_rank")), str(line.get("step")), numbers]
+            table.append(row)
+    if not table:
+        return None
+    header = ["log", "data rank", "step", "samples (numbers in the training data)"]
+    return {"title": "Samples of the last steps", "table": [header, *table]}
+
+
+def _recipe(record: RunRecord) -> Section | None:
+    if not record.recipe:
+        return None
+    text = read_bytes(record.run.recipe).decode("utf-8")
+    section: Section = {"title": "Recipe", "text": text, "open": "All settings"}
+    try:
+        stated = Recipe.model_validate(record.recipe, strict=False)
+    except ValidationError as error:
+        note = f"This release does not read it: {error.error_count()} settings."
+        return {**section, "note": note}
+    own = stated.model_dump(exclude_defaults=True, mode="json")
+    section["note"] = "What differs from the defaults of this release."
+    section["table"] = [["setting", "value"], *_leaves(own)]
+    return section
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield [f"{prefix}{key}", dump(value, flow=True).removesuffix("...\n").strip()]
+
+
+def _plan(record: RunRecord) -> Section | None:
+    plan = record.plan
+    if not plan:
+        return None
+    layout = plan.get("layout")
+    facts = [["engine", str(plan.get("engine"))], ["model", str(plan.get("model"))]]
+    if isinstance(layout, dict):
+        facts += [[str(name).replace("_", " "), str(value)] for name, value in layout.items()]
+    event = record.summary.prediction or {"predicted": plan.get("predicted")}
+    for side in ("predicted", "measured"):
+        for name, value in _mapping(event.get(side)).items():
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            facts.append([f"{side}: {name.replace('_', ' ')}", text])
+    reasons = plan.get("reasons")
+    items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
+    return {"title": "Plan", "facts": facts, "items": items}
+
+
+def _environment(record: RunRecord) -> Section | None:
+    if not record.environment:
+        return None
+    versions = {**record.environment, **_mapping(record.environment.get("packages"))}
+    facts = [
+        [str(name), str(value)]
+        for name, value in versions.items()
+        if name != "packages" and value is not None
+    ]
+    section: Section = {"title": "Environment", "facts": facts, "open": "Commands"}
+    try:
+        section["text"] = redact(read_bytes(record.run.command).decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        record.missing.append(f"{record.run.command.name}: missing")
+    return section
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,198 @@
+"""A run directory as reports read it: what is there, what is missing, and whether it runs."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from toolkit.errors import DataError, DirectoryInUse, DmtError
+from toolkit.report.attempts import Event
+from toolkit.report.goodput import Goodput, Metrics, goodput
+from toolkit.report.summary import Ending, Summary, summarize
+from toolkit.run import jsonl
+from toolkit.run.claim import refuse_if_claimed
+from toolkit.run.directory import RunDirectory
+from toolkit.units import duration
+from toolkit.untrusted import parse_json, read_bytes
+
+LARGEST_LOG = 1 << 33
+"""Bytes of a metrics file that are read."""
+_TAIL = 1 << 16
+"""Bytes at the end of a metrics file that hold its last line."""
+_ALIVE_S = 60.0
+"""Rank 0 renews its heartbeat every 10 s at the latest."""
+_DEEPEST = 5
+"""Folders below the one that is searched for runs."""
+
+RunState = Literal["running", "stopped", "failed", "done"]
+
+
+@dataclass
+class RunRecord:
+    """What one run directory holds; mappings are empty where their file cannot be read."""
+
+    run: RunDirectory
+    events: Sequence[Event] = ()
+    metrics: Sequence[Metrics] = ()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """What could not be read, one sentence per file."""
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What the run has done so far."""
+        return summarize(self.events, self.metrics)
+
+    @cached_property
+    def spent(self) -> Goodput:
+        """Where its time went."""
+        return goodput(self.events, self.metrics)
+
+    @property
+    def state(self) -> tuple[RunState, str]:
+        """See `state_of`."""
+        return state_of(self.run, self.summary.ending)
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read a run directory. Raises DataError for a folder that is none."""
+    run = require_run(path)
+    record = RunRecord(run)
+    record.events = _lines(run.events, record.missing)
+    record.metrics = _lines(run.metrics, record.missing)
+    record.recipe = _mapping(run.recipe, YAML(typ="safe").load, record.missing)
+    record.plan = _mapping(run.plan, parse_json, record.missing)
+    record.environment = _mapping(run.environment, parse_json, record.missing)
+    return record
+
+
+def require_run(path: Path) -> RunDirectory:
+    """The run directory at `path`. Raises DataError when it has no events."""
+    run = RunDirectory(path)
+    if not run.events.exists():
+        raise DataError(
+            f"{path} is not a run directory with events: it has no {run.events.name}",
+            fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
+        )
+    return run
+
+
+def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
+    try:
+        data = read_bytes(path, LARGEST_LOG)
+    except (OSError, ValueError) as error:
+        missing.append(f"{path.name}: {_why(error)}")
+        return []
+    complete, _, torn = data.rpartition(b"\n")
+    records = list(jsonl.parse(complete))
+    lines = sum(1 for line in complete.split(b"\n") if line.strip())
+    if bad := lines - len(records):
+        missing.append(f"{path.name}: {bad:,} of {lines:,} lines cannot be read; left out")
+    if torn:
+        missing.append(f"{path.name}: its last line is cut short, or is being written")
+    return records
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dict[str, Any]:
+    try:
+        value = parse(read_bytes(path).decode("utf-8"))
+    except (OSError, ValueError, YAMLError, RecursionError) as error:
+        missing.append(f"{path.name}: {_why(error)}")
+        return {}
+    if not isinstance(value, dict):
+        missing.append(f"{path.name}: not a mapping of names to values")
+        return {}
+    return value
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return str(getattr(error, "strerror", None) or error).splitlines()[0]
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Run directories in `folder`, the one written to last first; raises DataError without any.
+
+    Links are not followed, and a run directory is not searched for others.
+    """
+    found = sorted(_walk(folder), key=lambda path: -last_written(RunDirectory(path)))
+    if not found:
+        raise DataError(
+            f"no run in {folder}: no folder there has an events.jsonl",
+            fix="name the folder that holds the run directories, or the run directory",
+        )
+    return found
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for path, folders, files in os.walk(folder):
+        if "events.jsonl" in files:
+            yield Path(path)
+        if "events.jsonl" in files or len(Path(path).relative_to(folder).parts) >= _DEEPEST:
+            folders.clear()
+
+
+def last_written(run: RunDirectory) -> float:
+    """When the run last gave a sign of life, in seconds since the epoch."""
+    signs = (run.events, run.metrics, run.heartbeats / "rank-0.json")
+    return max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
+
+
+def state_of(run: RunDirectory, ending: Ending) -> tuple[RunState, str]:
+    """Its state and, unless it runs or is done, why.
+
+    Without a recorded end, a run lives where its lock is held, or its heart beat lately.
+    """
+    if ending.state == "finished":
+        return "done", ""
+    if ending.state != "open":
+        return ending.state, ending.why
+    silent_s = time.time() - last_written(run)
+    if silent_s < _ALIVE_S or _claimed(run):
+        return "running", ""
+    return "failed", f"no end recorded, and silent for {duration(silent_s)}: killed?"
+
+
+def _claimed(run: RunDirectory) -> bool:
+    try:
+        refuse_if_claimed(run)
+    except DirectoryInUse:
+        return True
+    except (DmtError, OSError):
+        return False
+    return False
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """A run in a list of runs."""
+
+    run: str
+    state: RunState
+    why: str
+    step: int
+    loss: float | None
+    age_s: float
+    """Since it last gave a sign of life."""
+
+
+def run_line(path: Path) -> RunLine:
+    """A run in short; of its metrics only the end is read."""
+    run = RunDirectory(path)
+    size = run.metrics.stat().st_size if run.metrics.is_file() else 0
+    tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
+    found = summarize(_lines(run.events, []), tail)
+    state, why = state_of(run, found.ending)
+    loss = found.losses and found.losses[1].value
+    return RunLine(
+        str(path), state, why, found.steps, loss, max(0.0, time.time() - last_written(run))
+    )
