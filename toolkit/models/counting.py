@@ -32,7 +32,7 @@ _LENGTHS = (64, 128)
 """Of the two forward passes, in tokens."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate": ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff"),
+    "intermediate": ("intermediate_size_mlp", "intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff"),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
@@ -76,7 +76,11 @@ def _spec(
     moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
     layers = len(decoder_layers(model)) or _size(stated, "num_hidden_layers") or 1
     kinds = list(stated.get("layer_types") or ())
-    window = _size(stated, "sliding_window")
+    chunked = "chunked_attention" in kinds
+    limited, size = ("sliding_attention", "sliding_window")
+    if chunked:
+        limited, size = ("chunked_attention", "attention_chunk_size")
+    window = _size(stated, size)
     active = sizes["experts_per_token"] or 0
     counts = _parameters(model, parts, sizes["experts"] or 0, active)
     return ModelSpec(
@@ -91,7 +95,8 @@ def _spec(
         max_positions=sizes["max_positions"] or _UNBOUNDED,
         tied_embeddings=counts.lm_head == 0,
         sliding_window=window,
-        sliding_layers=min(kinds.count("sliding_attention"), layers) if window else 0,
+        sliding_layers=min(kinds.count(limited), layers) if window else 0,
+        chunked=chunked,
         experts=(sizes["experts"] or 0) if moe_layers else 0,
         experts_per_token=active if moe_layers else 0,
         expert_intermediate=(sizes["expert_intermediate"] or 0) if moe_layers else 0,
