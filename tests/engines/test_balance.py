@@ -96,7 +96,9 @@ def reference(model_type: str) -> dict[str, Any]:
     logits = 1 if model_type == "llama4_text" else 0
     seen: dict[str, torch.Tensor] = {}
     for name, gate in gates.items():
-        gate.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out[logits]}))
+        gate.register_forward_hook(
+            lambda _m, _i, out, name=name: seen.update({name: out[logits]})
+        )
     found: dict[str, Any] = {}
     for inputs, labels in global_batches(STEPS):
         output = model(inputs, use_cache=False)

@@ -35,8 +35,8 @@ GROUPED = SMALL | {
 }  # fmt: skip
 
 LLAMA4 = SMALL | {
-    "num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 80, "attention_chunk_size": 5,
-    "floor_scale": 3, "attn_scale": 0.5,
+    "num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 80,
+    "attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.5,
 }  # fmt: skip
 
 LATENT = {

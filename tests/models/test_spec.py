@@ -217,7 +217,10 @@ ODD = {
     "llama4_text": small("llama4_text", **LLAMA4),
     "llama4_text-dense": small("llama4_text", **LLAMA4 | {"moe_layers": []}, **TIED),
     "llama4_text-bias": small(
-        "llama4_text", attention_bias=True, interleave_moe_layer_step=2, num_local_experts=3,
+        "llama4_text",
+        attention_bias=True,
+        interleave_moe_layer_step=2,
+        num_local_experts=3,
         num_key_value_heads=4,
     ),
     "gpt_oss-no-bias": small(
@@ -371,7 +374,7 @@ FLOP_CASES = {
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),
     "gpt_oss": small("gpt_oss", num_key_value_heads=2, num_local_experts=4, head_dim=14),
-    # transformers computes all experts of a layer.
+    # transformers computes all experts on every token.
     "llama4_text": small("llama4_text", **LLAMA4 | {"num_experts_per_tok": 4}),
     "deepseek_v3": small("deepseek_v3", first_k_dense_replace=1, **GROUPED | LATENT),
     "glm4_moe": small("glm4_moe", **GROUPED),

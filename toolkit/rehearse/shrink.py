@@ -109,10 +109,10 @@ def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:
 
 
 def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:
-    """The config with a sliding window (or chunks, or steps of the attention's temperature) that
-    hides as much of `short` as it hid of `long`.
+    """The config with a sliding window that hides as much of `short` as it hid of `long`.
 
-    A window that reaches over the whole sequence is left alone.
+    A window that reaches over the whole sequence is left alone; chunks and the steps of the
+    attention's temperature are windows in this.
     """
     settings = settings_of(config)
     sizes = {name: settings[name] for name in _WINDOWS}

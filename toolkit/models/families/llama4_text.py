@@ -102,6 +102,7 @@ def shape(settings: Settings) -> ModelSpec:
         sliding_layers=len(chunks.chunked),
         chunked=True,
         every_expert=True,
+        query_key_norm=settings["use_qk_norm"],
     )
     return counted(settings, spec)
 
@@ -127,6 +128,7 @@ def expert_tensors(spec: ModelSpec) -> list[TensorMap]:
 
 def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     """Llama 4's text model as a megatron-core GPTModel."""
+    spec = replace(spec, query_key_norm=False)  # which have no weights, and come later
     experts = layers_with_experts(settings)
     unturned = smollm3.layers_without_rotary(settings)
     fields = {

@@ -63,6 +63,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         row is one document."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
+        mask: Tensor | None
         if attention_mask is not None:
             mask = attention_mask[int(self.limited)]
         else:
@@ -182,9 +183,14 @@ class ChunkedAttention(CausalAttention):
     with their place: each where `ChunkedLayers` says so."""
 
     def __init__(
-        self, *arguments: Any, layers: ChunkedLayers, layer_number: int, **options: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *arguments: Any,
+        layers: ChunkedLayers,
+        **options: Any,
     ) -> None:
-        super().__init__(*arguments, layer_number=layer_number, **options)
+        super().__init__(config, layer_number, *arguments, **options)
         layer = layer_number - 1  # megatron-core counts from 1
         self.layers = layers
         self.chunked, self.normed, self.tempered = (
@@ -192,20 +198,16 @@ class ChunkedAttention(CausalAttention):
         )
 
     def forward(self, query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """See `CausalAttention.forward`; all in fp32 up to the products, as transformers does."""
+        """See `CausalAttention.forward`."""
         if self.normed:
-            query, key = (self._divided(x) for x in (query, key))
+            eps = self.config.layernorm_epsilon
+            query, key = (rms_norm(x, x.shape[-1:], eps=eps) for x in (query, key))
         if self.tempered:
             place = torch.arange(1.0, len(query) + 1, device=query.device)
             steps = torch.floor(place / self.layers.floor)
             factor = torch.log1p(steps) * self.layers.growth + 1.0
             query = (query * factor[:, None, None, None]).to(query.dtype)
         return super().forward(query, key, *arguments, **options)
-
-    def _divided(self, heads: Tensor) -> Tensor:
-        """Each head divided by its root mean square."""
-        normed = rms_norm(heads.float(), heads.shape[-1:], eps=self.config.layernorm_epsilon)
-        return normed.to(heads.dtype)
 
     @property
     def limited(self) -> bool:
@@ -239,8 +241,9 @@ def document_masks(
     [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
 
     The first is that of layers that see all the past of a document, the second that of layers
-    with a window, or with chunks of `chunk` tokens, counted by the positions in it. All layers share them: a boolean mask, and one made in each layer, would be
-    kept for the backward pass once per layer.
+    with a window, or with chunks of `chunk` tokens, counted by the positions in it. All layers
+    share them: a boolean mask, and one made in each layer, would be kept for the backward pass
+    once per layer.
     """
     length = segments.shape[1]
     same = segments[:, :, None] == segments[:, None, :]
