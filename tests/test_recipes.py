@@ -41,10 +41,11 @@ PARAMETERS = {
     "granite-3.0-2b": 2_533_531_648,
     "olmo-3-7b": 7_298_011_136,
     "olmo-3-32b": 32_233_522_176,
-    # The last two without their vision tower.
+    # The last three without their vision tower.
     "gemma-3-1b": 999_885_952,
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-27b": 27_009_346_304,
+    "llama-4-scout": 107_769_861_120,
     # Mixtures of many experts; the last two without a layer for multi-token prediction.
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
@@ -53,7 +54,7 @@ PARAMETERS = {
     "glm-4.5-air": 106_852_245_504,
     "deepseek-v3": 671_026_404_352,
 }
-WITH_VISION = {"gemma-3-4b", "gemma-3-27b"}
+WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}
 """Sizes whose published checkpoint is not of their text model."""
 PRETRAINED = set(PARAMETERS) - {"qwen3-1.7b", "qwen3-14b"}
 TOO_LARGE = {"llama-3.1-70b", "qwen3-32b"}

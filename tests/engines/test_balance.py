@@ -13,11 +13,13 @@ from torch.nn.functional import cross_entropy
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
 from tests.engines.parity_worker import (
     GLOBAL_BATCH,
+    VOCABULARY,
     Case,
     clipped,
     global_batches,
     reference_model,
 )
+from tests.models.configs import config_of
 from toolkit.batch import IGNORE_INDEX
 
 STEPS = 6
@@ -29,6 +31,9 @@ GLM = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
 }  # fmt: skip
 """Sigmoid scores, correction biases, and one dense layer."""
+LLAMA4 = config_of("llama4_text", vocab_size=VOCABULARY)
+"""Sigmoid scores without biases, of which none is more than the experts' own weight."""
+FAMILIES = {family["model_type"]: family for family in (MIXTRAL, GLM, LLAMA4)}
 
 
 def balanced(case: Case, **settings: Any) -> Case:
@@ -46,7 +51,13 @@ def biased(case: Case) -> Case:
 
 
 CASES = {
-    1: [hf("ddp", 1), hf("ddp", 4), hf("ddp", 8, recompute="full"), biased(Case("ddp", 4))],
+    1: [
+        hf("ddp", 1),
+        hf("ddp", 4),
+        hf("ddp", 8, recompute="full"),
+        biased(Case("ddp", 4)),
+        balanced(Case("ddp", 4, family=LLAMA4)),
+    ],
     2: [
         hf("ddp", 2),
         hf("fsdp", 1),
@@ -55,6 +66,8 @@ CASES = {
         hf("deepspeed", 1, 2, recompute="full"),
         balanced(megatron(expert=2, family=MIXTRAL)),
         balanced(megatron(pipeline=2, micro_batch=1, recompute="full", family=MIXTRAL)),
+        balanced(Case("deepspeed", 2, 3, family=LLAMA4)),
+        balanced(megatron(expert=2, family=LLAMA4)),
         biased(Case("ddp", 1)),
         biased(Case("fsdp", 2)),
         biased(Case("deepspeed", 4, 1)),
@@ -71,14 +84,21 @@ CASES = {
 
 
 @cache
-def reference(kind: str) -> dict[str, Any]:
+def reference(model_type: str) -> dict[str, Any]:
     """Loss, gradient norm and what is logged, of whole global batches; the last biases."""
-    settings, family = (BIAS, GLM) if kind == "bias" else (SEQUENCE_LOSS, MIXTRAL)
-    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=family))
-    gates = {name: part for name, part in model.named_modules() if name.endswith("mlp.gate")}
+    settings = BIAS if model_type == "glm4_moe" else SEQUENCE_LOSS
+    model, optimizer = reference_model(Case("ddp", GLOBAL_BATCH, family=FAMILIES[model_type]))
+    gates = {
+        name: part
+        for name, part in model.named_modules()
+        if name.endswith(("mlp.gate", "feed_forward.router"))
+    }
+    logits = 1 if model_type == "llama4_text" else 0
     seen: dict[str, torch.Tensor] = {}
     for name, gate in gates.items():
-        gate.register_forward_hook(lambda _m, _i, out, name=name: seen.update({name: out[0]}))
+        gate.register_forward_hook(
+            lambda _m, _i, out, name=name: seen.update({name: out[logits]})
+        )
     found: dict[str, Any] = {}
     for inputs, labels in global_batches(STEPS):
         output = model(inputs, use_cache=False)
@@ -103,7 +123,7 @@ def reference(kind: str) -> dict[str, Any]:
         for name, value in values.items():
             found.setdefault(name, []).append(value)
         optimizer.step()
-        if kind == "bias":
+        if settings is BIAS:
             for layer in layers:
                 layer.move(settings["bias_update"])
     biases = {
@@ -118,23 +138,27 @@ class Layer:
 
     def __init__(self, gate: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.bias = getattr(gate, "e_score_correction_bias", None)
+        self.per_token = gate.top_k
+        self.softmax = "Mixtral" in type(gate).__name__
         self.rows = []
         for row, label in zip(logits.chunk(GLOBAL_BATCH), labels.tolist(), strict=True):
             trained = [at for at, one in enumerate(label) if one != IGNORE_INDEX]
             self.rows.append(row[: trained[-1] + 1] if trained else row[:0])
 
     def scores(self, row: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
+        if self.softmax:
             return row.softmax(-1)
         return row.sigmoid() / row.sigmoid().sum(-1, keepdim=True)
 
     def counts(self, row: torch.Tensor) -> torch.Tensor:
         chosen = row if self.bias is None else row.sigmoid() + self.bias
-        return chosen.topk(2).indices.flatten().bincount(minlength=row.shape[-1])
+        return chosen.topk(self.per_token).indices.flatten().bincount(minlength=row.shape[-1])
 
     def balance(self) -> torch.Tensor:
         terms = [
-            (row.shape[-1] / (2 * len(row)) * self.counts(row) * self.scores(row).mean(0)).sum()
+            (self.counts(row) * self.scores(row).mean(0)).sum()
+            * row.shape[-1]
+            / (self.per_token * len(row))
             for row in self.rows
             if len(row)
         ]
@@ -157,8 +181,8 @@ class Layer:
         self.bias += step * (counts.mean() - counts).sign()
 
 
-def check(kind: str, result: dict[str, Any]) -> None:
-    expected = dict(reference(kind))
+def check(model_type: str, result: dict[str, Any]) -> None:
+    expected = dict(reference(model_type))
     biases = expected.pop("biases")
     logged = {name: [step[name] for step in result["metrics"]] for name in result["metrics"][0]}
     found = logged | {name: result[name] for name in ("loss", "grad_norm")}
@@ -177,7 +201,7 @@ def test_layouts_equal_a_plain_loop(world: int) -> None:
         CASES[world], run(CASES[world], world).items(), strict=True
     ):
         print(name)
-        check(case.balance["kind"], result)
+        check(case.family["model_type"], result)
 
 
 @pytest.mark.slow
@@ -195,10 +219,10 @@ def test_biases_are_saved_and_exported(tmp_path: Path) -> None:
     ]
     for name, result in run(cases, world=2).items():
         print(name)
-        check("bias", result)
+        check("glm4_moe", result)
         if result["exported"] is not None:
             assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
     for exported in tmp_path.glob("*/model.safetensors"):
         with safe_open(exported, "pt") as tensors:
-            for name, values in reference("bias")["biases"].items():
+            for name, values in reference("glm4_moe")["biases"].items():
                 assert tensors.get_tensor(name).tolist() == pytest.approx(values, abs=1e-6)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, zero
 from tests.engines.isolation_worker import RECURRENT, look, refusal, separate_documents
-from tests.engines.parity_worker import VOCABULARY, Case, each_case
+from tests.engines.parity_worker import LENGTH, VOCABULARY, Case, each_case
 from tests.forked import run_ranks
 from tests.models.small import FAMILIES
 from toolkit.engines.distributed import join, leave
@@ -52,6 +52,8 @@ def _of_family(model_type: str) -> list[Case]:
     config["vocab_size"] = VOCABULARY
     if model_type in ("gemma2", "gpt_oss", "mistral"):
         config["sliding_window"] = 3
+    if model_type == "llama4_text":  # queries grow with their place in the row
+        config["floor_scale"] = LENGTH + 1
     plain = Case("ddp", 2, family=config)
     if model_type == "gpt_oss":  # transformers' own is refused, see below
         return [replace(plain, engine="megatron")]

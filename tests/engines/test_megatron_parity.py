@@ -46,6 +46,8 @@ GRANITE = {
 }  # fmt: skip
 """Factors that functions of ours apply, and rotary positions with one of their own."""
 
+LLAMA4 = config_of("llama4_text", num_hidden_layers=2)
+
 
 TWO = [
     megatron(4, tensor=2),
@@ -71,6 +73,9 @@ TWO = [
     megatron(tensor=2, family=config_of("deepseek_v3", num_hidden_layers=2)),
     megatron(tensor=2, family=config_of("gpt_oss", num_hidden_layers=2)),
     megatron(expert=2, family=config_of("glm4_moe", num_hidden_layers=2)),
+    megatron(tensor=2, recompute="selective", family=LLAMA4),
+    megatron(expert=2, family=LLAMA4),
+    megatron(pipeline=2, family=LLAMA4),
 ]
 FOUR = [
     megatron(tensor=2, pipeline=2, family=PADDED),
@@ -81,6 +86,7 @@ FOUR = [
     megatron(tensor=2, expert=2, family=MIXTRAL),
     megatron(tensor=2, expert=2, family=config_of("qwen2_moe partly dense")),
     megatron(tensor=2, expert=2, family=config_of("gpt_oss", num_hidden_layers=2)),
+    megatron(tensor=2, pipeline=2, family=LLAMA4),
     *(zero(stage) for stage in (0, 1, 2, 3)),
     zero(3, recompute="full"),
     zero(2, **QWEN3),

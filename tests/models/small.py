@@ -47,6 +47,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "sliding_window": 3, "sliding_window_pattern": 2, "rope_theta": 500,
     },
     "glm4": SMALL | {"head_dim": 16},
+    "llama4_text": SMALL | {
+        "head_dim": 16, "num_local_experts": 4, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2, "intermediate_size_mlp": 96, "attention_chunk_size": 3,
+        "floor_scale": 2,
+    },
     "olmo2": SMALL,
     "olmo3": SMALL | {"sliding_window": 3},
     "mixtral": SMALL | {"num_local_experts": 4},

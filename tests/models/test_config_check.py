@@ -68,6 +68,7 @@ KEPT_FROM_PUBLISHED_CONFIGS = {
     "deepseek_v3": {"head_dim", "qk_head_dim"},
     "glm4_moe": {"head_dim", "partial_rotary_factor"},
     "gpt_oss": {"initial_context_length", "experts_per_token"},
+    "llama4_text": {"for_llm_compressor"},
     "qwen2_moe": {"head_dim"},
     "qwen3_moe": {"head_dim", "max_window_layers"},
     "smollm3": {"head_dim", "max_window_layers", "pretraining_tp"},
@@ -112,12 +113,13 @@ EXAMPLES = {
     "use_bidirectional_attention": False, "num_key_value_heads": 1, "pad_token_id": 1,
     "bos_token_id": 1, "eos_token_id": [1, 2], "sliding_window": 128, "n_ctx": 1024,
     "no_rope_layers": [1] * 36, "max_window_layers": 28, "initial_context_length": 4096,
-    "experts_per_token": 4,
+    "experts_per_token": 4, "moe_layers": [1, 3], "for_llm_compressor": False,
 }  # fmt: skip
 
 
 EXAMPLES_OF: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_key_value_heads": 128, "qk_head_dim": 192}
+    "deepseek_v3": {"num_key_value_heads": 128, "qk_head_dim": 192},
+    "llama4_text": {"no_rope_layers": []},
 }
 BESIDES = {"glm4_moe": {"head_dim": 128}}
 """Keys without which a family's defaults do not fit together."""
@@ -479,10 +481,10 @@ MISTAKES = {
     "llama3 without a band": (
         small(
             "llama",
-            rope_scaling={"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 3.0},
+            rope_scaling={"rope_type": "llama3", **ROPES["llama3"], "low_freq_factor": 4.0},
         ),
         "rope_scaling.high_freq_factor",
-        "above low_freq_factor (3.0)",
+        "no less than low_freq_factor (4.0)",
         "",
         "3.0",
     ),

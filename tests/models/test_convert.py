@@ -79,6 +79,8 @@ LAYOUTS = {
     "deepseek_v3": {"tp": 2, "sequence_parallel": True, "pp": 2},
     "glm4_moe": {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2},
     "gpt_oss": {"tp": 2, "sequence_parallel": True, "dp": 2},
+    "llama4_text": {"tp": 2, "sequence_parallel": True, "pp": 2},
+    "llama4_text all experts": {"dp": 2, "ep": 2, "pp": 2},
     "qwen2_moe partly dense": {"tp": 2, "sequence_parallel": True, "dp": 2},
     "qwen3_moe": {"tp": 2, "sequence_parallel": True, "dp": 2},
     "qwen3_moe partly dense": {"pp": 2, "dp": 2, "ep": 2},

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.configs import CONFIGS, config_of
 from tests.models.every_type import tiny, tried
+from toolkit.backend import Pair
 from toolkit.cli.main import main
+from toolkit.layout import Layout, Recompute
 from toolkit.models import huggingface as hf
 from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, model_spec, published
@@ -19,7 +22,9 @@ from toolkit.models.families.base import Settings
 from toolkit.models.families.generic import generic
 from toolkit.models.families.shape import shape
 from toolkit.models.weights import RandomWeights
-from toolkit.recipe.schema import ModelSection
+from toolkit.plan.cost.memory import peak_memory
+from toolkit.plan.cost.workload import planned_workload
+from toolkit.recipe.schema import ModelSection, TrainingSection
 
 SHIPPED = {
     # Parameters of the published models, counted from their checkpoints' headers.
@@ -55,10 +60,30 @@ def test_what_is_counted_is_what_a_family_file_says(case: str):
         for flops in ("flops_per_token_causal", "flops_per_token_full"):
             ours, theirs = (getattr(spec, flops)(length) for spec in (counted, known))
             assert ours == pytest.approx(theirs, rel=0.01)
-    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
-        assert getattr(counted, name) == getattr(known, name)
-    for name in ("experts", "experts_per_token", "expert_intermediate", "moe_layers"):
-        assert getattr(counted, name) == getattr(known, name)
+    theirs, ours = (
+        {name: value for name, value in asdict(spec).items() if name not in _OF_KNOWN}
+        for spec in (known, counted)
+    )
+    assert ours == theirs
+
+
+_OF_KNOWN = ("generic", "counted", "qkv_bias", "attention_output_bias", "mlp_bias")
+"""Counted, a model's biases are among its parameters."""
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_memory_is_what_a_family_file_says(case: str, recompute: Recompute):
+    config = config_of(case)
+    specs = model_spec(config), shape(Settings(generic(config["model_type"]), config))
+    training = TrainingSection(steps=1, sequence_length=32, global_batch_size=2)
+    for engine, stage in (("ddp", 0), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3)):
+        layout = Layout(dp=2, zero_stage=stage, recompute=recompute)
+        known, counted = (
+            asdict(peak_memory(planned_workload(spec, training, Pair(engine, "hf")), layout))
+            for spec in specs
+        )
+        assert counted == pytest.approx(known, rel=0.01), engine
 
 
 @pytest.mark.parametrize("model_type", SHIPPED)

@@ -40,10 +40,11 @@ PARTS = (
     ("wte", "embedding"),
     (".experts.", "experts"),
     ("mlp.gate.", "router"),
-    ("mlp.router.", "router"),
+    (".router.", "router"),
     ("attn", "attention"),
     ("attention", "attention"),
     ("mlp", "mlp"),
+    ("feed_forward", "mlp"),
 )
 
 
@@ -134,6 +135,7 @@ PUBLISHED = {
     "olmo-3-7b": (shape("olmo3", 4096, 11008, 32, 32, vocab_size=100278), 7_298_011_136),
     "mixtral-8x7b": ({"model_type": "mixtral"}, 46_702_792_704),
     "gpt-oss-120b": ({"model_type": "gpt_oss"}, 116_829_156_672),
+    "llama-4-scout": ({"model_type": "llama4_text"}, 107_769_861_120),
     "gpt-oss-20b": (
         {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
         20_914_757_184,
@@ -184,6 +186,10 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
     "v_head_dim": 6, "num_key_value_heads": 4,
 }  # fmt: skip
+LLAMA4 = {
+    "num_key_value_heads": 2, "head_dim": 14, "num_local_experts": 4, "moe_layers": [1],
+    "intermediate_size_mlp": 60, "attention_chunk_size": 20,
+}  # fmt: skip
 ODD = {
     "llama-biases": small("llama", attention_bias=True, mlp_bias=True),
     "llama-head-dim": small("llama", num_key_value_heads=2, head_dim=10, **TIED),
@@ -208,6 +214,15 @@ ODD = {
     },
     "gpt_neox-no-bias": small("gpt_neox", attention_bias=False, rotary_pct=0.5, **TIED),
     "gpt_oss": small("gpt_oss", num_key_value_heads=2, head_dim=14, num_local_experts=5),
+    "llama4_text": small("llama4_text", **LLAMA4),
+    "llama4_text-dense": small("llama4_text", **LLAMA4 | {"moe_layers": []}, **TIED),
+    "llama4_text-bias": small(
+        "llama4_text",
+        attention_bias=True,
+        interleave_moe_layer_step=2,
+        num_local_experts=3,
+        num_key_value_heads=4,
+    ),
     "gpt_oss-no-bias": small(
         "gpt_oss", num_key_value_heads=2, head_dim=14, num_experts=4, attention_bias=False
     ),
@@ -302,6 +317,9 @@ def small_configs(draw: st.DrawFn) -> dict[str, Any]:
         "mlp_only_layers": draw(st.lists(st.integers(0, 5), max_size=3)),
         "rotary_pct": draw(st.sampled_from([0.25, 0.5, 1.0, 0.0])),
         "no_rope_layer_interval": draw(st.integers(1, 4)),
+        "interleave_moe_layer_step": draw(st.integers(1, 3)),
+        "intermediate_size_mlp": draw(st.integers(1, 40)),
+        "attention_chunk_size": draw(st.integers(1, 4)),
         "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0])),
         "rope_theta": draw(st.sampled_from([10000.0, 500000])),
         "pad_token_id": draw(st.sampled_from([None, 0, -1, 20])),
@@ -356,6 +374,8 @@ FLOP_CASES = {
     "smollm3": small("smollm3", num_key_value_heads=2, pad_token_id=None),
     "mixtral": small("mixtral", num_key_value_heads=2),
     "gpt_oss": small("gpt_oss", num_key_value_heads=2, num_local_experts=4, head_dim=14),
+    # transformers computes all experts on every token.
+    "llama4_text": small("llama4_text", **LLAMA4 | {"num_experts_per_tok": 4}),
     "deepseek_v3": small("deepseek_v3", first_k_dense_replace=1, **GROUPED | LATENT),
     "glm4_moe": small("glm4_moe", **GROUPED),
     "qwen2_moe": small("qwen2_moe", mlp_only_layers=[1], **SHARED),
@@ -465,6 +485,10 @@ WINDOWS = {
         {"model_type": "gemma3_text", "sliding_window_pattern": 2}, 4096, 13
     ),
     "olmo3-default": ({"model_type": "olmo3"}, 4096, 24),
+    "llama4_text-default": ({"model_type": "llama4_text"}, 8192, 36),
+    "llama4_text-all-turned": (
+        {"model_type": "llama4_text", "no_rope_layer_interval": 49}, 8192, 48
+    ),
     "gpt_oss-default": ({"model_type": "gpt_oss"}, 128, 18),
     "gemma2-default": ({"model_type": "gemma2"}, 4096, 13),
     "gemma2-odd-layers": ({"model_type": "gemma2", "num_hidden_layers": 5}, 4096, 3),
@@ -479,6 +503,20 @@ def test_sliding_layers_are_those_of_transformers(name: str) -> None:
     theirs = transformers_config(config)
     types = getattr(theirs, "layer_types", None)
     if types is not None:
-        assert types.count("sliding_attention") == layers
+        assert len(types) - types.count("full_attention") == layers
     else:
         assert (theirs.sliding_window or None) == window
+
+
+@pytest.mark.parametrize("sequence", [3, 4, 11])
+def test_causal_flops_of_chunks_count_the_pairs_inside_them(sequence: int) -> None:
+    kinds = {"attention_chunk_size": 4, "no_rope_layers": [1, 0, 1]}
+    spec = spec_of(small("llama4_text", **LLAMA4 | kinds))
+    place = torch.arange(sequence)
+    past = place[:, None] >= place
+    chunked = past & (place[:, None] // 4 == place // 4)
+    pairs = int(spec.sliding_layers * chunked.sum() + past.sum())
+    per_pair, weights = 4 * spec.heads * spec.head_dim, spec.counted.flops * sequence
+    assert (spec.layers, spec.sliding_layers) == (3, 2)
+    causal = spec.forward_flops_per_token_causal(sequence) * sequence
+    assert causal == pytest.approx(weights + per_pair * pairs, rel=1e-12)

@@ -24,6 +24,7 @@ from toolkit.rehearse.rehearsal import Options
 from toolkit.rehearse.table import verdict, why
 
 MIXTRAL = ROOT / "recipes/tiny/mixtral-bytes.yaml"
+GLM = ROOT / "recipes/glm/glm-4.5-air-pretrain.yaml"
 OFFLOADED = "zero3-offload"
 
 
@@ -60,6 +61,16 @@ def test_own_interleaved_pipeline_of_three_stages(rehearse: Rehearse) -> None:
     """Its six micro batches are two groups of three; other layouts take the same batch."""
     found = rehearse("recipe", "megatron-pp2-vpp2", overrides=INTERLEAVED)
     assert list(found) == ["recipe", "megatron-pp2-vpp2"]
+    for outcome in found.values():
+        assert verdict(outcome) in ("exact", "within"), why(outcome)
+
+
+@pytest.mark.slow
+def test_biases_of_experts_move_as_in_the_reference(rehearse: Rehearse) -> None:
+    """So far in a step that tokens choose other experts in the next."""
+    layouts = ("zero3", "megatron-tp2-sp", "megatron-pp2", "megatron-ep2")
+    found = rehearse(*layouts, recipe=GLM, overrides=["model.balance.bias_update=0.05"])
+    assert list(found) == list(layouts)
     for outcome in found.values():
         assert verdict(outcome) in ("exact", "within"), why(outcome)
 

@@ -248,12 +248,12 @@ def _check_groups(settings: Settings) -> Iterable[Problem]:
         yield Problem("num_experts_per_tok", found, allowed)
 
 
-def _check_dense_layers(settings: Settings) -> Iterable[Problem]:
+def _check_listed_layers(settings: Settings) -> Iterable[Problem]:
     layers = settings["num_hidden_layers"]
-    for index in settings["mlp_only_layers"] or ():
-        if index >= layers:
-            allowed = f"layers 0 to {layers - 1}"
-            yield Problem("mlp_only_layers", f"layer {shown(index)}", allowed)
+    for name in ("mlp_only_layers", "moe_layers"):
+        for index in settings[name] or ():
+            if index >= layers:
+                yield Problem(name, f"layer {shown(index)}", f"layers 0 to {layers - 1}")
 
 
 def _check_tokens(settings: Settings) -> Iterable[Problem]:
@@ -359,7 +359,7 @@ def _check_rope_type(
 
 
 def _check_rope_factors(settings: Settings) -> Iterable[Problem]:
-    """longrope has a factor for every pair that turns; llama3 divides by high less low."""
+    """longrope has a factor for every pair that turns; llama3 goes from low to high."""
     for where, rope in _rope_maps(settings):
         yield from _check_rope_factors_of(settings, where, rope)
 
@@ -368,8 +368,8 @@ def _check_rope_factors_of(
     settings: Settings, where: str, rope: Mapping[str, Any]
 ) -> Iterable[Problem]:
     low, high = (rope.get(name, 0) for name in ("low_freq_factor", "high_freq_factor"))
-    if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low >= high:
-        allowed = f"above low_freq_factor ({shown(low)})"
+    if POSITIVE.accepts(low) and POSITIVE.accepts(high) and low > high:
+        allowed = f"no less than low_freq_factor ({shown(low)})"
         yield Problem(f"{where}.high_freq_factor", shown(high), allowed)
     head_dim = settings.head_dim
     share = rope.get("partial_rotary_factor", settings[settings.family.rotary_share] or 1.0)
@@ -401,7 +401,7 @@ _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Proble
     (("sliding_window", "use_sliding_window"), _check_sliding_window),
     (("num_experts", "num_experts_per_tok"), _check_experts),
     (("num_experts", "num_experts_per_tok", "n_group", "topk_group"), _check_groups),
-    (("num_hidden_layers", "mlp_only_layers"), _check_dense_layers),
+    (("num_hidden_layers", "mlp_only_layers", "moe_layers"), _check_listed_layers),
     (("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"), _check_tokens),
     (("max_position_embeddings", "n_ctx"), _check_positions),
     (("rope_scaling", "rope_parameters", "rope_theta"), _check_rope),

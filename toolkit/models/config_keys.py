@@ -85,10 +85,15 @@ SWITCHES = Kind(
     "list of 0 and 1, one per layer",
     lambda v: isinstance(v, list) and all(_is_int(one) and one in (0, 1) for one in v),
 )
-LAYER_TYPES = Kind(
-    "list of full_attention and sliding_attention, one per layer",
-    lambda v: _all(v, _one_of("full_attention", "sliding_attention")),
-)
+
+
+def _layer_types(*names: str) -> Kind:
+    kinds = _one_of(*names)
+    return Kind(f"list of {' and '.join(names)}, one per layer", lambda v: _all(v, kinds))
+
+
+LAYER_TYPES = _layer_types("full_attention", "sliding_attention")
+CHUNKED_TYPES = _layer_types("full_attention", "chunked_attention")
 ACTIVATION = _one_of(
     "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python",
     "gelu_python_tanh", "gelu_accurate", "quick_gelu", "relu", "relu2", "relu6",
@@ -108,6 +113,8 @@ class Key:
     kind: Kind
     default: Any = None
     nullable: bool = False
+    empty_is_default: bool = False
+    """An empty list stands for what a missing key stands for."""
 
 
 GENERIC: Mapping[str, Key] = {

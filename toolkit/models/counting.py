@@ -32,7 +32,14 @@ _LENGTHS = (64, 128)
 """Of the two forward passes, in tokens."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "intermediate": ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff"),
+    "intermediate": (
+        "intermediate_size_mlp",
+        "intermediate_size",
+        "ffn_dim",
+        "decoder_ffn_dim",
+        "n_inner",
+        "d_ff",
+    ),
     "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
@@ -42,6 +49,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
+_SHARED = re.compile(r"\.shared_(experts?|mlp)\..*weight$")
 _UNBOUNDED = 2**31 - 1
 """Positions of a model whose config states no limit."""
 
@@ -75,10 +83,12 @@ def _spec(
     names = [*parts]
     moe_layers = {_LAYER.findall(name)[0] for name in names if _EXPERT.search(name)}
     layers = len(decoder_layers(model)) or _size(stated, "num_hidden_layers") or 1
-    kinds = list(stated.get("layer_types") or ())
-    window = _size(stated, "sliding_window")
+    chunked, window, sliding = _windows(stated, layers)
     active = sizes["experts_per_token"] or 0
     counts = _parameters(model, parts, sizes["experts"] or 0, active)
+    counted, every_expert = _flops(model, counts, layers)
+    gated = any("gate" in name for name in names)
+    modules = {name: part for name, part in model.named_modules() if _LAYER.search(name)}
     return ModelSpec(
         family=config.model_type,
         layers=layers,
@@ -91,20 +101,51 @@ def _spec(
         max_positions=sizes["max_positions"] or _UNBOUNDED,
         tied_embeddings=counts.lm_head == 0,
         sliding_window=window,
-        sliding_layers=min(kinds.count("sliding_attention"), layers) if window else 0,
+        sliding_layers=sliding,
+        chunked=chunked,
         experts=(sizes["experts"] or 0) if moe_layers else 0,
         experts_per_token=active if moe_layers else 0,
         expert_intermediate=(sizes["expert_intermediate"] or 0) if moe_layers else 0,
         moe_layers=min(len(moe_layers), layers),
-        gated_mlp=any("gate" in name for name in names),
+        shared_intermediate=_shared(model, hidden * len(moe_layers) * (3 if gated else 2)),
+        every_expert=every_expert,
+        latent=sum(_size(stated, name) or 0 for name in ("q_lora_rank", "kv_lora_rank")),
+        gated_mlp=gated,
         learned_positions=counts.position_embedding > 0,
         query_key_norm=any(
-            re.search(r"\b(q|k|query|key)_(layer)?norm", name) for name in names
+            re.search(r"\b(q|k|qk|query|key)_(layer)?norm", name) for name in modules
         ),
-        layer_norm=any("norm" in name and name.endswith(".bias") for name in names),
-        counted=Counted(counts, *_flops(model, counts, layers)),
+        layer_norm=any(isinstance(part, nn.LayerNorm) for part in modules.values()),
+        norms_per_layer=round(sum(map(_is_layer_norm, names)) / layers),
+        counted=counted,
         generic=True,
     )
+
+
+def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
+    """Chunks instead of a window? Its size, and the layers that have it: where the config does
+    not list them, all."""
+    kinds = list(stated.get("layer_types") or ["sliding_attention"] * layers)
+    if "chunked_attention" in kinds:
+        return True, _size(stated, "attention_chunk_size"), kinds.count("chunked_attention")
+    window = _size(stated, "sliding_window")
+    if stated.get("use_sliding_window") is False:
+        window = None
+    return False, window, min(kinds.count("sliding_attention"), layers) if window else 0
+
+
+def _is_layer_norm(name: str) -> bool:
+    """Is this parameter the weight of a norm of the residual stream in a layer? One inside
+    attention is of heads or of latent vectors."""
+    *above, norm, kind = name.split(".")
+    inside = _LAYER.search(name) and not _ATTENTION.search(".".join(above))
+    return bool(inside) and kind == "weight" and _part(f"{norm}.weight") == "norms"
+
+
+def _shared(model: PreTrainedModel, rows: int) -> int:
+    """Inner size of the experts of all tokens, whose matrices have `rows` of that size."""
+    found = [p.numel() for name, p in model.named_parameters() if _SHARED.search(name)]
+    return sum(found) // rows if rows else 0
 
 
 def _size(stated: Mapping[str, Any], *names: str) -> int | None:
@@ -172,21 +213,25 @@ def _part(name: str) -> str:
     return "attention" if _ATTENTION.search(name) else "mlp"
 
 
-def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple[float, float]:
-    """Forward FLOPs per token besides attention's scores, and per query and key in all layers.
+def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple[Counted, bool]:
+    """Forward FLOPs per token besides attention's scores, and per query and key in all layers;
+    does the model compute all experts on every token? Those not chosen are not counted.
 
     A model that looks at the numbers in its input cannot run without storage: then 2 FLOPs per
     weight that a token uses, and attention in every layer.
     """
+    lookup = parts.embedding if parts.lm_head else 0
+    used = parts.active - lookup - parts.position_embedding - parts.norms
     try:
         per_token = [_forward_flops(model, length) / length for length in _LENGTHS]
     except Exception:  # noqa: BLE001 - a model's own code raises what it likes
         hidden = _embedding(model).weight.shape[1]
-        lookup = parts.embedding if parts.lm_head else 0
-        used = parts.active - lookup - parts.position_embedding - parts.norms
-        return 2.0 * used, 4.0 * layers * hidden
+        return Counted(parts, 2.0 * used, 4.0 * layers * hidden), False
     scores = (per_token[1] - per_token[0]) / (_LENGTHS[1] - _LENGTHS[0])
-    return per_token[0] - scores * _LENGTHS[0], scores
+    flops = per_token[0] - scores * _LENGTHS[0]
+    idle = 2.0 * parts.inactive_experts
+    every_expert = idle > 0 and flops > 2.0 * used + idle / 2
+    return Counted(parts, flops - idle * every_expert, scores), every_expert
 
 
 def _forward_flops(model: PreTrainedModel, length: int) -> int:

@@ -17,7 +17,7 @@ from toolkit.suggest import did_you_mean
 
 KEY = "model.freeze"
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_STACKED = re.compile(r"(.*\.mlp\.experts)\.\d+\.(.+)")
+_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.\d+\.(.+)")
 """Tensors of one expert, which transformers keeps in one parameter for all experts."""
 
 

@@ -25,17 +25,18 @@ _SOFTMAX = (
     "granitemoehybrid", "granitemoeshared", "jamba", "mellum", "minimax", "mixtral", "olmoe",
     "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
 )  # fmt: skip
-_SIGMOID = (
+BIASED = (
     "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "exaone_moe",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "mimo_v2_flash",
     "nemotron_h", "solar_open",
 )  # fmt: skip
+"""Types whose routers have a correction bias; they score by sigmoids."""
 SCORES: Mapping[str, Score] = {
     **dict.fromkeys(_SOFTMAX, "softmax"),
-    **dict.fromkeys(_SIGMOID, "sigmoid"),
+    **dict.fromkeys((*BIASED, "llama4_text"), "sigmoid"),
 }
 """How the routers of a `model_type` score their logits; a test runs each of them. Routers of
-other types score, or choose, in their own way. Those with sigmoids have a correction bias."""
+other types score, or choose, in their own way."""
 
 
 def balance_problems(
@@ -55,12 +56,12 @@ def balance_problems(
         found = f"settings for {model_type}, whose routers DMT does not know"
         allowed = f"null, or one of the model types {', '.join(sorted(SCORES))}"
         yield Problem("model.balance", found, allowed, "remove model.balance")
-    elif balance.kind == "bias" and SCORES[model_type] != "sigmoid":
+    elif balance.kind == "bias" and model_type not in BIASED:
         yield Problem(
             "model.balance.kind",
             f"bias for {model_type}: transformers' {model_type} has no such bias, so the "
             "exported model would choose other experts",
-            f"sequence_loss, or one of the model types {', '.join(sorted(_SIGMOID))}",
+            f"sequence_loss, or one of the model types {', '.join(sorted(BIASED))}",
             "set model.balance to {kind: sequence_loss, coefficient: 0.001}",
         )
 
@@ -85,9 +86,16 @@ layer is recomputed. Returns the weights that the model continues with."""
 
 
 def is_router(part: "nn.Module") -> bool:
-    """Is this module of a transformers model a router, which returns (logits, weights,
-    indices)?"""
-    return re.search("Top[kK]Router$", type(part).__name__) is not None
+    """Is this module of a transformers model a router?"""
+    return re.search("(Top[kK]|Llama4)Router$", type(part).__name__) is not None
+
+
+def outcome(router: "nn.Module", output: "tuple[Tensor, ...]") -> "tuple[Tensor, ...]":
+    """What a router returned, as logits [tokens, experts], weights, and indices [tokens, k]."""
+    if len(output) == 3:
+        return output
+    weights, logits = output  # llama4's: its weights are those of all experts
+    return logits, weights, logits.topk(router.top_k).indices  # type: ignore[arg-type]
 
 
 def watch(
@@ -107,16 +115,17 @@ def watch(
 def _after_router(
     real: "Callable[[], Tensor | None]",
     observer: "Callable[[Routing], Tensor]",
-    _router: "nn.Module",
+    router: "nn.Module",
     _inputs: object,
-    output: "tuple[Tensor, Tensor, Tensor]",
-) -> "tuple[Tensor, Tensor, Tensor] | None":
-    """The router's (logits, weights, indices) with the observer's weights."""
+    output: "tuple[Tensor, ...]",
+) -> "tuple[Tensor, ...] | None":
+    """What the router returned with the observer's weights."""
     mask = real()
     if mask is None:
         return None
-    logits, weights, indices = output
+    logits, weights, indices = outcome(router, output)
     chosen = logits.new_zeros(logits.shape).scatter(-1, indices, 1.0).bool()
     shape = (*mask.shape, -1)
     routing = Routing(logits.view(shape), chosen.view(shape), weights, mask)
-    return logits, observer(routing), indices
+    joined = observer(routing)
+    return tuple(joined if one is weights else one for one in output)

@@ -113,6 +113,8 @@ class ModelSpec:
     """Keys that a query of a sliding-window layer sees, itself included."""
     sliding_layers: int = 0
     """Layers whose attention is limited to the window; the others see everything."""
+    chunked: bool = False
+    """A window does not move along: a query sees those of its own that come before it."""
     experts: int = 0
     """Experts of a mixture-of-experts layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -122,6 +124,9 @@ class ModelSpec:
     """Layers with experts; the others have a dense MLP."""
     shared_intermediate: int = 0
     """Inner size of the shared experts together, in each layer with experts."""
+    every_expert: bool = False
+    """transformers' own model computes every expert on every token, those that the token did
+    not choose on zeros."""
     latent: int = 0
     """Sizes of the latent vectors of queries and of keys and values, together; 0 where these
     are projected at once."""
@@ -239,11 +244,11 @@ class ModelSpec:
         """
         if sequence_length < 1:
             raise ValueError(f"sequence_length must be 1 or more, found {sequence_length}")
-        keys = self.sliding_layers * _keys_per_query(
-            sequence_length, self.sliding_window, causal=causal
-        ) + (self.layers - self.sliding_layers) * _keys_per_query(
-            sequence_length, None, causal=causal
+        limited, whole = (
+            self._keys_per_query(sequence_length, window, causal=causal)
+            for window in (self.sliding_window, None)
         )
+        keys = self.sliding_layers * limited + (self.layers - self.sliding_layers) * whole
         if self.counted is not None:
             return self.counted.flops + self.score_flops * keys / self.layers
         mlp = (self.layers - self.moe_layers) * self._mlp_weights(self.intermediate)
@@ -269,11 +274,14 @@ class ModelSpec:
         """Weights of one feed-forward block (or expert) of this inner size."""
         return (3 if self.gated_mlp else 2) * self.hidden * intermediate
 
-
-def _keys_per_query(sequence_length: int, window: int | None, *, causal: bool) -> float:
-    """Mean number of keys that a query is multiplied with."""
-    span = min(sequence_length, window or sequence_length)
-    if not causal:
-        return span
-    # The first `span` queries see 1, 2, …, span keys; every later one sees `span`.
-    return (span * (span + 1) / 2 + (sequence_length - span) * span) / sequence_length
+    def _keys_per_query(self, length: int, window: int | None, *, causal: bool) -> float:
+        """Mean number of keys that a query is multiplied with in a layer with this `window`
+        (None: without one), over a sequence of `length` tokens."""
+        span = min(length, window or length)
+        if not causal:
+            return span
+        chunks, rest = divmod(length, span) if self.chunked else (1, length - span)
+        # The first `span` queries see 1, 2, …, span keys; of later ones every one sees `span`,
+        # or those of a later chunk begin with one again.
+        later = rest * (rest + 1) / 2 if self.chunked else rest * span
+        return (chunks * span * (span + 1) / 2 + later) / length

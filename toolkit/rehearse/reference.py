@@ -21,7 +21,7 @@ from toolkit.adapters.weights import first_weights
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
-from toolkit.models.routers import SCORES, is_router
+from toolkit.models.routers import SCORES, is_router, outcome
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import OptimizerSection, Recipe
 from toolkit.rehearse.batches import document_starts, global_batch
@@ -93,7 +93,9 @@ def _watched_routers(model: nn.Module) -> list[list[tuple[Tensor, ...]]]:
     found: list[list[tuple[Tensor, ...]]] = []
     for router in (part for part in model.modules() if is_router(part)):
         outputs: list[tuple[Tensor, ...]] = []
-        router.register_forward_hook(lambda _module, _inputs, out, to=outputs: to.append(out))
+        router.register_forward_hook(
+            lambda module, _inputs, out, to=outputs: to.append(outcome(module, out))
+        )
         found.append(outputs)
     return found
 

@@ -31,8 +31,11 @@ _WIDEST_MLP = 4
 
 
 _INNER_SIZES = (
-    "intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "intermediate_size", "intermediate_size_mlp", "n_inner", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
 )  # fmt: skip
+
+_WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,16 @@ def shrink_sequence(length: int, degrees: Degrees = Degrees()) -> int:
 def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:
     """The config with a sliding window that hides as much of `short` as it hid of `long`.
 
-    A window that reaches over the whole sequence is left alone.
+    A window that reaches over the whole sequence is left alone; chunks and the steps of the
+    attention's temperature are windows in this.
     """
-    window = settings_of(config)["sliding_window"]
-    if window is None or window >= long:
-        return config
-    return {**config, "sliding_window": max(1, window * short // long)}
+    settings = settings_of(config)
+    sizes = {name: settings[name] for name in _WINDOWS}
+    return config | {
+        name: max(1, size * short // long)
+        for name, size in sizes.items()
+        if size is not None and size < long
+    }
 
 
 def shrink_freeze(patterns: tuple[str, ...], config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -220,17 +227,19 @@ def _layer_lists(settings: Settings, layers: int) -> dict[str, Any]:
             lists[name] = [settings[name][index] for index in kept]
     if settings["sliding_window_pattern"] is not None:
         lists["sliding_window_pattern"] = min(settings["sliding_window_pattern"], layers)
-    if settings["mlp_only_layers"] is not None:
-        dense = settings["mlp_only_layers"]
-        lists["mlp_only_layers"] = [i for i, index in enumerate(kept) if index in dense]
+    for name in ("mlp_only_layers", "moe_layers"):
+        if settings[name] is not None:
+            listed = settings[name]
+            lists[name] = [i for i, index in enumerate(kept) if index in listed]
     if settings["first_k_dense_replace"] is not None:
         dense_layers = settings["first_k_dense_replace"]
         lists["first_k_dense_replace"] = sum(index < dense_layers for index in kept)
     if settings["max_window_layers"] is not None:
         full = settings["max_window_layers"]
         lists["max_window_layers"] = sum(index < full for index in kept)
-    if settings["decoder_sparse_step"] is not None:
-        lists["decoder_sparse_step"] = min(settings["decoder_sparse_step"], layers)
+    for name in ("decoder_sparse_step", "interleave_moe_layer_step"):
+        if settings[name] is not None:
+            lists[name] = min(settings[name], layers)
     return lists
 
 

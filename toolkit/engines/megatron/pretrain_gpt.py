@@ -258,6 +258,8 @@ def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator
         yield problem("query and key norms over all heads", "they are over each head")
     if model.score_cap or model.logit_cap:
         yield problem("soft-capping", "scores and logits are not capped")
+    if model.chunked_layers is not None:
+        yield problem("chunked attention", "a query sees all the past, or a window of it")
     if model.embedding_scale != 1:
         yield problem(f"embeddings times {model.embedding_scale:g}", "they are not scaled")
     if model.residual_scale != 1 or model.logits_divisor != 1:

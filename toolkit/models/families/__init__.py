@@ -22,6 +22,7 @@ from toolkit.models.families.gpt_neox import GPT_NEOX
 from toolkit.models.families.gpt_oss import GPT_OSS
 from toolkit.models.families.granite import GRANITE
 from toolkit.models.families.llama import LLAMA
+from toolkit.models.families.llama4_text import LLAMA4_TEXT
 from toolkit.models.families.mistral import MISTRAL
 from toolkit.models.families.mixtral import MIXTRAL
 from toolkit.models.families.olmo2 import OLMO2
@@ -39,8 +40,8 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         DEEPSEEK_V3, GEMMA2, GEMMA3_TEXT, GLM4, GLM4_MOE, GPT2, GPT_NEOX, GPT_OSS, GRANITE,
-        LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE,
-        SMOLLM3,
+        LLAMA, LLAMA4_TEXT, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, QWEN2, QWEN2_MOE, QWEN3,
+        QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
 """Every `model_type` with a family file: megatron-core's too, and planned without torch."""

@@ -32,10 +32,12 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         """The stated value under any spelling, else the default; None when neither."""
         own = self.family.name_of(name)
+        key = self.family.keys.get(own)
         for spelling in (own, *self.family.spellings_of(own)):
             if spelling in self.stated:
-                return self.stated[spelling]
-        return self.family.keys[own].default if own in self.family.keys else None
+                value = self.stated[spelling]
+                return None if key and key.empty_is_default and value == [] else value
+        return key.default if key else None
 
     @property
     def head_dim(self) -> int:
@@ -46,6 +48,23 @@ class Settings:
     def spelling(self, name: str) -> str:
         """How to call the standard key `name` in a message to this user."""
         return name if name in self.stated else self.family.name_of(name)
+
+
+@dataclass(frozen=True)
+class ChunkedLayers:
+    """Attention of which layers differ, as llama4_text has it. Layers are counted from 0."""
+
+    size: int
+    """Tokens of a chunk."""
+    chunked: frozenset[int]
+    """Layers whose queries see no other chunk than their own."""
+    normed: frozenset[int]
+    """Layers that divide queries and keys, turned by positions, by their root mean square."""
+    tempered: frozenset[int]
+    """Layers that multiply the query at place p of a row by 1 + growth · log(1 + ⌊(p + 1) /
+    floor⌋) (arXiv:2501.19399)."""
+    floor: int
+    growth: float
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,8 @@ class MegatronModel:
     """The same of logits."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
+    chunked_layers: ChunkedLayers | None = None
+    """None: all layers treat queries and keys alike, but for windows."""
     embedding_scale: float = 1.0
     """What token embeddings are multiplied by on their way into the first layer; a tied output
     projection is not."""

@@ -52,9 +52,8 @@ def _moe_layers(spec: ModelSpec, settings: Settings) -> frozenset[int]:
 
 def shared_expert_tensors(hidden: int, inner: int, name: str) -> list[TensorMap]:
     """The experts of all tokens, one MLP that checkpoints call `name`."""
-    shared = f"{llama.HF_LAYER}.mlp.{name}"
     megatron = f"{llama.LAYER}.mlp.shared_experts"
-    gate, up, down = (f"{shared}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return [
         gated(f"{megatron}.linear_fc1.weight", gate, up, inner, hidden),
         by_columns(f"{megatron}.linear_fc2.weight", down, hidden, inner),
@@ -71,7 +70,8 @@ def with_experts(dense: MegatronModel, spec: ModelSpec, settings: Settings) -> M
         return replace(dense, tensors=tuple(tensors))
     inner = settings["n_shared_experts"] * settings["moe_intermediate_size"]
     tensors += mixtral.expert_tensors(spec)
-    tensors += shared_expert_tensors(spec.hidden, inner, "shared_experts")
+    shared = f"{llama.HF_LAYER}.mlp.shared_experts"
+    tensors += shared_expert_tensors(spec.hidden, inner, shared)
     router = f"{llama.HF_LAYER}.mlp.gate.e_score_correction_bias"
     bias = whole(f"{llama.LAYER}.mlp.router.expert_bias", router, spec.experts)
     fields = _router(settings) | {"moe_shared_expert_intermediate_size": inner}

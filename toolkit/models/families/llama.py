@@ -110,10 +110,9 @@ def projections(spec: ModelSpec) -> list[TensorMap]:
     return tensors
 
 
-def mlp_tensors(spec: ModelSpec) -> list[TensorMap]:
-    """Gate and up fused, down, and their biases."""
-    hidden, inner = spec.hidden, spec.intermediate
-    mlp, megatron = f"{HF_LAYER}.mlp", f"{LAYER}.mlp"
+def mlp_tensors(spec: ModelSpec, mlp: str = f"{HF_LAYER}.mlp") -> list[TensorMap]:
+    """Gate and up fused, down, and their biases, of what checkpoints call `mlp`."""
+    hidden, inner, megatron = spec.hidden, spec.intermediate, f"{LAYER}.mlp"
     gate, up, down = (f"{mlp}.{part}_proj" for part in ("gate", "up", "down"))
     tensors = [
         gated(f"{megatron}.linear_fc1.weight", f"{gate}.weight", f"{up}.weight", inner, hidden),

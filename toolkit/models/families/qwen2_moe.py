@@ -38,7 +38,8 @@ def model(spec: ModelSpec, settings: Settings) -> MegatronModel:
     if not routed.moe_layers:
         return routed
     inner = settings["shared_expert_intermediate_size"]
-    shared = deepseek_experts.shared_expert_tensors(spec.hidden, inner, "shared_expert")
+    name = f"{llama.HF_LAYER}.mlp.shared_expert"
+    shared = deepseek_experts.shared_expert_tensors(spec.hidden, inner, name)
     weight = f"{llama.LAYER}.mlp.shared_experts.gate_weight"
     gate = whole(weight, f"{llama.HF_LAYER}.mlp.shared_expert_gate.weight", 1, spec.hidden)
     fields = {

@@ -19,8 +19,9 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
+from torch.nn.functional import dropout, rms_norm, scaled_dot_product_attention, softmax
 
+from toolkit.models.families.base import ChunkedLayers
 from toolkit.models.megatron.norms import local_device
 
 
@@ -62,17 +63,28 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         row is one document."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
-        mask = None
+        mask: Tensor | None
         if attention_mask is not None:
-            mask = attention_mask[0 if self.window is None else 1]
-        elif self.window is not None and self.window + 1 < length:
-            mask = _band(length, self.window, q.device)
+            mask = attention_mask[int(self.limited)]
+        else:
+            mask = self._mask(length, q.device)
         if mask is not None:
             # CUDA's fused kernels take either a mask or grouped heads.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with self._own_random_stream():
             context = self._attend(q, k, v, mask)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    @property
+    def limited(self) -> bool:
+        """Does a query see a part of the past alone?"""
+        return self.window is not None
+
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        """bool [queries, keys] of a row that is one document; None: all the past."""
+        if self.window is None or self.window + 1 >= length:
+            return None
+        return _band(length, self.window, device)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """[batch, heads, sequence, size] each → the same; `mask` None: all the past."""
@@ -166,6 +178,55 @@ class SinkAttention(EagerAttention):
         return sharded
 
 
+class ChunkedAttention(CausalAttention):
+    """Attention over the query's own chunk, of normed queries and keys, or of queries that grow
+    with their place: each where `ChunkedLayers` says so."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *arguments: Any,
+        layers: ChunkedLayers,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, layer_number, *arguments, **options)
+        layer = layer_number - 1  # megatron-core counts from 1
+        self.layers = layers
+        self.chunked, self.normed, self.tempered = (
+            layer in which for which in (layers.chunked, layers.normed, layers.tempered)
+        )
+
+    def forward(self, query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """See `CausalAttention.forward`."""
+        if self.normed:
+            eps = self.config.layernorm_epsilon
+            query, key = (rms_norm(x, x.shape[-1:], eps=eps) for x in (query, key))
+        if self.tempered:
+            place = torch.arange(1.0, len(query) + 1, device=query.device)
+            steps = torch.floor(place / self.layers.floor)
+            factor = torch.log1p(steps) * self.layers.growth + 1.0
+            query = (query * factor[:, None, None, None]).to(query.dtype)
+        return super().forward(query, key, *arguments, **options)
+
+    @property
+    def limited(self) -> bool:
+        """See `CausalAttention.limited`."""
+        return self.chunked
+
+    def _mask(self, length: int, device: torch.device) -> Tensor | None:
+        if not self.chunked or self.layers.size >= length:
+            return None
+        places = torch.arange(length, device=device)
+        return _band(length, length, device) & _same_chunk(places, self.layers.size)
+
+
+def _same_chunk(positions: Tensor, size: int) -> Tensor:
+    """[…, sequence] → bool […, queries, keys]."""
+    chunk = positions // size
+    return chunk[..., :, None] == chunk[..., None, :]
+
+
 def _band(length: int, window: int, device: torch.device) -> Tensor:
     """True where query i sees key j: i - window ≤ j ≤ i."""
     place = torch.arange(length, device=device)
@@ -173,18 +234,24 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance <= window)
 
 
-def document_masks(segments: Tensor, config: TransformerConfig) -> Tensor:
+def document_masks(
+    segments: Tensor, positions: Tensor, config: TransformerConfig, chunk: int | None
+) -> Tensor:
     """The masks of a micro batch whose documents are isolated, in the compute precision:
     [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
 
     The first is that of layers that see all the past of a document, the second that of layers
-    with a window. All layers share them: a boolean mask, and one made in each layer, would be
-    kept for the backward pass once per layer.
+    with a window, or with chunks of `chunk` tokens, counted by the positions in it. All layers
+    share them: a boolean mask, and one made in each layer, would be kept for the backward pass
+    once per layer.
     """
     length = segments.shape[1]
-    windows = [length] if config.window_size is None else [length, config.window_size[0]]
-    sees = torch.stack([_band(length, window, segments.device) for window in windows])
     same = segments[:, :, None] == segments[:, None, :]
-    hidden = ~(sees[:, None] & same)[:, :, None]
+    sees = [same & _band(length, length, segments.device)]
+    if config.window_size is not None:
+        sees.append(same & _band(length, config.window_size[0], segments.device))
+    if chunk is not None:
+        sees.append(sees[0] & _same_chunk(positions, chunk))
+    hidden = ~torch.stack(sees)[:, :, None]
     scores = torch.zeros(hidden.shape, dtype=config.params_dtype, device=segments.device)
     return scores.masked_fill_(hidden, float("-inf"))

@@ -36,7 +36,12 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from toolkit.models.families import MegatronModel
-from toolkit.models.megatron.attention import CappedAttention, CausalAttention, SinkAttention
+from toolkit.models.megatron.attention import (
+    CappedAttention,
+    CausalAttention,
+    ChunkedAttention,
+    SinkAttention,
+)
 from toolkit.models.megatron.latent_attention import latent_attention
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd, changed_then_added
 
@@ -108,6 +113,8 @@ def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
     core: Any = CausalAttention
     if model.score_cap is not None:
         core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
+    if model.chunked_layers is not None:
+        core = ModuleSpec(module=ChunkedAttention, params={"layers": model.chunked_layers})
     if config.softmax_type == "learnable":
         core = SinkAttention
     if config.multi_latent_attention:

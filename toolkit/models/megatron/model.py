@@ -54,6 +54,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     vocabulary: int
     """Tokens without padding."""
     loss_kernel: LossKernel
+    attention_chunk: int | None
+    """Tokens that chunked layers see at most; None without such layers."""
 
     def __init__(
         self,
@@ -122,7 +124,9 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         if position_ids is None:
             length = input_ids.shape[1]
             position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        masks = None if segments is None else document_masks(segments, self.config)
+        masks = None
+        if segments is not None:
+            masks = document_masks(segments, position_ids, self.config, self.attention_chunk)
         output: Tensor = super().forward(
             input_ids, position_ids, masks, labels=labels, padding_mask=self._padding(real)
         )
@@ -236,6 +240,8 @@ def build_chunks(
             **gpt,
         )
         chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], loss
+        chunks_of = model.chunked_layers
+        chunk.attention_chunk = None if chunks_of is None else chunks_of.size
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
         if last and model.logits_divisor != 1:

@@ -245,6 +245,9 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
     """Keys per query that mask and window leave, the mean over queries and layers."""
     span = min(sequence, spec.sliding_window or sequence)
     window = span * (1 - span / 2 / sequence)
+    if spec.chunked:
+        chunks, rest = divmod(sequence, span)
+        window = (chunks * span**2 + rest**2) / 2 / sequence
     share = spec.sliding_layers / spec.layers
     return share * window + (1 - share) * sequence / 2
 

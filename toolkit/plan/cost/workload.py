@@ -1,6 +1,6 @@
 """What is trained: all that memory and time depend on besides the layout and the cluster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
@@ -95,6 +95,8 @@ def planned_workload(
     its pipeline waits for every message. `isolates`: documents, by a mask; the
     kernel is taken for as fast as FlashAttention's first generation, but was not measured.
     """
+    if spec.every_expert and pair.model == "hf":
+        spec = replace(spec, experts_per_token=spec.experts)
     return Workload(
         spec=spec,
         sequence_length=training.sequence_length,
