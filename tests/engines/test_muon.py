@@ -21,6 +21,8 @@ from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
+from toolkit.engines.muon import Muon, newton_schulz
+from toolkit.recipe.schema import MuonSection, OptimizerSection
 
 RATE = 7e-5
 """The Newton-Schulz iteration rounds to bf16: another last digit of a gradient now and then
@@ -189,6 +191,18 @@ def test_four_processes() -> None:
 @pytest.mark.slow
 def test_16_bits() -> None:
     check(HALF, 2, 3e-2)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (128, 32)])
+def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
+    """Which torch itself has under a private name, with other arguments in other versions."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = gradient
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    rate = Muon(OptimizerSection(learning_rate=1.0, muon=MuonSection(adjust_lr="original")))
+    expected = torch.zeros(shape).add_(newton_schulz(gradient, 5), alpha=-rate.rate(shape))
+    assert torch.equal(weight, expected)
 
 
 def test_rectangles() -> None:

@@ -1,5 +1,5 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
-parameters decay, moments and step counts. `muon.py` is an AdamW, too."""
+parameters decay, moments and step counts. the optimizer of `owners.py` is one, too."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -49,11 +49,13 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate * group["lr_mult"]
 
 
-def moments(optimizer: Any, weight: Tensor, *, second: bool = True) -> Mapping[str, Tensor]:
-    """The fp32 weight and its moments, by quantity; zeros before the first step, where the
-    `second` one is left out for Muon."""
+def moments(
+    optimizer: Any, weight: Tensor, *, kept: Iterable[str] = QUANTITIES[1:]
+) -> Mapping[str, Tensor]:
+    """The fp32 weight and its moments, by quantity; before the first step zeros, of those that
+    are `kept`."""
     state = optimizer.state[weight]
-    if "exp_avg" not in state:
+    if not state:
         if not _counts_in_groups(optimizer):
             # torch counts in a tensor, which its fused kernel wants on the weight's device;
             # DeepSpeed's implementations in a number.
@@ -61,9 +63,8 @@ def moments(optimizer: Any, weight: Tensor, *, second: bool = True) -> Mapping[s
             fused = own and optimizer.defaults["fused"]
             device = weight.device if fused else torch.device("cpu")
             state["step"] = torch.zeros((), device=device) if own else 0
-        state["exp_avg"] = torch.zeros_like(weight)
-        if second:
-            state["exp_avg_sq"] = torch.zeros_like(weight)
+        for quantity in kept:
+            state[quantity] = torch.zeros_like(weight)
     return {"weight": weight, **{q: state[q] for q in QUANTITIES[1:] if q in state}}
 
 
