@@ -89,12 +89,12 @@ def test_bytes_per_parameter_on_four_ranks(
 
 
 def test_muon_has_one_moment() -> None:
-    train = workload(UNTIED, engine="ddp", precision="fp32", muon=True)
+    train = workload(UNTIED, engine="ddp", precision="fp32", optimizer="muon")
     total, vocabulary = UNTIED.parameters.total, 2 * EMBEDDING
     expected = 16 * vocabulary + 12 * (total - vocabulary)
     assert model_states_gib(train, Layout()) * GIB == expected
     # Received and sent in bf16: what was not needed by activations, which come first.
-    plain = replace(train, muon=False)
+    plain = replace(train, optimizer="adamw")
     tiny = replace(train, sequence_length=1), replace(plain, sequence_length=1)
     with_muon, without = (peak_memory(one, Layout()).buffers for one in tiny)
     assert 4 * (total - vocabulary) < with_muon - without <= 8 * (total - vocabulary)

@@ -45,7 +45,7 @@ class DataParallelEngine:
     def new_optimizer(self, model: nn.Module, **implementation: bool) -> torch.optim.AdamW:
         """The recipe's optimizer; `implementation` is torch's `foreach` or `fused`."""
         wanted = self.setup.optimizer
-        groups = adam.parameter_groups(hf.tensors_of(model), wanted)
+        groups = adam.parameter_groups(hf.tensors_of(model), wanted, self.setup.layers)
         if wanted.name in RULES:
             placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
             return new_optimizer(groups, placed, wanted, **implementation)

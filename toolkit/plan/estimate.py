@@ -66,7 +66,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
             recipe.training,
             Pair(plan.engine, plan.model),
             isolates=recipe.data.isolates,
-            muon=recipe.optimizer.name == "muon",
+            optimizer=recipe.optimizer.name,
         ),
         plan.layout,
         cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),

@@ -98,6 +98,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
     if optimizer.groups:
         yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
+    if optimizer.layer_decay is not None:
+        yield "layer decay", f"{optimizer.layer_decay:g} per layer, by the names of tensors"
     if optimizer.name == "muon":
         yield "Muon", "whole matrices of the checkpoint are orthogonalised, each on one rank"
     kinds = "Muon and AdamW" if optimizer.name == "muon" else "AdamW"

@@ -62,7 +62,9 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
     """Every partial layout that needs no more than `fallback`, in a fixed order."""
     spec, training = job.spec, job.training
     for pair in able_pairs(job):
-        workload = planned_workload(spec, training, pair, isolates=job.isolates, muon=job.muon)
+        workload = planned_workload(
+            spec, training, pair, isolates=job.isolates, optimizer=job.optimizer
+        )
         recomputes = _recomputes(job.parallel, pair)
         for parallel in _settled(job, pair, fallback):
             layout = _layout(job, parallel)

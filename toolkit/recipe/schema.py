@@ -543,10 +543,13 @@ class MuonSection(Section):
     `original` by √max(1, m / n)."""
 
 
+OptimizerName: TypeAlias = Literal["adamw", "muon"]
+
+
 class OptimizerSection(Section):
     """On every engine, weight decay skips norms and biases."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
     embeddings, head, norms and biases are AdamW's, with the same learning rate."""
     learning_rate: PositiveFloat
@@ -561,6 +564,10 @@ class OptimizerSection(Section):
     """Largest global gradient norm; null for no clipping."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The learning rate of each decoder layer as a share of the next one's; embeddings have the
+    lowest rate, final norm and head the whole one (docs/optimizers.md). Multipliers of `groups`
+    come on top. null for one rate."""
     muon: MuonSection | None = None
     """With `name: muon` only; null for the defaults."""
 

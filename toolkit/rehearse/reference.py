@@ -9,6 +9,7 @@ toolkit, because every layout starts from them.
 import sys
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,21 @@ def _move_biases(
         bias += step * torch.sign(counts.mean() - counts).float()
 
 
+def _depth(name: str, layers: int) -> int:
+    """0 for an embedding, 1 for the first decoder layer, layers + 1 for final norm and head."""
+    number = next((part for part in name.split(".") if part.isdecimal()), None)
+    if number is not None:
+        return int(number) + 1
+    return 0 if any(part in name for part in ("embed_", "wte", "wpe")) else layers + 1
+
+
 def _optimizers(
     model: nn.Module, settings: OptimizerSection
 ) -> list[torch.optim.AdamW | torch.optim.Muon]:
     """torch's AdamW, with weight decay for matrices but not for norms and biases, and where the
     recipe has it torch's Muon for the matrices inside of layers; every parameter with the
     multipliers of the first group of `optimizer.groups` that names it."""
+    layers = len(hf.decoder_layers(model))
     matrices: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for parameter, tensors in hf.tensors_of(model):
@@ -138,6 +148,9 @@ def _optimizers(
             if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 rate = settings.learning_rate * group.lr_mult
                 decay = settings.weight_decay * group.wd_mult
+        if settings.layer_decay is not None:
+            below = range(layers + 1 - _depth(name, layers))
+            rate *= prod(settings.layer_decay for _ in below)
         vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
         decay = 0.0 if vector else decay
         inside = any(part.isdecimal() for part in name.split("."))

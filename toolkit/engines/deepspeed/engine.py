@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         self.model = build_model(setup)
         module = self.model.module
         self.veto = Veto(module)
-        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer)
+        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer, setup.layers)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
             optimizer=self._new_optimizer(groups),

@@ -112,7 +112,7 @@ class MegatronBackend(Backend):
                 "rest apart, and they drift after an overflow",
                 "set training.precision to bf16, or parallel.expert to 1",
             )
-        if job.training.precision == "fp16" and job.muon:
+        if job.training.precision == "fp16" and job.optimizer == "muon":
             yield Problem(
                 "training.precision",
                 "fp16 with optimizer.name: muon on engine megatron",

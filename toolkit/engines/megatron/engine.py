@@ -111,7 +111,8 @@ class MegatronEngine:
         """Every optimizer group's multipliers that are not 1, as megatron-core wants them."""
         overrides = {}
         tensors = weights.tensors_of(self.chunks, self.model)
-        for group in adam.parameter_groups(tensors, self.setup.optimizer):
+        settings, layers = self.setup.optimizer, self.setup.layers
+        for group in adam.parameter_groups(tensors, settings, layers):
             named = {name: group[name] for name in ("lr_mult", "wd_mult") if group[name] != 1}
             members = {id(parameter) for parameter in group["params"]}
             chosen = ParamPredicate(str(named), lambda one, ids=members: id(one) in ids)

@@ -64,6 +64,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by name",
             "remove optimizer.groups, or start the run with `dmt launch`",
         )
+    if recipe.optimizer.layer_decay is not None:
+        yield Problem(
+            "optimizer.layer_decay",
+            f"{recipe.optimizer.layer_decay:g}",
+            "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by layer",
+            "remove optimizer.layer_decay, or start the run with `dmt launch`",
+        )
     if recipe.adapter is not None:
         yield Problem(
             "adapter",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.schema import TrainingSection
+from toolkit.recipe.schema import OptimizerName, TrainingSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
@@ -56,8 +56,8 @@ class Workload:
     document_mask: bool = False
     """A mask isolates the documents of a sequence. torch then takes its memory-efficient
     kernel, which computes the hidden scores as well."""
-    muon: bool = False
-    """Muon updates the matrices of the layers: they have one moment."""
+    optimizer: OptimizerName = "adamw"
+    """Muon's matrices of layers have one moment."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -80,7 +80,7 @@ def planned_workload(
     *,
     dropout: bool = False,
     isolates: bool = False,
-    muon: bool = False,
+    optimizer: OptimizerName = "adamw",
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -102,5 +102,5 @@ def planned_workload(
         flash_version=1 if isolates else 2,
         dropout=dropout,
         document_mask=isolates,
-        muon=muon,
+        optimizer=optimizer,
     )

@@ -21,6 +21,7 @@ from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
+    OptimizerName,
     ParallelSection,
     ParameterGroup,
     Recipe,
@@ -44,8 +45,10 @@ class PlanRequest:
     """The recipe's `adapter`."""
     groups: tuple[ParameterGroup, ...] = ()
     """The recipe's `optimizer.groups`."""
-    muon: bool = False
-    """The recipe's `optimizer.name` is muon."""
+    optimizer: OptimizerName = "adamw"
+    """The recipe's `optimizer.name`."""
+    layer_decay: float | None = None
+    """The recipe's `optimizer.layer_decay`."""
 
     @classmethod
     def of(
@@ -61,7 +64,8 @@ class PlanRequest:
             recipe.data.isolates,
             recipe.adapter,
             recipe.optimizer.groups,
-            recipe.optimizer.name == "muon",
+            recipe.optimizer.name,
+            recipe.optimizer.layer_decay,
         )
 
     @cached_property
@@ -128,6 +132,8 @@ def problems(job: PlanRequest) -> list[Problem]:
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
+    if job.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
+        return wrong
     if job.groups and (wrong := [*parameter_groups.problems(job.groups, job.trained)]):
         return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
@@ -155,7 +161,7 @@ def _offloaded_muon(job: PlanRequest) -> Iterator[Problem]:
     """Newton-Schulz is matrix products, and its owner's buffers are on the device."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
-        if job.muon and place not in ("none", "auto"):
+        if job.optimizer == "muon" and place not in ("none", "auto"):
             yield Problem(
                 f"parallel.zero.{name}",
                 f"{place} with optimizer.name: muon",
