@@ -159,7 +159,7 @@ def _estimate(found: Search, one: Candidate) -> Estimate:
     """Memory and time of a candidate by part."""
     job = found.job
     workload = planned_workload(
-        job.spec, job.training, one.pair, isolates=job.isolates, optimizer=job.optimizer
+        job.spec, job.training, one.pair, isolates=job.isolates, updates=job.updates
     )
     return estimate(Setup(workload, one.layout, found.cluster))
 

@@ -14,6 +14,7 @@ from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
 from toolkit.plan.cost.memory import GIB, Memory, stage_memory
+from toolkit.plan.cost.owners import owner_updates
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.workload import planned_workload
@@ -58,7 +59,10 @@ def estimate(setup: Setup) -> Estimate:
 
 def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) -> Estimate:
     """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
-    spec = spec_of(model_config(recipe.model), recipe.model.freeze, recipe.adapter)
+    config, optimizer = model_config(recipe.model), recipe.optimizer
+    spec = spec_of(config, recipe.model.freeze, recipe.adapter)
+    steps = optimizer.muon_settings.ns_steps
+    updates = owner_updates(config, recipe.model.freeze, optimizer.name, steps)
     where = recipe.cluster
     setup = Setup(
         planned_workload(
@@ -66,7 +70,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
             recipe.training,
             Pair(plan.engine, plan.model),
             isolates=recipe.data.isolates,
-            optimizer=recipe.optimizer.name,
+            updates=updates,
         ),
         plan.layout,
         cluster or default_cluster(where.nodes, where.gpus_per_node, where.gpu),

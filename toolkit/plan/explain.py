@@ -145,7 +145,7 @@ def _alone(search: Search, field: str, value: Any) -> Candidate | None:
     if rest or not steps or interleaved:
         return None
     workload = planned_workload(
-        job.spec, job.training, best.pair, isolates=job.isolates, optimizer=job.optimizer
+        job.spec, job.training, best.pair, isolates=job.isolates, updates=job.updates
     )
     whole = replace(changed, gradient_accumulation=steps)
     return evaluate(best.pair, workload, whole, search.cluster)

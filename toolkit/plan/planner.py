@@ -169,7 +169,7 @@ def plan_of(found: Search) -> Plan:
     job, best, device = found.job, found.best, found.cluster.gpu
     training = job.training
     workload = planned_workload(
-        job.spec, training, best.pair, isolates=job.isolates, optimizer=job.optimizer
+        job.spec, training, best.pair, isolates=job.isolates, updates=job.updates
     )
     time = step_time(workload, best.layout, found.cluster)
     built = building_gib(workload, best.layout)

@@ -63,7 +63,7 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
     spec, training = job.spec, job.training
     for pair in able_pairs(job):
         workload = planned_workload(
-            spec, training, pair, isolates=job.isolates, optimizer=job.optimizer
+            spec, training, pair, isolates=job.isolates, updates=job.updates
         )
         recomputes = _recomputes(job.parallel, pair)
         for parallel in _settled(job, pair, fallback):

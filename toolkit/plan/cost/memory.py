@@ -216,7 +216,7 @@ def _states(
     each = state_bytes(workload)
     trained = share.trained
     matrices = trained._replace(vocabulary=0.0)
-    second_moments = held(FP32_BYTES, 1, matrices) if workload.optimizer == "muon" else 0.0
+    second_moments = held(FP32_BYTES, 1, matrices) if workload.updates else 0.0
     away = layout.offload_optimizer != "none"
     sharded = workload.cost.sharded_weights_from
     return (
@@ -274,7 +274,7 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
 def _muon_exchange(workload: Workload, share: StageShare) -> float:
     """Bytes of what Muon sends and receives in bf16 at once, each twice: the rectangles that a
     rank holds and the matrices that it owns, at most all of its stage's."""
-    if workload.optimizer != "muon":
+    if workload.updates is None:
         return 0.0
     trained = share.trained
     return 2 * 2 * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.schema import OptimizerName, TrainingSection
+from toolkit.recipe.schema import TrainingSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
+    from toolkit.plan.cost.owners import OwnerUpdates
 
 Attention = Literal["fused", "unfused"]
 TensorOverlap = Literal["none", "backward", "all"]
@@ -56,8 +57,8 @@ class Workload:
     document_mask: bool = False
     """A mask isolates the documents of a sequence. torch then takes its memory-efficient
     kernel, which computes the hidden scores as well."""
-    optimizer: OptimizerName = "adamw"
-    """Muon's matrices of layers have one moment."""
+    updates: "OwnerUpdates | None" = None
+    """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -80,7 +81,7 @@ def planned_workload(
     *,
     dropout: bool = False,
     isolates: bool = False,
-    optimizer: OptimizerName = "adamw",
+    updates: "OwnerUpdates | None" = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -102,5 +103,5 @@ def planned_workload(
         flash_version=1 if isolates else 2,
         dropout=dropout,
         document_mask=isolates,
-        optimizer=optimizer,
+        updates=updates,
     )

@@ -16,6 +16,7 @@ from toolkit.errors import Problem
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
@@ -47,6 +48,8 @@ class PlanRequest:
     """The recipe's `optimizer.groups`."""
     optimizer: OptimizerName = "adamw"
     """The recipe's `optimizer.name`."""
+    ns_steps: int = 5
+    """Of the recipe's `optimizer.muon`."""
     layer_decay: float | None = None
     """The recipe's `optimizer.layer_decay`."""
 
@@ -65,6 +68,7 @@ class PlanRequest:
             recipe.adapter,
             recipe.optimizer.groups,
             recipe.optimizer.name,
+            recipe.optimizer.muon_settings.ns_steps,
             recipe.optimizer.layer_decay,
         )
 
@@ -72,6 +76,11 @@ class PlanRequest:
     def spec(self) -> ModelSpec:
         """The model's shape, with what is frozen of it and with its adapters."""
         return lora.spec_of(self.config, self.freeze, self.adapter)
+
+    @cached_property
+    def updates(self) -> OwnerUpdates | None:
+        """What an optimizer other than AdamW updates as wholes."""
+        return owner_updates(self.config, self.freeze, self.optimizer, self.ns_steps)
 
     @cached_property
     def mapped(self) -> MegatronModel:
@@ -111,7 +120,7 @@ class PlanRequest:
     def asking(self, parallel: ParallelSection) -> "PlanRequest":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        for name in ("spec", "inexpressible", "divided"):
+        for name in ("spec", "updates", "inexpressible", "divided"):
             other.__dict__[name] = getattr(self, name)
         return other
 
