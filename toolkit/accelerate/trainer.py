@@ -39,7 +39,7 @@ def arguments_of(
     """See `toolkit.accelerate.training_arguments`."""
     if recipe.optimizer.name != "adamw":
         raise PlanError(
-            f"optimizer.name is {recipe.optimizer.name}, which Trainer does not have",
+            f"optimizer.name is {recipe.optimizer.name}, which is not exported to Trainer",
             fix="set optimizer.name to adamw, or train with `dmt launch`",
         )
     for name in _ENGINE:

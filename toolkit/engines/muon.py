@@ -26,24 +26,29 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 class Muon:
-    """See `Rule`; embeddings, head, norms and biases stay AdamW's."""
+    """See `UpdateRule`; embeddings, head, norms and biases stay AdamW's."""
 
+    states: ClassVar[Mapping[str, Mapping[str, Tensor]]] = {}
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
     sent: ClassVar[torch.dtype] = torch.bfloat16
+    by_replicas: ClassVar[bool] = False
 
     def __init__(self, settings: OptimizerSection) -> None:
         self.settings = settings.muon_settings
 
     def takes(self, block: Block) -> bool:
-        """See `Rule.takes`."""
+        """See `UpdateRule.takes`."""
         return is_layer_matrix(block.tensor, len(block_shape(block)))
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """See `Rule.cost`."""
+        """See `UpdateRule.cost`."""
         return newton_schulz_flops(shape, self.settings.ns_steps)
 
+    def own(self, tensor: str, shape: tuple[int, ...], device: torch.device) -> None:
+        """See `UpdateRule.own`: nothing."""
+
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `Rule.accumulate`."""
+        """See `UpdateRule.accumulate`."""
         average = state["exp_avg"]
         average.lerp_(gradient, 1 - self.settings.momentum)
         if self.settings.nesterov:
@@ -52,11 +57,11 @@ class Muon:
             gradient.copy_(average)
 
     def update(self, tensor: str, whole: Tensor, step: int) -> Tensor:  # noqa: ARG002
-        """See `Rule.update`."""
+        """See `UpdateRule.update`."""
         return newton_schulz(whole, self.settings.ns_steps)
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """See `Rule.rate`: what `adjust_lr` says."""
+        """See `UpdateRule.rate`: what `adjust_lr` says."""
         rows, columns = shape
         if self.settings.adjust_lr == "original":
             return sqrt(max(1, rows / columns))

@@ -1,10 +1,10 @@
 """Optimizers whose updates need whole tensors: each is computed by one rank, its owner.
 
-A `Rule` (`muon.py`) says which tensors of the Hugging Face checkpoint it updates, and how. What
-is element-wise in it runs on the elements that a rank holds, whatever the layout. The rest runs
-on the tensor's owner: the other holders send it their rectangles of the gradient, and every
-holder gets back the same update. So the number that a weight gets depends neither on how its
-tensor is spread nor on who holds copies.
+A `UpdateRule` (`adafactor.py`, `muon.py`) says which tensors of the Hugging Face checkpoint it
+updates, and how. What is element-wise in it runs on the elements that a rank holds, whatever
+the layout. The rest runs on the tensor's owner: the other holders send it their rectangles of
+the gradient, and every holder gets back the same update. So the number that a weight gets
+depends neither on how its tensor is spread nor on who holds copies.
 """
 
 from bisect import bisect
@@ -26,6 +26,7 @@ from toolkit.checkpoint.shards import (
     with_offsets,
 )
 from toolkit.engines import optimizer as adam
+from toolkit.engines.adafactor import Adafactor
 from toolkit.engines.muon import Muon
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families.tensors import Block
@@ -33,13 +34,20 @@ from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.recipe.schema import OptimizerSection
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """How whole tensors are updated: W ← W - lr·λ W - lr·rate · update."""
 
     moments: ClassVar[tuple[str, ...]]
     """Element-wise states, which every holder keeps of its elements."""
     sent: ClassVar[torch.dtype]
     """In which gradients travel to the owner, and updates back."""
+    by_replicas: ClassVar[bool]
+    """Holders of a whole tensor update it by themselves: that costs less than to send it."""
+
+    @property
+    def states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The states of the tensors that this rank owns, by tensor and quantity."""
+        ...
 
     def takes(self, block: Block) -> bool:
         """Does the rule update the tensor of this block? AdamW updates all others."""
@@ -47,6 +55,10 @@ class Rule(Protocol):
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Operations of `update`, by which owners are chosen."""
+        ...
+
+    def own(self, tensor: str, shape: tuple[int, ...], device: torch.device) -> None:
+        """Allocate the states of a tensor that this rank owns."""
         ...
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -63,11 +75,14 @@ class Rule(Protocol):
         ...
 
 
-RULES: dict[str, Callable[[OptimizerSection], Rule]] = {"muon": Muon}
+RULES: dict[str, Callable[[OptimizerSection], UpdateRule]] = {
+    "adafactor": Adafactor,
+    "muon": Muon,
+}
 """By `optimizer.name`."""
 
 
-def takes(rule: Rule, blocks: Iterable[Block]) -> bool:
+def takes(rule: UpdateRule, blocks: Iterable[Block]) -> bool:
     """Does the rule update the parameter that is made of `blocks`?"""
     return all(map(rule.takes, blocks))
 
@@ -80,6 +95,11 @@ class _Tensor:
     holders: tuple[tuple[int, Block], ...]
     """Every copy of every rectangle, with its rank."""
     owner: int
+
+    @property
+    def replicated(self) -> bool:
+        """Has every holder all of it?"""
+        return all(block_numel(block) == prod(self.shape) for _, block in self.holders)
 
     @property
     def sources(self) -> Iterator[tuple[int, Block]]:
@@ -110,14 +130,21 @@ class _Round:
 class Exchange:
     """Updates of tensors that are spread over the ranks, or held by several."""
 
-    def __init__(self, blocks: Sequence[Block], rule: Rule, device: torch.device) -> None:
+    def __init__(self, blocks: Sequence[Block], rule: UpdateRule, device: torch.device) -> None:
         """Plan it for this rank's `blocks`, as stored; collective."""
         self.rank, self.rule, self.device = dist.get_rank(), rule, device
         held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(blocks))
         tensors = _owned(held, rule)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.rounds = [self._round(part) for part in _rounds(tensors, len(held))]
+        self.owned = {name for name, one in tensors.items() if one.owner == self.rank}
+        replicated = {n for n, one in tensors.items() if rule.by_replicas and one.replicated}
+        self.alone = [block for block in blocks if block.tensor in replicated]
+        """Whole tensors that this rank updates, as all others do that hold them."""
+        for name in self.owned | {block.tensor for block in self.alone}:
+            rule.own(name, self.shapes[name], device)
+        sent = {name: one for name, one in tensors.items() if name not in replicated}
+        self.rounds = [self._round(part) for part in _rounds(sent, len(held))]
 
     def _round(self, tensors: Mapping[str, _Tensor]) -> _Round:
         me, ranks = self.rank, range(dist.get_world_size())
@@ -140,6 +167,8 @@ class Exchange:
     def run(self, held: Mapping[Block, Tensor], step: int) -> None:
         """Replace this rank's rectangles of the gradients, [rows, columns] or [rows], by those
         of the updates of step `step`; collective."""
+        for block in self.alone:
+            held[block].copy_(self.rule.update(block.tensor, held[block], step))
         for part in self.rounds:
             wholes = {
                 name: torch.empty(shape, dtype=self.rule.sent, device=self.device)
@@ -169,7 +198,7 @@ class Exchange:
         return [(block, stored_values(block, offset, received)) for block, offset in arrived]
 
 
-def _owned(held: Sequence[Sequence[Block]], rule: Rule) -> dict[str, _Tensor]:
+def _owned(held: Sequence[Sequence[Block]], rule: UpdateRule) -> dict[str, _Tensor]:
     """The tensors of which `held` are the ranks' rectangles, the most expensive first. An owner
     is the holder with the least to compute so far."""
     copies: dict[str, list[tuple[int, Block]]] = {}
@@ -333,6 +362,17 @@ class Unit:
         self.exchange.run(rectangles, step)
 
 
+def owner_shards(optimizers: Iterable[object]) -> Iterator[StateShard]:
+    """The states that this rank keeps of the tensors that it owns."""
+    found = [one for one in optimizers if isinstance(one, OwnerOptimizer)]
+    for unit in dict.fromkeys(unit for one in found for unit in one.units.values()):
+        for tensor, states in unit.rule.states.items():
+            for quantity, values in states.items():
+                block = Block(tensor, (0, len(values)), None, transposed=False)
+                mine = tensor in unit.exchange.owned
+                yield StateShard([block], {quantity: values}, saved_here=mine)
+
+
 def owned_by(optimizer: OwnerOptimizer) -> dict[Tensor, OwnerOptimizer]:
     """The parameters that an optimizer's groups have for its rule."""
     groups = [group for group in optimizer.param_groups if group["owned"]]
@@ -364,7 +404,7 @@ def bind(
 
 
 def _held_in(
-    parameters: Iterable[Tensor], state: Iterable[StateShard], rule: Rule
+    parameters: Iterable[Tensor], state: Iterable[StateShard], rule: UpdateRule
 ) -> dict[Tensor, list[_Held]]:
     """The rectangles of the rule's tensors in this rank's memory of each parameter."""
     found: dict[Tensor, list[_Held]] = {parameter: [] for parameter in parameters}
@@ -373,11 +413,13 @@ def _held_in(
         key=lambda one: one[0],
     )
     for shard in state:
-        if not shard.trains or not shard.blocks or not takes(rule, shard.blocks):
+        if not starts or not shard.blocks or not takes(rule, shard.blocks):
             continue
         address = shard.get("weight").data_ptr()
         start, parameter = starts[bisect(starts, address, key=lambda one: one[0]) - 1]
         first = (address - start) // torch.float32.itemsize
+        if not 0 <= first < _local(parameter).numel():
+            continue  # does not train
         for block, offset in with_offsets(shard.blocks):
             found[parameter].append(_Held(block, first + offset))
     return found

@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint `optimizer.name: muon` orthogonalises. Nothing here imports
-torch."""
+"""Which checkpoint tensors `optimizer.name: muon` orthogonalises, and its cost. Nothing here
+imports torch."""
 
 import re
 from collections.abc import Sequence

@@ -26,7 +26,14 @@ from toolkit.engines.deepspeed.state import (
 )
 from toolkit.engines.deepspeed.veto import Veto, let_skip
 from toolkit.engines.distributed import RunningSum, to_device
-from toolkit.engines.owners import RULES, OwnerOptimizer, bind, new_optimizer, owned_by
+from toolkit.engines.owners import (
+    RULES,
+    OwnerOptimizer,
+    bind,
+    new_optimizer,
+    owned_by,
+    owner_shards,
+)
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.objectives.base import Objective
@@ -177,7 +184,8 @@ class DeepSpeedEngine:
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
-        return chain(self._parameter_shards(), self.model.biases())
+        owned = owner_shards([self._adam])
+        return chain(self._parameter_shards(), owned, self.model.biases())
 
     def _parameter_shards(self) -> Iterator[StateShard]:
         placed = self.model.placed()

@@ -34,7 +34,7 @@ from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
-from toolkit.engines.owners import RULES, OwnerOptimizer, bind, owned_by, takes
+from toolkit.engines.owners import RULES, OwnerOptimizer, bind, owned_by, owner_shards, takes
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (
@@ -120,7 +120,7 @@ class MegatronEngine:
         return overrides
 
     def _owned_overrides(self) -> dict[ParamKey, Any]:
-        """What puts the parameters of a `Rule` into groups of their own."""
+        """What puts the parameters of a `UpdateRule` into groups of their own."""
         if self.setup.optimizer.name not in RULES:
             return {}
         rule = RULES[self.setup.optimizer.name](self.setup.optimizer)
@@ -326,7 +326,8 @@ class MegatronEngine:
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
-        return megatron_state.state(self.chunks, self.model, self.optimizer)
+        yield from megatron_state.state(self.chunks, self.model, self.optimizer)
+        yield from owner_shards(megatron_state.adams(self.optimizer))
 
     def counters(self) -> Counters:
         """See `Engine.counters`."""

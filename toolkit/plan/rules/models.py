@@ -153,7 +153,7 @@ def problems(job: PlanRequest) -> list[Problem]:
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     stacked, fused = job.divided
-    if offloaded := [*_offloaded_muon(job)]:
+    if offloaded := [*_offloaded_owners(job)]:
         return offloaded
     if pair.model != "megatron":
         return stacked
@@ -166,15 +166,15 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
-def _offloaded_muon(job: PlanRequest) -> Iterator[Problem]:
-    """Newton-Schulz is matrix products, and its owner's buffers are on the device."""
+def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
+    """An owner computes on the device, and its buffers and states are there."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
-        if job.optimizer == "muon" and place not in ("none", "auto"):
+        if job.optimizer != "adamw" and place not in ("none", "auto"):
             yield Problem(
                 f"parallel.zero.{name}",
-                f"{place} with optimizer.name: muon",
-                "none: Muon's matrix products run on the device, where its states are",
+                f"{place} with optimizer.name: {job.optimizer}",
+                "none: owners update whole tensors on the device, where their states are",
                 f"set parallel.zero.{name} to none (or auto), or optimizer.name to adamw",
             )
 
