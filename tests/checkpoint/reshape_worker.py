@@ -17,7 +17,7 @@ from tests.engines.parity_worker import (
     write_state,
 )
 from toolkit.checkpoint.saved_state import SavedState
-from toolkit.checkpoint.shards import whole_block
+from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.store import folder_name
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave
@@ -74,8 +74,8 @@ def differences(one: Path, other: Path) -> list[str]:
         for name, shape in a.shapes.items()
         for quantity in {*a.quantities(name), *b.quantities(name)}
         if not torch.equal(
-            a.read(quantity, whole_block(name, shape)),
-            b.read(quantity, whole_block(name, shape)),
+            a.read(quantity, whole_quantity(quantity, name, shape)),
+            b.read(quantity, whole_quantity(quantity, name, shape)),
         )
     ]
 

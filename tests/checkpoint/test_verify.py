@@ -95,5 +95,7 @@ def test_a_manifest_stays_in_its_folder(name: str, tmp_path: Path) -> None:
 def test_muon_keeps_no_second_moment(tmp_path: Path) -> None:
     """Of AdamW's checkpoint, the matrices inside the layers and nothing else."""
     state = saved_state.SavedState(saved_run(tmp_path, 5) / "checkpoints" / "step-00000005")
-    found = {problem.partition(" ")[0] for problem in coverage_problems(state, muon=True)}
+    found = {
+        problem.partition(" ")[0] for problem in coverage_problems(state, optimizer="muon")
+    }
     assert found == {name for name in state.shapes if name.endswith("_proj.weight")}

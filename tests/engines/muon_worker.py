@@ -5,9 +5,11 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.shards import stored_values
-from toolkit.engines import muon
+from toolkit.engines import owners
 from toolkit.engines.distributed import join, leave
+from toolkit.engines.muon import Muon
 from toolkit.models.families.tensors import Block
+from toolkit.recipe.schema import OptimizerSection
 
 MATRICES = {"split": (6, 10), "turned": (8, 4), "copied": (5, 5), "one": (3, 7)}
 HELD = {
@@ -34,7 +36,7 @@ def orthogonalized() -> dict[str, Any]:
         name: torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
         for name, shape in MATRICES.items()
     }
-    muon.EXCHANGED_AT_ONCE = 100  # type: ignore[attr-defined]
+    owners.EXCHANGED_AT_ONCE = 100  # type: ignore[attr-defined]
     blocks = HELD[ranks.rank]
     held = {}
     for block in blocks:
@@ -42,8 +44,9 @@ def orthogonalized() -> dict[str, Any]:
         stored = block.stored
         held[stored] = stored_values(block, 0, flat[: _numel(block)])
         held[stored].copy_(_cut(wholes, stored))
-    exchange = muon.Exchange([*held], 5, ranks.device)
-    exchange.run(held)
+    rule = Muon(OptimizerSection(name="muon", learning_rate=1.0))
+    exchange = owners.Exchange([*held], rule, ranks.device)
+    exchange.run(held, 1)
     found = dict.fromkeys(MATRICES, 0.0)
     expected = {name: by_torch(whole) for name, whole in wholes.items()}
     for block, values in held.items():

@@ -1,7 +1,6 @@
 """`optimizer.name: muon`: in every layout the run of transformers with `torch.optim.Muon` and
 `torch.optim.AdamW` in one process."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,26 +13,21 @@ from torch import nn
 from tests.checkpoint.reshape_worker import SAVED_AT
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
-from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
+from tests.engines.cases import MIXTRAL
 from tests.engines.muon_worker import orthogonalized
+from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
 from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
 from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
+from toolkit.engines.muon import Muon, newton_schulz
+from toolkit.recipe.schema import MuonSection, OptimizerSection
 
 RATE = 7e-5
 """The Newton-Schulz iteration rounds to bf16: another last digit of a gradient now and then
 flips a bit there. At 1e-3 twenty steps make 4e-5 of that, with torch's own optimizer, too."""
 OTHER = {"momentum": 0.8, "nesterov": False, "ns_steps": 3, "adjust_lr": "original"}
-GPT2 = {
-    "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128,
-    "n_positions": 32, "vocab_size": 101, "tie_word_embeddings": True,
-}  # fmt: skip
-"""Stored [in, out], and turned in megatron-core."""
-BOTTOM = ("model.embed_tokens.*", "model.layers.0.*")
-"""All of the first of two pipeline stages."""
-
 GROUPS = ({"parameters": ["*.mlp.*"], "lr_mult": 0.5, "wd_mult": 2.0},)
 
 
@@ -44,29 +38,24 @@ def muon(case: Case, **settings: Any) -> Case:
     return replace(case, optimizer=optimizer, steps=min(case.steps, STEPS))
 
 
-def small(**parallel: Any) -> Case:
-    """As many layers as the reference."""
-    return replace(megatron(**{"family": {}, **parallel}), steps=STEPS)
-
-
-class Both:
+class Both(Parts):
     """torch's Muon and AdamW; experts that transformers stacks are matrices each. `grouped`: as
     with `GROUPS`."""
 
     def __init__(self, model: nn.Module, *, grouped: bool = False, **settings: Any) -> None:
-        self.parts: list[tuple[nn.Parameter, nn.Parameter, Any]] = []
+        super().__init__()
         matrices, others, halved = [], [], []
         for name, parameter in model.named_parameters():
             if grouped and "mlp" in name:
                 halved.append(parameter)
             elif parameter.requires_grad and parameter.ndim == 3:
-                matrices += self._experts(name, parameter)
+                matrices += self.experts(name, parameter)
             elif parameter.requires_grad:
                 layer = ".layers." in name or ".h." in name
                 (matrices if layer and parameter.ndim == 2 else others).append(parameter)
         adjust = settings.pop("adjust_lr", "match_rms_adamw")
         slow = {"params": halved, "lr": 0.5 * RATE, "weight_decay": 0.2}
-        self.muon = torch.optim.Muon(
+        muon = torch.optim.Muon(
             [{"params": matrices}, *([slow] if halved else [])],
             lr=RATE, weight_decay=0.1, adjust_lr_fn=adjust, **settings,
         )  # fmt: skip
@@ -74,31 +63,10 @@ class Both:
             {"params": [p for p in others if p.ndim > 1]},
             {"params": [p for p in others if p.ndim == 1], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
         )
-
-    def _experts(self, name: str, stack: nn.Parameter) -> list[nn.Parameter]:
-        middle = stack.shape[1] // 2
-        gate_up = slice(0, middle), slice(middle, None)
-        for expert in range(len(stack)):
-            for rows in gate_up if "gate_up" in name else (slice(None),):
-                part = nn.Parameter(stack.data[expert, rows])
-                self.parts.append((part, stack, (expert, rows)))
-        return [part for part, of, _ in self.parts if of is stack]
-
-    def zero_grad(self) -> None:
-        for optimizer in (self.muon, self.adamw):
-            optimizer.zero_grad()
-        for _, stack, _ in self.parts:
-            stack.grad = None
-
-    def step(self) -> None:
-        for part, stack, place in self.parts:
-            assert stack.grad is not None
-            part.grad = stack.grad[place]
-        self.muon.step()
-        self.adamw.step()
+        self.optimizers = [muon, adamw]
 
 
 @cache
@@ -111,22 +79,9 @@ def reference(family: Any, settings: Any, freeze: tuple[str, ...], grouped: bool
     return plain_loop(model, optimizer)
 
 
-def check(cases: Sequence[Case], world: int, tolerance: float = TOLERANCE) -> None:
-    for case, (name, result) in zip(cases, run([*cases], world).items(), strict=True):
-        settings = tuple(case.optimizer.get("muon", {}).items())
-        family = tuple(case.family.items())
-        expected = reference(family, settings, case.freeze, bool(case.groups))
-        for quantity in ("loss", "grad_norm"):
-            wanted = expected[quantity][: case.steps]
-            pairs = zip(result[quantity], wanted, strict=True)
-            print(f"{name}: {quantity} {max(abs(a / b - 1) for a, b in pairs):.1e}")
-            # A wrong update shows in the norms first: the losses agree to 5e-7.
-            close = tolerance / 3 if quantity == "loss" else tolerance
-            assert result[quantity] == pytest.approx(wanted, rel=close), name
-
-
-def deepspeed(stage: int, **more: Any) -> Case:
-    return Case("deepspeed", 2, stage, **more)
+def reference_of(case: Case) -> Any:
+    settings = tuple(case.optimizer.get("muon", {}).items())
+    return reference(tuple(case.family.items()), settings, case.freeze, bool(case.groups))
 
 
 TWO = [
@@ -169,26 +124,38 @@ HALF = [
 
 
 def test_one_process() -> None:
-    check([muon(Case("ddp", 8)), muon(Case("ddp", 4), **OTHER)], 1)
+    check([muon(Case("ddp", 8)), muon(Case("ddp", 4), **OTHER)], 1, reference_of)
 
 
 def test_two_processes() -> None:
-    check(TWO, 2)
+    check(TWO, 2, reference_of)
 
 
 @pytest.mark.slow
 def test_more_layouts() -> None:
-    check([replace(case, steps=10) for case in MORE], 2)
+    check([replace(case, steps=10) for case in MORE], 2, reference_of)
 
 
 @pytest.mark.slow
 def test_four_processes() -> None:
-    check([replace(case, steps=10) for case in FOUR], 4)
+    check([replace(case, steps=10) for case in FOUR], 4, reference_of)
 
 
 @pytest.mark.slow
 def test_16_bits() -> None:
-    check(HALF, 2, 3e-2)
+    check(HALF, 2, reference_of, 3e-2)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7), (128, 32)])
+def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
+    """Which torch itself has under a private name, with other arguments in other versions."""
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = gradient
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    rate = Muon(OptimizerSection(learning_rate=1.0, muon=MuonSection(adjust_lr="original")))
+    expected = torch.zeros(shape).add_(newton_schulz(gradient, 5), alpha=-rate.rate(shape))
+    assert torch.equal(weight, expected)
 
 
 def test_rectangles() -> None:
@@ -216,6 +183,6 @@ def test_reshape(tmp_path: Path) -> None:
     unbroken = write_all(tmp_path, layouts)
     state = SavedState(tmp_path / "tp2" / folder_name(SAVED_AT))
     assert state.quantities("model.layers.1.mlp.up_proj.weight") == ["weight", "exp_avg"]
-    assert [*coverage_problems(state, muon=True)] == []
+    assert [*coverage_problems(state, optimizer="muon")] == []
     assert "exp_avg_sq of model.layers." in next(coverage_problems(state))
     check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])

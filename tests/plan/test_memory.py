@@ -20,6 +20,7 @@ from toolkit.plan.cost.memory import (
     peak_memory,
     stage_memory,
 )
+from toolkit.plan.cost.owners import owner_updates
 from toolkit.plan.cost.workload import Workload
 
 SHAPE = {
@@ -89,16 +90,34 @@ def test_bytes_per_parameter_on_four_ranks(
 
 
 def test_muon_has_one_moment() -> None:
-    train = workload(UNTIED, engine="ddp", precision="fp32", muon=True)
+    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), "muon", 5)
+    train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
     total, vocabulary = UNTIED.parameters.total, 2 * EMBEDDING
     expected = 16 * vocabulary + 12 * (total - vocabulary)
     assert model_states_gib(train, Layout()) * GIB == expected
     # Received and sent in bf16: what was not needed by activations, which come first.
-    plain = replace(train, muon=False)
+    plain = replace(train, updates=None)
     tiny = replace(train, sequence_length=1), replace(plain, sequence_length=1)
     with_muon, without = (peak_memory(one, Layout()).buffers for one in tiny)
     assert 4 * (total - vocabulary) < with_muon - without <= 8 * (total - vocabulary)
     assert peak_memory(replace(train, sequence_length=4096), Layout()).buffers == without
+
+
+def test_adafactor_has_a_row_and_a_column() -> None:
+    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), "adafactor", 5)
+    train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
+    total = UNTIED.parameters.total
+    factors = 2 * (512 + 64) + 6 * (4 * (64 + 64) + 3 * (64 + 128) + NORMS) + 64
+    assert model_states_gib(train, Layout()) * GIB == 8 * total + 4 * factors
+    sharded = replace(train, engine="fsdp")
+    found = model_states_gib(sharded, Layout(dp=2, zero_stage=3)) * GIB
+    assert found == pytest.approx((8 * total + 4 * factors) / 2)
+    # All that is not needed by activations: the largest tensor squared, and its update.
+    tiny = replace(train, sequence_length=1)
+    with_rule, without = (
+        peak_memory(one, Layout()).buffers for one in (tiny, replace(tiny, updates=None))
+    )
+    assert 0 < with_rule - without <= 2 * 4 * EMBEDDING
 
 
 def test_tensor_parallel_splits_all_but_norms() -> None:

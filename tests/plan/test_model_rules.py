@@ -189,10 +189,10 @@ def test_muon_stays_on_the_device() -> None:
         ("deepspeed", {"stage": 3, "offload_parameters": "cpu"}),
         ("auto", {"offload_optimizer": "cpu"}),
     ):
-        problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), muon=True))
+        problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), optimizer="muon"))
         assert problem.key == f"parallel.zero.{[*zero][-1]}"
         assert "optimizer.name to adamw" in problem.fix
-    open_places = replace(job(LLAMA, 4), muon=True)
+    open_places = replace(job(LLAMA, 4), optimizer="muon")
     assert problems(open_places) == []
     for fallback in fallbacks(open_places, 4):
         places = {
@@ -203,10 +203,12 @@ def test_muon_stays_on_the_device() -> None:
 
 def test_muon_in_fp16() -> None:
     """megatron-core's optimizers do not all agree on the step of an overflow."""
-    asked = replace(job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), muon=True)
+    asked = replace(
+        job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), optimizer="muon"
+    )
     assert only(asked).found == "fp16 with optimizer.name: muon on engine megatron"
     other = job(LLAMA, 4, precision="fp16", engine="deepspeed", zero={"stage": 2})
-    assert problems(replace(other, muon=True)) == []
+    assert problems(replace(other, optimizer="muon")) == []
 
 
 def test_a_layer_per_chunk() -> None:

@@ -198,9 +198,29 @@ MISTAKES = {
     "another tool's groups": M(
         "weight_decay: 0.1", "decoupled_lr: 0.5", "optimizer.decoupled_lr", "optimizer.groups"
     ),
+    "layer decay above one": M(
+        "weight_decay: 0.1", "layer_decay: 1.1", "optimizer.layer_decay", "write 1 or less"
+    ),
+    "another tool's layer decay": M(
+        "weight_decay: 0.1", "layerwise_lr_decay: 0.9", "optimizer.layerwise_lr_decay",
+        "optimizer.layer_decay",
+    ),
     "settings of Muon with AdamW": M(
         "  name: adamw", "  name: adamw\n  muon: {momentum: 0.9}",
         "optimizer.muon", "set name to muon", at="muon: {momentum: 0.9}",
+    ),
+    "settings of Adafactor with AdamW": M(
+        "  name: adamw", "  name: adamw\n  adafactor: {clip: 2.0}",
+        "optimizer.adafactor", "set name to adafactor", at="adafactor: {clip: 2.0}",
+    ),
+    "eps of Adafactor": M(
+        "  name: adamw", "  name: adafactor\n  eps: 1.0e-7",
+        "optimizer.eps", "optimizer.adafactor", at="eps: 1.0e-7",
+    ),
+    "Adafactor with adapters": M(
+        "optimizer:\n  name: adamw",
+        "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: adafactor",
+        "optimizer.name", "set optimizer.name to adamw", at="name: adafactor",
     ),
     "Muon with adapters": M(
         "optimizer:\n  name: adamw", "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: muon",

@@ -39,7 +39,7 @@ def arguments_of(
     """See `toolkit.accelerate.training_arguments`."""
     if recipe.optimizer.name != "adamw":
         raise PlanError(
-            f"optimizer.name is {recipe.optimizer.name}, which Trainer does not have",
+            f"optimizer.name is {recipe.optimizer.name}, which is not exported to Trainer",
             fix="set optimizer.name to adamw, or train with `dmt launch`",
         )
     for name in _ENGINE:
@@ -49,11 +49,12 @@ def arguments_of(
                 fix=f"leave {name} out; state another engine in the recipe or the overrides, "
                 'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
             )
-    if recipe.optimizer.groups:
-        raise PlanError(
-            "the recipe has `optimizer.groups`, which TrainingArguments cannot state",
-            fix="remove them, or train with `dmt launch`",
-        )
+    for key in ("groups", "layer_decay"):
+        if getattr(recipe.optimizer, key):
+            raise PlanError(
+                f"the recipe has `optimizer.{key}`, which TrainingArguments cannot state",
+                fix="remove it, or train with `dmt launch`",
+            )
     words = in_accelerate(recipe, plan)
     prepare_process(words)
     config = plan.backend.render(recipe, plan.layout)

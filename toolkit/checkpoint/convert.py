@@ -10,7 +10,7 @@ import torch
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
-from toolkit.checkpoint.shards import key_of, whole_block
+from toolkit.checkpoint.shards import block_shape, key_of, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
@@ -75,7 +75,10 @@ def _entries(state: SavedState) -> Iterator[TensorToWrite]:
     """Every quantity of every tensor, under the name of its whole rectangle."""
     for tensor, shape in state.shapes.items():
         for quantity in state.quantities(tensor):
-            key = key_of(quantity, whole_block(tensor, shape))
+            whole = whole_quantity(quantity, tensor, shape)
             yield TensorToWrite(
-                key, torch.float32, shape, partial(state.in_pieces, quantity, tensor)
+                key_of(quantity, whole),
+                torch.float32,
+                block_shape(whole),
+                partial(state.in_pieces, quantity, tensor),
             )

@@ -82,9 +82,9 @@ class Manifest:
         return tuple(self.recipe["model"].get("freeze", ()))
 
     @property
-    def muon(self) -> bool:
-        """Do the matrices of the layers have one moment only?"""
-        return bool(self.recipe["optimizer"].get("name") == "muon")
+    def optimizer(self) -> str:
+        """The recipe's `optimizer.name`, which says what states there are."""
+        return str(self.recipe["optimizer"].get("name", "adamw"))
 
     @property
     def adapter(self) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm, prod
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from toolkit.checkpoint.manifest import Manifest, file_in
 from toolkit.checkpoint.shards import (
-    QUANTITIES,
+    STORED,
     StateShard,
     block_numel,
     block_shape,
     cut,
     parameter_blocks,
     parse_key,
-    whole_block,
+    whole_quantity,
 )
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block, ends
@@ -96,13 +96,15 @@ class SavedState:
     def nbytes(self) -> int:
         """Bytes of all whole tensors, moments included."""
         numel = sum(
-            prod(shape) * len(self.quantities(tensor)) for tensor, shape in self.shapes.items()
+            block_numel(whole_quantity(quantity, tensor, shape))
+            for tensor, shape in self.shapes.items()
+            for quantity in self.quantities(tensor)
         )
         return numel * torch.float32.itemsize
 
     def quantities(self, tensor: str) -> list[str]:
         """What is stored of a tensor: its weight alone where it does not train."""
-        return [quantity for quantity in QUANTITIES if (quantity, tensor) in self._index]
+        return [quantity for quantity in STORED if (quantity, tensor) in self._index]
 
     def names(self) -> list[tuple[str, str]]:
         """Every quantity and tensor for which something is stored."""
@@ -147,8 +149,8 @@ class SavedState:
         return values
 
     def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
-        """A whole tensor, some rows at a time: fp32, [rows, columns] or [rows]."""
-        whole = whole_block(tensor, self.shapes[tensor])
+        """A whole quantity, some rows at a time: fp32, [rows, columns] or [rows]."""
+        whole = whole_quantity(quantity, tensor, self.shapes[tensor])
         last = whole.rows[1]
         step = max(1, ELEMENTS_AT_ONCE * last // block_numel(whole))
         for first in range(0, last, step):

@@ -1,7 +1,8 @@
 """What a rank holds of the training state, in words that no engine owns.
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
-weight and Adam's two moments, of which Muon's matrices have the first alone. A rank holds some
+weight and Adam's two moments, of which Muon's matrices have the first alone, and Adafactor's
+one vector for the rows and one for the columns in their place. A rank holds some
 elements of them. An engine says which: a `StateShard` is a run of elements with the rectangles
 (`Block`) of the checkpoint tensors that they are. Saving writes the rectangles under names that
 say what they are; loading asks for the rectangles that the new layout needs. So every
@@ -16,12 +17,18 @@ from math import prod
 from torch import Tensor, nn
 
 from toolkit.models.families.tensors import Block, ends
+from toolkit.models.matrices import is_layer_matrix
 from toolkit.models.weights import checkpoint_names, correction_biases
 
 QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
 """The fp32 weight, and Adam's first and second moment; Muon's momentum is a first one."""
 
-_KEY = re.compile(r"(weight|exp_avg|exp_avg_sq)/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
+FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
+"""Adafactor's averages of a matrix [rows, columns]: one per row, one per column."""
+STORED = (*QUANTITIES, *FACTORS)
+"""Every quantity."""
+
+_KEY = re.compile(rf"({'|'.join(STORED)})/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
 _NUMBERS = re.compile(r"(\d+):(\d+)(?::(\d+))?")
 
 
@@ -94,6 +101,25 @@ def whole_block(tensor: str, shape: Sequence[int]) -> Block:
     """All of a checkpoint tensor, as a vector or a matrix."""
     rows, *columns = stored_shape(shape)
     return Block(tensor, (0, rows), (0, columns[0]) if columns else None, transposed=False)
+
+
+def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """The quantities of a tensor that trains, with the optimizer of this name."""
+    if optimizer == "adafactor":
+        return ("weight", *FACTORS) if len(shape) > 1 else ("weight", "exp_avg_sq")
+    return (
+        QUANTITIES[:2]
+        if optimizer == "muon" and is_layer_matrix(tensor, len(shape))
+        else QUANTITIES
+    )
+
+
+def whole_quantity(quantity: str, tensor: str, shape: Sequence[int]) -> Block:
+    """All of a quantity of a checkpoint tensor of this shape."""
+    if quantity in FACTORS:
+        axis = FACTORS.index(quantity)
+        shape = stored_shape(shape)[axis : axis + 1]
+    return whole_block(tensor, shape)
 
 
 def block_numel(block: Block) -> int:

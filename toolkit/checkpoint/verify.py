@@ -7,12 +7,11 @@ from pathlib import Path
 from toolkit.checkpoint.export import COMPANIONS, check_complete
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, problem_with
 from toolkit.checkpoint.saved_state import SavedState, intersection
-from toolkit.checkpoint.shards import QUANTITIES, block_numel, block_shape, whole_block
+from toolkit.checkpoint.shards import block_numel, block_shape, kept, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
-from toolkit.models.matrices import is_layer_matrix
 from toolkit.models.weights import is_correction_bias
 
 _DTYPE = "F32"
@@ -63,7 +62,7 @@ def _present(folder: Path) -> set[str]:
 
 def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
     try:
-        yield from coverage_problems(state, manifest.freeze, muon=manifest.muon)
+        yield from coverage_problems(state, manifest.freeze, manifest.optimizer)
         if any(name.startswith(f"{COMPANIONS}/") for name in manifest.files):
             check_complete(state)
         else:
@@ -73,22 +72,22 @@ def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
 
 
 def coverage_problems(
-    state: SavedState, freeze: Sequence[str] = (), *, muon: bool = False
+    state: SavedState, freeze: Sequence[str] = (), optimizer: str = "adamw"
 ) -> Iterator[str]:
     """Where weight and moments do not hold every element of each tensor exactly once.
 
     Tensors that match a pattern of `freeze` have no moments, and correction biases neither;
-    with `muon`, matrices of layers have one.
+    those of the others are what the optimizer of this name keeps.
     """
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
-        whole = whole_block(tensor, shape)
-        kept = 2 if muon and is_layer_matrix(tensor, len(shape)) else 3
+        expected = kept(optimizer, tensor, shape)
         if tensor in frozen and len(state.quantities(tensor)) > 1:
             yield f"{tensor} does not train, but has moments"
-        elif len(state.quantities(tensor)) > kept:
-            yield f"{tensor} has a second moment, which Muon does not keep"
-        for quantity in QUANTITIES[: 1 if tensor in frozen else kept]:
+        elif more := {*state.quantities(tensor)} - {*expected}:
+            yield f"{tensor} has {', '.join(sorted(more))}, which {optimizer} does not keep"
+        for quantity in expected[: 1 if tensor in frozen else None]:
+            whole = whole_quantity(quantity, tensor, shape)
             parts = state.parts(quantity, tensor)
             for part in parts:
                 if (part.dtype, part.shape) != (_DTYPE, block_shape(part.block)):

@@ -18,7 +18,7 @@ from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import RunningSum, to_device
-from toolkit.engines.muon import MuonAdamW, bind, matrices_of, split_groups
+from toolkit.engines.owners import RULES, OwnerOptimizer, bind, new_optimizer, owned_by
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -45,10 +45,10 @@ class DataParallelEngine:
     def new_optimizer(self, model: nn.Module, **implementation: bool) -> torch.optim.AdamW:
         """The recipe's optimizer; `implementation` is torch's `foreach` or `fused`."""
         wanted = self.setup.optimizer
-        groups = adam.parameter_groups(hf.tensors_of(model), wanted)
-        if wanted.name == "muon":
+        groups = adam.parameter_groups(hf.tensors_of(model), wanted, self.setup.layers)
+        if wanted.name in RULES:
             placed = ((p, parameter_blocks(n, p.shape)) for n, p in hf.named_parameters(model))
-            return MuonAdamW(split_groups(groups, placed), wanted, **implementation)
+            return new_optimizer(groups, placed, wanted, **implementation)
         return torch.optim.AdamW(
             groups,
             lr=wanted.learning_rate,
@@ -58,9 +58,9 @@ class DataParallelEngine:
         )
 
     def bind_optimizer(self) -> None:
-        """Let Muon find out what this rank holds, once all is built."""
-        if isinstance(self.optimizer, MuonAdamW):
-            bind(matrices_of(self.optimizer), self.state, self.setup)
+        """Let an optimizer with owners find out what this rank holds, once all is built."""
+        if isinstance(self.optimizer, OwnerOptimizer):
+            bind(owned_by(self.optimizer), self.state, self.setup)
 
     def train_step(
         self,

@@ -1,5 +1,5 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
-parameters decay, moments and step counts. `muon.py` is an AdamW, too."""
+parameters decay, moments and step counts. the optimizer of `owners.py` is one, too."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import QUANTITIES
 from toolkit.errors import CheckpointError
-from toolkit.models.parameter_groups import Multipliers, multipliers
+from toolkit.models.parameter_groups import Multipliers, layer_multiplier, multipliers
 from toolkit.recipe.schema import OptimizerSection
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[nn.Parameter, Collection[str]]], settings: OptimizerSection
+    parameters: Iterable[tuple[nn.Parameter, Collection[str]]],
+    settings: OptimizerSection,
+    layers: int,
 ) -> list[dict[str, Any]]:
     """Optimizer groups of what trains: weight decay for matrices, none for norms and biases,
-    and the multipliers of `settings.groups`.
+    and the multipliers of `settings.groups` and, in a model of `layers`, of `layer_decay`.
 
     Each of `parameters` comes with the checkpoint tensors that it is made of. Norm weights and
     biases are exactly the parameters with one dimension, and the stacked biases of experts.
@@ -29,6 +31,9 @@ def parameter_groups(
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             own = multipliers(settings.groups, tensors)
+            if settings.layer_decay is not None:
+                lower = layer_multiplier(settings.layer_decay, min(tensors), layers)
+                own = own._replace(lr=own.lr * lower)
             decays = len(shape) > 1 and not any(name.endswith("bias") for name in tensors)
             own = own if decays else own._replace(wd=0.0)
             found.setdefault(own, []).append(parameter)
@@ -49,11 +54,13 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate * group["lr_mult"]
 
 
-def moments(optimizer: Any, weight: Tensor, *, second: bool = True) -> Mapping[str, Tensor]:
-    """The fp32 weight and its moments, by quantity; zeros before the first step, where the
-    `second` one is left out for Muon."""
+def moments(
+    optimizer: Any, weight: Tensor, *, kept: Iterable[str] = QUANTITIES[1:]
+) -> Mapping[str, Tensor]:
+    """The fp32 weight and its moments, by quantity; before the first step zeros, of those that
+    are `kept`."""
     state = optimizer.state[weight]
-    if "exp_avg" not in state:
+    if not state:
         if not _counts_in_groups(optimizer):
             # torch counts in a tensor, which its fused kernel wants on the weight's device;
             # DeepSpeed's implementations in a number.
@@ -61,9 +68,8 @@ def moments(optimizer: Any, weight: Tensor, *, second: bool = True) -> Mapping[s
             fused = own and optimizer.defaults["fused"]
             device = weight.device if fused else torch.device("cpu")
             state["step"] = torch.zeros((), device=device) if own else 0
-        state["exp_avg"] = torch.zeros_like(weight)
-        if second:
-            state["exp_avg_sq"] = torch.zeros_like(weight)
+        for quantity in kept:
+            state[quantity] = torch.zeros_like(weight)
     return {"weight": weight, **{q: state[q] for q in QUANTITIES[1:] if q in state}}
 
 

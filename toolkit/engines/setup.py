@@ -12,6 +12,7 @@ from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
+from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.planner import Plan
@@ -51,6 +52,11 @@ class EngineSetup:
     """The model's adapters, whose base is `frozen`."""
     balance: BalanceSection | None = None
     """The recipe's `model.balance`."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the whole model."""
+        return layer_count(self.weights.shapes)
 
     @classmethod
     def of(

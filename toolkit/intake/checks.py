@@ -122,14 +122,29 @@ def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     """Settings of another optimizer would change nothing."""
     optimizer = recipe.optimizer
-    if optimizer.muon is not None and optimizer.name != "muon":
-        found, fix = f"settings with `name: {optimizer.name}`", "remove it, or set name to muon"
-        yield Problem("optimizer.muon", found, "null without `name: muon`", fix)
-    if optimizer.name == "muon" and recipe.adapter is not None:
-        allowed = "adamw with adapter: what is trained is a product of two matrices, and to "
-        allowed += "orthogonalise each factor is not to orthogonalise the update"
+    name = optimizer.name
+    for other in {"adafactor", "muon"} - {name}:
+        if getattr(optimizer, other) is not None:
+            found, fix = f"settings with `name: {name}`", f"remove it, or set name to {other}"
+            yield Problem(f"optimizer.{other}", found, f"null without `name: {other}`", fix)
+    for key in ("betas", "eps") if name == "adafactor" else ():
+        value = getattr(optimizer, key)
+        if value != type(optimizer).model_fields[key].default:
+            found, allowed = f"{value} with `name: adafactor`", "nothing: Adafactor has none"
+            fix = "remove it; the section optimizer.adafactor has its settings"
+            yield Problem(f"optimizer.{key}", found, allowed, fix)
+    if name in _NO_ADAPTER and recipe.adapter is not None:
+        allowed = f"adamw with adapter: {_NO_ADAPTER[name]}"
         fix = "set optimizer.name to adamw"
-        yield Problem("optimizer.name", "muon together with adapter", allowed, fix)
+        yield Problem("optimizer.name", f"{name} together with adapter", allowed, fix)
+
+
+_NO_ADAPTER = {
+    "adafactor": "the states of so few parameters are small, there is nothing to factor",
+    "muon": "what is trained is a product of two matrices, and to orthogonalise each factor is "
+    "not to orthogonalise the update",
+}
+"""Why these optimizers do not train adapters."""
 
 
 def _model_source(recipe: Recipe) -> Iterator[Problem]:
@@ -423,7 +438,7 @@ RULES: tuple[Rule, ...] = (
     Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
-    Rule(("optimizer.name", "optimizer.muon", "adapter"), _optimizer),
+    Rule(("optimizer", "adapter"), _optimizer),
     Rule(("model.hub", "model.init", "model.checkpoint", "model.config"), _model_source),
     Rule(("model.config",), _model_config),
     Rule(("model.freeze", "adapter"), _frozen_twice),
@@ -438,6 +453,7 @@ RULES: tuple[Rule, ...] = (
             "model.config",
             "model.freeze",
             "optimizer.groups",
+            "optimizer.layer_decay",
             "adapter",
             "optimizer.name",
             "training.sequence_length",

@@ -1,7 +1,8 @@
-"""Which tensors of a checkpoint `optimizer.name: muon` orthogonalises. Nothing here imports
-torch."""
+"""Which checkpoint tensors `optimizer.name: muon` orthogonalises, and its cost. Nothing here
+imports torch."""
 
 import re
+from collections.abc import Sequence
 
 EXCHANGED_AT_ONCE = 1 << 28
 """Elements of its shards, of whole matrices and of copies for their holders that a rank
@@ -24,3 +25,10 @@ def is_layer_matrix(tensor: str, dimensions: int) -> bool:
         return False
     module = tensor.rsplit(".", 2)[-2]
     return "norm" not in module and "conv" not in module
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
+    """Of `steps` Newton-Schulz steps on a matrix: with m ≤ n, x xᵀ and its product with x are
+    2 m² n each, (x xᵀ)² is 2 m³."""
+    m, n = sorted(shape)
+    return steps * 2 * m * m * (2 * n + m)

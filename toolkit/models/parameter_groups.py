@@ -1,9 +1,10 @@
-"""Learning rates and weight decay by parameter: the groups of `optimizer.groups`.
+"""Learning rates and weight decay by parameter: `optimizer.groups` and `optimizer.layer_decay`.
 
-Their patterns are matched as those of `model.freeze` are (`toolkit.models.frozen`). Nothing
-here imports torch.
+Patterns are matched as those of `model.freeze` are (`toolkit.models.frozen`). Nothing here
+imports torch.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from toolkit.models.frozen import idle_problem, matching
 from toolkit.recipe.schema import ParameterGroup
 
 KEY = "optimizer.groups"
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_EMBEDDING = re.compile(r"(^|[._])(\w*emb(ed(?!_out)\w*)?|wte|wpe|w)\b")
 
 
 class Multipliers(NamedTuple):
@@ -29,6 +32,36 @@ def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> M
     if found := [*part_problems(groups, [tensors])]:
         raise RecipeError(found)
     return _of(groups, min(tensors))
+
+
+def layer_count(tensors: Iterable[str]) -> int:
+    """Decoder layers of a model with these tensors, or of what is held of it."""
+    found = (_LAYER.search(tensor) for tensor in tensors)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+def decay_problems(tensors: Iterable[str]) -> Iterator[Problem]:
+    """Why `layer_decay` does not suit a model with these tensors: layers have one order."""
+    found = ((tensor, _LAYER.search(tensor)) for tensor in tensors)
+    stacks = sorted({tensor[: match.start()] for tensor, match in found if match})
+    if len(stacks) > 1:
+        yield Problem(
+            "optimizer.layer_decay",
+            f"layers in {', '.join(stacks)}",
+            "null for a model whose layers are not in one list: no order of them is defined",
+            "remove optimizer.layer_decay, and state the rates in optimizer.groups",
+        )
+
+
+def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
+    """What `layer_decay` multiplies a tensor's learning rate by: decay^(layers + 1 - depth).
+
+    Depths are those of BEiT's and MAE's fine-tuning (arXiv:2106.08254, arXiv:2111.06377):
+    embeddings 0, the first decoder layer 1, the last `layers`; final norm and head one more.
+    """
+    match = _LAYER.search(tensor)
+    depth = int(match[1]) + 1 if match else 0 if _EMBEDDING.search(tensor) else layers + 1
+    return float(decay ** (layers + 1 - depth))
 
 
 def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:

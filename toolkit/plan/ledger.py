@@ -98,9 +98,13 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
     if optimizer.groups:
         yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
+    if optimizer.layer_decay is not None:
+        yield "layer decay", f"{optimizer.layer_decay:g} per layer, by the names of tensors"
     if optimizer.name == "muon":
         yield "Muon", "whole matrices of the checkpoint are orthogonalised, each on one rank"
-    kinds = "Muon and AdamW" if optimizer.name == "muon" else "AdamW"
+    if optimizer.name == "adafactor":
+        yield "Adafactor", "whole tensors of the checkpoint are updated, each on one rank"
+    kinds = {"muon": "Muon and AdamW", "adafactor": "Adafactor"}.get(optimizer.name, "AdamW")
     yield "optimizer states", f"{kinds} with fp32 weights and moments"
     if plan.attention is not None:
         yield "attention", f"{plan.attention} in every engine and model implementation"

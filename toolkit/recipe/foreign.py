@@ -52,7 +52,8 @@ _NAMES = {
     Foreign("optimizer.clip_grad_norm"): "max_grad_norm clip_grad gradient_clipping",
     Foreign("optimizer.groups", "a list of `{parameters: […], lr_mult: …, wd_mult: …}`"):
         "decoupled_lr lr_groups embedding_lr embedding_lr_scale embedding_learning_rate "
-        "loraplus_lr_ratio no_decay_params layer_decay layerwise_lr_decay",
+        "loraplus_lr_ratio no_decay_params",
+    Foreign("optimizer.layer_decay"): "layerwise_lr_decay layer_lr_decay llrd",
     Foreign("schedule.name"): "lr_scheduler_type lr_scheduler lr_decay_style scheduler",
     Foreign("schedule.min_learning_rate"): "min_lr",
     Foreign("schedule.warmup_steps", "in steps: the ratio times `training.steps`"):

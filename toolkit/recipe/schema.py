@@ -552,26 +552,53 @@ class MuonSection(Section):
     `original` by √max(1, m / n)."""
 
 
+class AdafactorSection(Section):
+    """Adafactor (arXiv:1804.04235), as transformers computes it with `scale_parameter=False`
+    and `relative_step=False`."""
+
+    decay: PositiveFloat = 0.8
+    """The averages of squares weigh the gradient of step t by t^-decay."""
+    eps: PositiveFloat = 1.0e-30
+    """Added to squared gradients."""
+    clip: PositiveFloat = 1.0
+    """Largest root mean square of the update of a tensor, before the learning rate."""
+
+
+OptimizerName: TypeAlias = Literal["adamw", "adafactor", "muon"]
+
+
 class OptimizerSection(Section):
     """On every engine, weight decay skips norms and biases."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
-    embeddings, head, norms and biases are AdamW's, with the same learning rate."""
+    embeddings, head, norms and biases are AdamW's, with the same learning rate. `adafactor`
+    keeps an average per row and per column of a matrix in place of two moments."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and second moment; not with `name: adafactor`."""
     eps: PositiveFloat = 1.0e-8
-    """Added to the denominator."""
+    """Added to the denominator; not with `name: adafactor`."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null for no clipping."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """The learning rate of each decoder layer as a share of the next one's; embeddings have the
+    lowest rate, final norm and head the whole one (docs/optimizers.md). Multipliers of `groups`
+    come on top. null for one rate."""
+    adafactor: AdafactorSection | None = None
+    """With `name: adafactor` only; null for the defaults."""
     muon: MuonSection | None = None
     """With `name: muon` only; null for the defaults."""
+
+    @property
+    def adafactor_settings(self) -> AdafactorSection:
+        """Adafactor's settings, as stated or by default."""
+        return self.adafactor or AdafactorSection()
 
     @property
     def muon_settings(self) -> MuonSection:

@@ -7,13 +7,16 @@ toolkit, because every layout starts from them.
 """
 
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
@@ -126,12 +129,20 @@ def _move_biases(
         bias += step * torch.sign(counts.mean() - counts).float()
 
 
-def _optimizers(
-    model: nn.Module, settings: OptimizerSection
-) -> list[torch.optim.AdamW | torch.optim.Muon]:
+def _depth(name: str, layers: int) -> int:
+    """0 for an embedding, 1 for the first decoder layer, layers + 1 for final norm and head."""
+    number = next((part for part in name.split(".") if part.isdecimal()), None)
+    if number is not None:
+        return int(number) + 1
+    return 0 if any(part in name for part in ("embed_", "wte", "wpe")) else layers + 1
+
+
+def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
     """torch's AdamW, with weight decay for matrices but not for norms and biases, and where the
-    recipe has it torch's Muon for the matrices inside of layers; every parameter with the
-    multipliers of the first group of `optimizer.groups` that names it."""
+    recipe has it torch's Muon for the matrices inside of layers, or transformers' Adafactor;
+    every parameter with the multipliers of the first group of `optimizer.groups` that names it,
+    and of `optimizer.layer_decay`."""
+    layers = len(hf.decoder_layers(model))
     matrices: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for parameter, tensors in hf.tensors_of(model):
@@ -140,16 +151,33 @@ def _optimizers(
             if any(fnmatchcase(name, pattern) for pattern in group.parameters):
                 rate = settings.learning_rate * group.lr_mult
                 decay = settings.weight_decay * group.wd_mult
+        if settings.layer_decay is not None:
+            below = range(layers + 1 - _depth(name, layers))
+            rate *= prod(settings.layer_decay for _ in below)
         vector = parameter.ndim == 1 or name.endswith("bias")  # of experts: stacked
         decay = 0.0 if vector else decay
         inside = any(part.isdecimal() for part in name.split("."))
         linear = not vector and "norm" not in name and "conv" not in name
         muon = settings.name == "muon" and inside and linear
         parts = [parameter]
-        if muon and parameter.ndim == 3:
-            parts = _experts(parameter, 2 if any("gate_proj" in one for one in tensors) else 1)
+        if parameter.ndim == 3 or (vector and parameter.ndim == 2):  # experts, or a convolution
+            halves = 2 if any("gate_proj" in one for one in tensors) else 1
+            split = partial(_flattened if "conv" in name else _experts, halves=halves)
+            parts = _parts(parameter, split) if settings.name != "adamw" else parts
         found = {"params": parts, "lr": rate, "weight_decay": decay}
         (matrices if muon else others).append(found)
+    if settings.name == "adafactor":
+        factored = settings.adafactor_settings
+        return [
+            Adafactor(
+                others,
+                scale_parameter=False,
+                relative_step=False,
+                decay_rate=-factored.decay,
+                eps=(factored.eps, 0.0),
+                clip_threshold=factored.clip,
+            )
+        ]
     adamw = torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps)
     if not matrices:
         return [adamw]
@@ -166,16 +194,23 @@ def _optimizers(
     ]
 
 
-def _experts(stack: nn.Parameter, halves: int) -> list[nn.Parameter]:
-    """The matrices of the experts that transformers keeps in one parameter: its memory and,
+def _experts(stack: Tensor, halves: int) -> list[Tensor]:
+    return [part for expert in stack for part in expert.chunk(halves)]
+
+
+def _flattened(kernel: Tensor, halves: int) -> list[Tensor]:
+    del halves
+    return [kernel.flatten(1)]
+
+
+def _parts(stack: nn.Parameter, split: Callable[[Tensor], list[Tensor]]) -> list[nn.Parameter]:
+    """The tensors of the checkpoint that transformers keeps in one parameter: its memory and,
     once it has a gradient, that of its gradient."""
-    parts = [part for expert in stack.detach() for part in expert.chunk(halves)]
-    matrices = [nn.Parameter(part) for part in parts]
+    matrices = [nn.Parameter(part) for part in split(stack.detach())]
 
     def share(whole: Tensor) -> None:
         assert whole.grad is not None
-        gradients = [part for expert in whole.grad for part in expert.chunk(halves)]
-        for matrix, gradient in zip(matrices, gradients, strict=True):
+        for matrix, gradient in zip(matrices, split(whole.grad), strict=True):
             matrix.grad = gradient
 
     stack.register_post_accumulate_grad_hook(share)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from toolkit.engines import optimizer as adam
 from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
+from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -95,4 +96,5 @@ class DdpEngine(DataParallelEngine):
                 adam.states(self.optimizer, parameter),
                 saved_here=index % self.world == self.setup.ranks.rank,
             )
+        yield from owner_shards([self.optimizer])
         yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)

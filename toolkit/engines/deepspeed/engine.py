@@ -26,7 +26,14 @@ from toolkit.engines.deepspeed.state import (
 )
 from toolkit.engines.deepspeed.veto import Veto, let_skip
 from toolkit.engines.distributed import RunningSum, to_device
-from toolkit.engines.muon import MuonAdamW, bind, matrices_of, split_groups
+from toolkit.engines.owners import (
+    RULES,
+    OwnerOptimizer,
+    bind,
+    new_optimizer,
+    owned_by,
+    owner_shards,
+)
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 from toolkit.objectives.base import Objective
@@ -52,10 +59,10 @@ class DeepSpeedEngine:
         self.model = build_model(setup)
         module = self.model.module
         self.veto = Veto(module)
-        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer)
+        groups = adam.parameter_groups(self.model.tensors(), setup.optimizer, setup.layers)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module,
-            optimizer=self._new_muon(groups),
+            optimizer=self._new_optimizer(groups),
             model_parameters=groups,
             config=setup.engine_config,
             mpu=self.model.mpu,
@@ -66,31 +73,30 @@ class DeepSpeedEngine:
             let_skip(self.optimizer)
         elif self.stage == 0:
             undo_first_step(self.optimizer)
-        self._bind_muon()
+        self._bind_optimizer()
         self.model.restore_buffers(self.engine.module)
         self.engine.train()
 
-    def _new_muon(self, groups: list[dict[str, Any]]) -> MuonAdamW | None:
+    def _new_optimizer(self, groups: list[dict[str, Any]]) -> OwnerOptimizer | None:
         """The optimizer that DeepSpeed is to wrap; None: the one of its own configuration."""
-        if self.setup.optimizer.name != "muon":
+        if self.setup.optimizer.name not in RULES:
             return None
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-        if MuonAdamW not in ZERO_SUPPORTED_OPTIMIZERS:  # others it takes with a warning
-            ZERO_SUPPORTED_OPTIMIZERS.append(MuonAdamW)
+        if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others it takes with a warning
+            ZERO_SUPPORTED_OPTIMIZERS.append(OwnerOptimizer)
         placed = ((parameter, place.blocks) for parameter, place in self.model.placed())
-        groups = split_groups(groups, placed)
-        return MuonAdamW(groups, self.setup.optimizer, fused=True)
+        return new_optimizer(groups, placed, self.setup.optimizer, fused=True)
 
-    def _bind_muon(self) -> None:
-        """Let Muon find out what this rank holds; from stage 1 on a group is one flat tensor,
-        or several, which DeepSpeed updates one after the other."""
+    def _bind_optimizer(self) -> None:
+        """Let an optimizer with owners find out what this rank holds; from stage 1 on a group
+        is one flat tensor, or several, which DeepSpeed updates one after the other."""
         optimizer = self._adam
-        if isinstance(optimizer, MuonAdamW):
-            matrices = matrices_of(optimizer)
+        if isinstance(optimizer, OwnerOptimizer):
+            owned = owned_by(optimizer)
             if self.stage == 3:
-                matrices = dict.fromkeys(stage_3_groups(self.optimizer, "muon"), optimizer)
-            bind(matrices, self._parameter_shards, self.setup, apart=self.stage > 0)
+                owned = dict.fromkeys(stage_3_groups(self.optimizer, "owned"), optimizer)
+            bind(owned, self._parameter_shards, self.setup, apart=self.stage > 0)
 
     def train_step(
         self,
@@ -178,7 +184,8 @@ class DeepSpeedEngine:
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
-        return chain(self._parameter_shards(), self.model.biases())
+        owned = owner_shards([self._adam])
+        return chain(self._parameter_shards(), owned, self.model.biases())
 
     def _parameter_shards(self) -> Iterator[StateShard]:
         placed = self.model.placed()

@@ -28,6 +28,7 @@ from toolkit.engines import optimizer as adam
 from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
+from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
 
@@ -149,6 +150,7 @@ class FsdpEngine(DataParallelEngine):
             blocks = parameter_blocks(name, parameter.shape)
             held = cut(blocks, first, first + values["weight"].numel())
             yield StateShard(held, values, saved_here=True)
+        yield from owner_shards([self.optimizer])
         yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)
 
     def close(self) -> None:

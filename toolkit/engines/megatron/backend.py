@@ -112,12 +112,12 @@ class MegatronBackend(Backend):
                 "rest apart, and they drift after an overflow",
                 "set training.precision to bf16, or parallel.expert to 1",
             )
-        if job.training.precision == "fp16" and job.muon:
+        if job.training.precision == "fp16" and job.optimizer != "adamw":
             yield Problem(
                 "training.precision",
-                "fp16 with optimizer.name: muon on engine megatron",
+                f"fp16 with optimizer.name: {job.optimizer} on engine megatron",
                 "bf16 or fp32: in fp16, each of megatron-core's optimizers decides for itself "
-                "whether it steps, and Muon's exchange needs all ranks",
+                "whether it steps, and owners of whole tensors need the gradients of all ranks",
                 "set training.precision to bf16",
             )
 

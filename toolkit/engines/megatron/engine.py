@@ -34,7 +34,7 @@ from toolkit.engines.balance import Balance
 from toolkit.engines.base import NON_FINITE_GRADIENTS, Counters, EvalResult, StepResult, refusal
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
-from toolkit.engines.muon import MuonAdamW, bind, has_matrices, matrices_of
+from toolkit.engines.owners import RULES, OwnerOptimizer, bind, owned_by, owner_shards, takes
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (
@@ -90,7 +90,7 @@ class MegatronEngine:
         return replicas
 
     def _build_optimizer(self) -> Any:
-        """megatron-core's AdamW, or Muon in its place, with the groups of
+        """megatron-core's AdamW, or our optimizer in its place, with the groups of
         `adam.parameter_groups`."""
         arguments = self.setup.engine_config["optimizer"]
         dtype = getattr(torch, arguments["params_dtype"])
@@ -99,57 +99,59 @@ class MegatronEngine:
             optimizer = get_megatron_optimizer(
                 config,
                 self.replicas,
-                {**self._group_overrides(), **self._muon_overrides()},
+                {**self._group_overrides(), **self._owned_overrides()},
                 use_gloo_process_groups=False,
             )
         for group in optimizer.param_groups:
             # Otherwise done by megatron-core's own learning-rate scheduler.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        if self.setup.optimizer.name == "muon":
-            self._use_muon(optimizer)
+        if self.setup.optimizer.name in RULES:
+            self._use_own(optimizer)
         return optimizer
 
     def _group_overrides(self) -> dict[ParamKey, dict[str, float]]:
         """Every optimizer group's multipliers that are not 1, as megatron-core wants them."""
         overrides = {}
         tensors = weights.tensors_of(self.chunks, self.model)
-        for group in adam.parameter_groups(tensors, self.setup.optimizer):
+        settings, layers = self.setup.optimizer, self.setup.layers
+        for group in adam.parameter_groups(tensors, settings, layers):
             named = {name: group[name] for name in ("lr_mult", "wd_mult") if group[name] != 1}
             members = {id(parameter) for parameter in group["params"]}
             chosen = ParamPredicate(str(named), lambda one, ids=members: id(one) in ids)
             overrides[ParamKey(predicate=chosen)] = named
         return overrides
 
-    def _muon_overrides(self) -> dict[ParamKey, Any]:
-        """What puts the parameters of Muon into groups of their own."""
-        if self.setup.optimizer.name != "muon":
+    def _owned_overrides(self) -> dict[ParamKey, Any]:
+        """What puts the parameters of a `UpdateRule` into groups of their own."""
+        if self.setup.optimizer.name not in RULES:
             return {}
+        rule = RULES[self.setup.optimizer.name](self.setup.optimizer)
         found = {
             shard.parameter
             for shard in weights.shards(self.chunks, self.model)
-            if has_matrices(shard.blocks)
+            if takes(rule, shard.blocks)
         }
-        matrices = ParamPredicate(name="muon", fn=lambda parameter: parameter in found)
-        return {ParamKey(predicate=matrices): {"muon": True}}
+        taken = ParamPredicate(name="owned", fn=lambda parameter: parameter in found)
+        return {ParamKey(predicate=taken): {"owned": True}}
 
-    def _use_muon(self, optimizer: Any) -> None:
+    def _use_own(self, optimizer: Any) -> None:
         """Give every part of the chain our optimizer with the same groups.
 
         The chain has other parts on ranks with experts, and none where nothing trains; the
         exchange is one for all ranks, before any part makes its step.
         """
-        matrices: dict[Tensor, MuonAdamW] = {}
+        owned: dict[Tensor, OwnerOptimizer] = {}
         for part in optimizer.chained_optimizers:
             if part.optimizer is not None:
-                part.optimizer = self._with_muon(part.optimizer.param_groups)
-                matrices |= matrices_of(part.optimizer)
+                part.optimizer = self._with_own(part.optimizer.param_groups)
+                owned |= owned_by(part.optimizer)
         self.optimizer = optimizer
-        (unit,) = bind(matrices, self.state, self.setup)
+        (unit,) = bind(owned, self.state, self.setup)
         unit.run_by_engine = True
         step = optimizer.step_with_ready_grads
 
         def exchange_and_step() -> bool:
-            unit.orthogonalize()
+            unit.compute()
             return bool(step())
 
         optimizer.step_with_ready_grads = exchange_and_step
@@ -164,10 +166,10 @@ class MegatronEngine:
         else:
             config.no_sync_func = [replica.no_sync for replica in self.replicas]
 
-    def _with_muon(self, groups: list[dict[str, Any]]) -> MuonAdamW:
+    def _with_own(self, groups: list[dict[str, Any]]) -> OwnerOptimizer:
         """Our optimizer with the groups of megatron-core's."""
-        empty = [{"muon": False, **group, "params": []} for group in groups]
-        optimizer = MuonAdamW(empty, self.setup.optimizer)
+        empty = [{"owned": False, **group, "params": []} for group in groups]
+        optimizer = OwnerOptimizer(empty, self.setup.optimizer)
         # fp32 shards are views of the model's weights, and no leaves: torch would refuse them.
         for new, old in zip(optimizer.param_groups, groups, strict=True):
             new["params"] = old["params"]
@@ -326,7 +328,8 @@ class MegatronEngine:
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
-        return megatron_state.state(self.chunks, self.model, self.optimizer)
+        yield from megatron_state.state(self.chunks, self.model, self.optimizer)
+        yield from owner_shards(megatron_state.adams(self.optimizer))
 
     def counters(self) -> Counters:
         """See `Engine.counters`."""

@@ -64,6 +64,13 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
             "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by name",
             "remove optimizer.groups, or start the run with `dmt launch`",
         )
+    if recipe.optimizer.layer_decay is not None:
+        yield Problem(
+            "optimizer.layer_decay",
+            f"{recipe.optimizer.layer_decay:g}",
+            "in Megatron-LM's pretrain_gpt.py, nothing: it has no multipliers by layer",
+            "remove optimizer.layer_decay, or start the run with `dmt launch`",
+        )
     if recipe.adapter is not None:
         yield Problem(
             "adapter",
@@ -75,8 +82,8 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "optimizer.name",
             recipe.optimizer.name,
-            "in Megatron-LM's pretrain_gpt.py, adamw: its own Muon keeps other matrices "
-            "together and scales them differently",
+            "in Megatron-LM's pretrain_gpt.py, adamw: it has no Adafactor, and its own Muon "
+            "keeps other matrices together and scales them differently",
             "set optimizer.name to adamw, or start the run with `dmt launch`",
         )
     yield from _data_problems(recipe.data)

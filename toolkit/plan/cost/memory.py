@@ -13,6 +13,7 @@ from toolkit.layout import Layout, LossKernel, Recompute, loss_chunks, padded_vo
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
+from toolkit.plan.cost.owners import by_replicas, factored_bytes
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.workload import Workload
 
@@ -120,8 +121,8 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
     chunk += _frozen_copies(workload, layout, share)
     activations = chunk * _chunks_waiting(layout, share)
-    # What Muon exchanges comes when they are gone.
-    exchange = _muon_exchange(workload, share) - activations - max(logits, step.workspace)
+    # What owners exchange comes when they are gone.
+    exchange = _exchange(workload, layout, share) - activations - max(logits, step.workspace)
     return Memory(
         stage=share.stage,
         parameters=parameters,
@@ -215,16 +216,18 @@ def _states(
         )
 
     each = state_bytes(workload)
-    trained = share.trained
-    matrices = trained._replace(vocabulary=0.0)
-    second_moments = held(FP32_BYTES, 1, matrices) if workload.muon else 0.0
+    trained, updates, saved = share.trained, workload.updates, 0.0
+    if updates and updates.optimizer == "muon":  # no second moment of the layers' matrices
+        saved = held(FP32_BYTES, 1, trained._replace(vocabulary=0.0))
+    elif updates:
+        saved = held(2 * FP32_BYTES, 1, trained) - factored_bytes(workload, layout, share.stage)
     away = layout.offload_optimizer != "none"
     sharded = workload.cost.sharded_weights_from
     return (
         0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
         # From stage 2 on, reduced gradients go where the optimizer is.
         0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, trained),
-        0.0 if away else held(each.optimizer, 1, trained) - second_moments,
+        0.0 if away else held(each.optimizer, 1, trained) - saved,
     )
 
 
@@ -272,12 +275,17 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     return float(kinds * width * one)
 
 
-def _muon_exchange(workload: Workload, share: StageShare) -> float:
-    """Bytes of what Muon sends and receives in bf16 at once, each twice: the rectangles that a
-    rank holds and the matrices that it owns, at most all of its stage's."""
-    if not workload.muon:
+def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
+    """Bytes of what owners of whole tensors send and receive at once, each twice: the
+    rectangles that a rank holds and the tensors that it owns, at most all of its stage's."""
+    trained, updates = share.trained, workload.updates
+    if updates is None:
         return 0.0
-    trained = share.trained
+    if updates.optimizer == "adafactor":  # fp32, and embeddings may be larger than one exchange
+        own = 2 * updates.largest
+        if by_replicas(layout):
+            return FP32_BYTES * own
+        return 2 * FP32_BYTES * min(max(EXCHANGED_AT_ONCE, own), own + 2 * trained.parameters)
     return 2 * 2 * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
 
 

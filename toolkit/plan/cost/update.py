@@ -3,6 +3,7 @@
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device
+from toolkit.plan.cost.owners import owner_s
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.traffic import PlacedLayout, reduce_bytes
 
@@ -27,7 +28,8 @@ def optimizer_s(place: PlacedLayout, share: StageShare, device: Device) -> float
     """Seconds of the optimizer's step, on the device or on the host."""
     parameters = updated_parameters(place.layout, share.trained)
     if place.layout.offload_optimizer == "none":
-        return UPDATE_BYTES * parameters / device.memory
+        update = UPDATE_BYTES * parameters / device.memory
+        return update + owner_s(place, share.stage, device)
     cluster, efficiency = place.cluster, place.efficiency
     on_node = min(cluster.gpus_per_node, place.layout.world)
     memory = cluster.host_memory_bytes_per_s * efficiency["host.memory"] / on_node

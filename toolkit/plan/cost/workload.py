@@ -10,6 +10,7 @@ from toolkit.recipe.schema import TrainingSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
+    from toolkit.plan.cost.owners import OwnerUpdates
 
 Attention = Literal["fused", "unfused"]
 TensorOverlap = Literal["none", "backward", "all"]
@@ -57,8 +58,8 @@ class Workload:
     document_mask: bool = False
     """A mask isolates the documents of a sequence. torch then takes its memory-efficient
     kernel, which computes the hidden scores as well."""
-    muon: bool = False
-    """Muon updates the matrices of the layers: they have one moment."""
+    updates: "OwnerUpdates | None" = None
+    """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -86,7 +87,7 @@ def planned_workload(
     *,
     dropout: bool = False,
     isolates: bool = False,
-    muon: bool = False,
+    updates: "OwnerUpdates | None" = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -110,5 +111,5 @@ def planned_workload(
         flash_version=1 if isolates else 2,
         dropout=dropout,
         document_mask=isolates,
-        muon=muon,
+        updates=updates,
     )

@@ -16,6 +16,7 @@ from toolkit.errors import Problem
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
 from toolkit.plan.cost.workload import Workload, planned_workload
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.legality import divisors, nearest
@@ -23,6 +24,7 @@ from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
     KernelsSection,
+    OptimizerName,
     ParallelSection,
     ParameterGroup,
     Recipe,
@@ -46,8 +48,12 @@ class PlanRequest:
     """The recipe's `adapter`."""
     groups: tuple[ParameterGroup, ...] = ()
     """The recipe's `optimizer.groups`."""
-    muon: bool = False
-    """The recipe's `optimizer.name` is muon."""
+    optimizer: OptimizerName = "adamw"
+    """The recipe's `optimizer.name`."""
+    ns_steps: int = 5
+    """Of the recipe's `optimizer.muon`."""
+    layer_decay: float | None = None
+    """The recipe's `optimizer.layer_decay`."""
     kernels: KernelsSection = field(default_factory=KernelsSection)
 
     @classmethod
@@ -64,24 +70,27 @@ class PlanRequest:
             recipe.data.isolates,
             recipe.adapter,
             recipe.optimizer.groups,
-            recipe.optimizer.name == "muon",
+            recipe.optimizer.name,
+            recipe.optimizer.muon_settings.ns_steps,
+            recipe.optimizer.layer_decay,
             recipe.kernels,
         )
 
     def workload(self, pair: Pair) -> Workload:
         """What is trained, on an engine and a model implementation."""
         return planned_workload(
-            self.spec,
-            self.training,
-            pair,
-            isolates=self.isolates,
-            muon=self.muon,
+            self.spec, self.training, pair, isolates=self.isolates, updates=self.updates
         )
 
     @cached_property
     def spec(self) -> ModelSpec:
         """The model's shape, with what is frozen of it and with its adapters."""
         return lora.spec_of(self.config, self.freeze, self.adapter)
+
+    @cached_property
+    def updates(self) -> OwnerUpdates | None:
+        """What an optimizer other than AdamW updates as wholes."""
+        return owner_updates(self.config, self.freeze, self.optimizer, self.ns_steps)
 
     @cached_property
     def mapped(self) -> MegatronModel:
@@ -121,7 +130,7 @@ class PlanRequest:
     def asking(self, parallel: ParallelSection) -> "PlanRequest":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        for name in ("spec", "inexpressible", "divided"):
+        for name in ("spec", "updates", "inexpressible", "divided"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -142,6 +151,8 @@ def problems(job: PlanRequest) -> list[Problem]:
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
+    if job.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
+        return wrong
     if job.groups and (wrong := [*parameter_groups.problems(job.groups, job.trained)]):
         return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
@@ -152,7 +163,7 @@ def problems(job: PlanRequest) -> list[Problem]:
 def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     """What keeps `pair` from training this model, one problem per setting."""
     stacked, fused = job.divided
-    if offloaded := [*_offloaded_muon(job)]:
+    if offloaded := [*_offloaded_owners(job)]:
         return offloaded
     if pair.model != "megatron":
         return stacked
@@ -165,15 +176,15 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
-def _offloaded_muon(job: PlanRequest) -> Iterator[Problem]:
-    """Newton-Schulz is matrix products, and its owner's buffers are on the device."""
+def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
+    """An owner computes on the device, and its buffers and states are there."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
-        if job.muon and place not in ("none", "auto"):
+        if job.optimizer != "adamw" and place not in ("none", "auto"):
             yield Problem(
                 f"parallel.zero.{name}",
-                f"{place} with optimizer.name: muon",
-                "none: Muon's matrix products run on the device, where its states are",
+                f"{place} with optimizer.name: {job.optimizer}",
+                "none: owners update whole tensors on the device, where their states are",
                 f"set parallel.zero.{name} to none (or auto), or optimizer.name to adamw",
             )
 

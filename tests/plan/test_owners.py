@@ -1,0 +1,130 @@
+"""What owners add to the predicted step time: by arithmetic on the model's matrices."""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import repeat
+from random import Random
+
+import pytest
+
+from tests.plan.making import TINY
+from toolkit.hardware.cluster import default_cluster
+from toolkit.layout import Layout
+from toolkit.models.families import model_spec
+from toolkit.models.matrices import newton_schulz_flops
+from toolkit.plan.cost.efficiency import DEFAULT
+from toolkit.plan.cost.operators import device, matmul_s
+from toolkit.plan.cost.owners import busiest, newton_schulz_s, owner_updates
+from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import Workload
+
+LLAMA = TINY | {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "num_hidden_layers": 6,
+}  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8}
+CLUSTER = default_cluster(1, 8, "h100-80gb")
+ATTENTION = [(1024, 1024), (1024, 256), (1024, 256), (1024, 1024)]
+MLP = [(1024, 4096)] * 3
+
+
+def workload(config: Mapping[str, object], optimizer: str = "muon") -> Workload:
+    updates = owner_updates(config, (), optimizer, 5)  # type: ignore[arg-type]
+    return Workload(model_spec(config), 1024, "bf16", "ddp", updates=updates)
+
+
+def added(config: Mapping[str, object], layout: Layout) -> float:
+    """Seconds that Muon adds to a step of AdamW."""
+    train = workload(config)
+    with_muon, without = (
+        step_time(one, layout, CLUSTER) for one in (train, replace(train, updates=None))
+    )
+    assert with_muon.total_s - without.total_s == pytest.approx(
+        with_muon.optimizer_s - without.optimizer_s
+    )
+    return with_muon.optimizer_s - without.optimizer_s
+
+
+def seconds(*matrices: tuple[int, int]) -> float:
+    """Of five steps on matrices [m, n], m ≤ n: x xᵀ, its square, the product with x."""
+    gpu = device(CLUSTER.gpu, workload(LLAMA), DEFAULT)
+    return 5 * sum(
+        matmul_s(m, m, n, gpu, plain=True) + matmul_s(m, m, m, gpu, plain=True)
+        + matmul_s(m, n, m, gpu, plain=True)
+        for m, n in (sorted(matrix) for matrix in matrices)
+    )  # fmt: skip
+
+
+def test_flops() -> None:
+    assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 24 + 16 + 24
+    assert newton_schulz_flops((2, 3), 5) == 5 * 64
+
+
+def test_one_rank_computes_all() -> None:
+    assert added(LLAMA, Layout()) == pytest.approx(6 * seconds(*ATTENTION, *MLP))
+    assert added(MIXTRAL, Layout()) == pytest.approx(
+        6 * seconds(*ATTENTION, (8, 1024), *(8 * MLP))
+    )
+
+
+def test_the_busiest_owner_counts() -> None:
+    """18 MLP matrices on 8 ranks: two have three, and no smaller one comes on top."""
+    assert added(LLAMA, Layout(dp=8)) == pytest.approx(3 * seconds((1024, 4096)))
+    assert added(LLAMA, Layout(dp=4, tp=2)) == pytest.approx(3 * seconds((1024, 4096)))
+    # A stage of two: three layers, 9 matrices on 4 ranks.
+    assert added(LLAMA, Layout(dp=4, pp=2)) == pytest.approx(3 * seconds((1024, 4096)))
+
+
+def test_experts_are_their_ranks() -> None:
+    """With expert parallel, each pair of ranks has 2 of 8 experts: 36 matrices on 2 ranks."""
+    assert added(MIXTRAL, Layout(dp=8, ep=4)) == pytest.approx(
+        18 * seconds((1024, 4096)) + max_dense(8)
+    )
+
+
+def max_dense(ranks: int) -> float:
+    found = [seconds(matrix) for matrix in 6 * [*ATTENTION, (8, 1024)]]
+    return one_by_one(dict.fromkeys(found, 0) | {s: found.count(s) for s in found}, ranks)
+
+
+def one_by_one(costs: Mapping[float, int], ranks: int) -> float:
+    loads = [0.0] * ranks
+    for cost, count in sorted(costs.items(), reverse=True):
+        for _ in repeat(None, count):
+            heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
+
+def test_equal_tensors_go_round() -> None:
+    random = Random(0)
+    for _ in range(200):
+        costs = {float(random.randint(1, 40)): random.randint(1, 60) for _ in range(4)}
+        ranks = random.randint(1, 20)
+        assert busiest(costs, ranks) == one_by_one(costs, ranks), (costs, ranks)
+
+
+def test_adafactor_moves_memory() -> None:
+    """Replicas update alone; on ranks that hold parts, the embedding's owner has it alone."""
+    train = workload(LLAMA, "adafactor")
+    gpu = device(CLUSTER.gpu, train, DEFAULT)
+    total = train.spec.parameters.total
+
+    def added(layout: Layout) -> float:
+        with_rule, without = (
+            step_time(one, layout, CLUSTER).optimizer_s
+            for one in (train, replace(train, updates=None))
+        )
+        return (with_rule - without) * gpu.memory / 48
+
+    assert added(Layout()) == added(Layout(dp=8)) == pytest.approx(total)
+    assert added(Layout(dp=8, zero_stage=2)) == pytest.approx(3 * 1024 * 4096)
+    # Embeddings are on the first stage; final norm and head, which is tied here, on the last.
+    assert added(Layout(pp=2)) < total
+
+
+def test_frozen_matrices_cost_nothing() -> None:
+    frozen = owner_updates(LLAMA, ("model.layers.*",), "muon", 5)
+    assert frozen is not None
+    assert frozen.tensors == ()
+    assert newton_schulz_s((8, 8), 0, device(CLUSTER.gpu, workload(LLAMA), DEFAULT)) == 0
