@@ -385,6 +385,8 @@ class DataSection(Section):
     as many whole ones as fit, padded at the end, so that only longer ones are cut."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
+    remote_cache_gib: PositiveFloat = 50.0
+    """GiB of the cache for what was read of remote files, the oldest of which is removed."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
