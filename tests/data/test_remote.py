@@ -111,7 +111,6 @@ def failing(store: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., remote
 def test_what_may_pass_is_tried_again(
     failing: Callable[..., remote.RemoteFile],
     pauses: list[float],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = RETRIES.count
     reset = OSError(errno.EIO, "internal error")
