@@ -25,6 +25,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from toolkit.data.remote import RemoteFile, read_range
 
@@ -132,6 +136,30 @@ class BlockCache:
                 total -= size
                 if total <= self._limit_bytes * _LEFT_SHARE:
                     break
+
+
+class BlockArray:
+    """A remote file of numbers; a slice of it is an array."""
+
+    def __init__(
+        self, cache: BlockCache, file: RemoteFile, dtype: type[np.integer[Any]]
+    ) -> None:
+        self._cache = cache
+        self._file = file
+        self._dtype = dtype
+        self.itemsize = np.dtype(dtype).itemsize
+
+    def __len__(self) -> int:
+        """Whole numbers in the file."""
+        return self._file.size // self.itemsize
+
+    def __getitem__(self, key: slice) -> npt.NDArray[Any]:
+        """The numbers `start … stop - 1`. Raises DataError where they cannot be read."""
+        start, stop, step = key.indices(len(self))
+        assert step == 1, "consecutive numbers"
+        size = self.itemsize
+        data = self._cache.read(self._file, start * size, max(start, stop) * size)
+        return np.frombuffer(data, dtype=self._dtype)
 
 
 def is_whole(content: bytes) -> bool:

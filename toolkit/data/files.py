@@ -3,20 +3,25 @@
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from toolkit.data.progress import Track
 from toolkit.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 STDLIB = "{stdlib}"
 """Stands, in a recipe, for the folder of the running Python's own library."""
 
+_MOMENT_S = 1.0
 _BLOCK_BYTES = 2**20
 _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
@@ -130,6 +135,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise cache_not_writable(path.parent, error) from error
+
+
+def held_lock(path: Path, doing: str) -> AbstractContextManager[object]:
+    """The lock, held; waiting for it for more than a moment is not silent."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=_MOMENT_S)
+    except Timeout:
+        logger.warning("another process is %s the same data; waiting for it", doing)
+        return lock.acquire()
 
 
 def cache_not_writable(folder: Path, error: OSError) -> DataError:

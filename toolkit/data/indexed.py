@@ -20,12 +20,17 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.blocks import BlockArray, BlockCache
+from toolkit.data.copies import copied
+from toolkit.data.files import fingerprint_of
+from toolkit.data.progress import Track
+from toolkit.data.remote import list_files, shown
 from toolkit.errors import DataError
 
 TokenArray = npt.NDArray[Any]
@@ -62,11 +67,28 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+class StoredTokens(Protocol):
+    """What is used of an array of tokens: on this machine it is one, memory-mapped."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a token."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Tokens from one place to another."""
+        ...
+
+
 @dataclass(frozen=True)
 class IndexedTokens:
-    """A pair of files, memory-mapped. Nothing of the tokens is read before it is used."""
+    """A pair of files. Nothing of the tokens is read before it is used."""
 
-    tokens: TokenArray
+    tokens: StoredTokens
     """Token ids [total], in the type they are stored in."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
@@ -94,23 +116,70 @@ def read_indexed(prefix: Path) -> IndexedTokens:
     index_file, token_file = idx_path(prefix), bin_path(prefix)
     for path in (index_file, token_file):
         if not path.is_file():
-            raise DataError(
-                f"indexed data {prefix}: there is no file {path}",
-                fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
-            )
-    index = _map(index_file, np.uint8)
-    dtype, n_sequences, n_marks = _read_header(index_file, index)
-    lengths, pointers, marks = _index_arrays(index_file, index, n_sequences, n_marks)
-    n_tokens = _checked_total(index_file, dtype, lengths, pointers)
-    if token_file.stat().st_size != n_tokens * np.dtype(dtype).itemsize:
+            raise _no_file(str(prefix), str(path))
+    index = read_index(index_file)
+    _check_bytes(str(token_file), token_file.stat().st_size, index)
+    return IndexedTokens(_map(token_file, index.dtype), index.document_offsets)
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What the index says of the tokens."""
+
+    dtype: type[np.integer[Any]]
+    n_tokens: int
+    document_offsets: Int64Array
+    """See `IndexedTokens`."""
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Map the index file. Raises DataError when it is not one."""
+    index = _map(path, np.uint8)
+    dtype, n_sequences, n_marks = _read_header(path, index)
+    lengths, pointers, marks = _index_arrays(path, index, n_sequences, n_marks)
+    n_tokens = _checked_total(path, dtype, lengths, pointers)
+    return TokenIndex(dtype, n_tokens, _document_offsets(path, pointers, marks))
+
+
+def read_remote_indexed(
+    prefix: str, cache: Path, limit_bytes: int, track: Track
+) -> tuple[IndexedTokens, str]:
+    """The pair of files at the URL `prefix`, and what identifies them: the index copied into
+    the cache, the tokens fetched in blocks when they are used.
+
+    Raises DataError as `read_indexed`.
+    """
+    name = PurePosixPath(prefix).name
+    found = {PurePosixPath(file.url).name: file for file in list_files(f"{prefix}.*")}
+    pair = [found.get(f"{name}{ending}") for ending in (".idx", ".bin")]
+    index_file, token_file = pair
+    if index_file is None or token_file is None:
+        missing = ".idx" if index_file is None else ".bin"
+        raise _no_file(shown(prefix), shown(f"{prefix}{missing}"))
+    (copy,) = copied([index_file], cache, track)
+    index = read_index(copy)
+    _check_bytes(shown(token_file.url), token_file.size, index)
+    blocks = BlockCache(cache / "remote" / "blocks", limit_bytes)
+    tokens = BlockArray(blocks, token_file, index.dtype)
+    identity = fingerprint_of([index_file.identity, token_file.identity])
+    return IndexedTokens(tokens, index.document_offsets), identity
+
+
+def _no_file(prefix: str, path: str) -> DataError:
+    return DataError(
+        f"indexed data {prefix}: there is no file {path}",
+        fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
+    )
+
+
+def _check_bytes(name: str, size: int, index: TokenIndex) -> None:
+    itemsize = np.dtype(index.dtype).itemsize
+    if size != index.n_tokens * itemsize:
         raise DataError(
-            f"{token_file} has {token_file.stat().st_size:,} bytes; its index says "
-            f"{n_tokens:,} tokens of {np.dtype(dtype).itemsize} bytes",
+            f"{name} has {size:,} bytes; its index says {index.n_tokens:,} tokens of "
+            f"{itemsize} bytes",
             fix=_REBUILD,
         )
-    return IndexedTokens(
-        _map(token_file, dtype), _document_offsets(index_file, pointers, marks)
-    )
 
 
 def _map(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:

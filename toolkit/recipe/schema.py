@@ -212,6 +212,11 @@ class SourceSection(Section):
         raise NotImplementedError
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """All paths, globs and names that it is read from."""
+        return (self.place,)
+
+    @property
     def title(self) -> str:
         """What the source is called."""
         return self.label or PurePath(self.place).name
@@ -231,6 +236,11 @@ class TextSource(SourceSection):
     def place(self) -> str:
         """See `SourceSection.place`: the first file or glob."""
         return self.files[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """See `SourceSection.places`."""
+        return (*self.files, *self.exclude)
 
 
 class RowsSource(SourceSection):
