@@ -18,6 +18,7 @@ import s3fs
 from tests.data import s3
 from tests.data.s3 import Store
 from toolkit.data import blocks, copies, remote
+from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.indexed import IndexedWriter
 from toolkit.data.remote import RETRIES, list_files, read_range
@@ -114,7 +115,7 @@ def test_changed_while_it_is_read(put: Any) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path, put: Any) -> Path:
-    write_tokens(tmp_path / "tokens", 600)
+    write_tokens(tmp_path / "tokens", 300)
     for ending in (".bin", ".idx"):
         put(tmp_path / f"tokens{ending}", f"pretrain/tokens{ending}")
     put(b"another", "pretrain/tokens.old.bin")
@@ -142,6 +143,18 @@ def test_tokens_are_not_read_before_they_are_used(
     index = pair.with_suffix(".idx").stat().st_size
     assert store.sent < index + blocks.BLOCK_BYTES + 20_000
     assert store.sent < pair.with_suffix(".bin").stat().st_size / 4
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_batch_is_fetched_at_once(tmp_path: Path, store: Store) -> None:
+    """Samples of this batch and the next are on their way together."""
+    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    store.delay_s = 0.2
+    batches = GlobalBatches(data.train, data.order, 4)
+    (found,) = batches.micro_batches(0, 0, 1, 4)
+    assert store.most_at_once > 2
+    store.delay_s = 0.0
+    assert found.input_ids.tolist() == sequence(data)[:4]
 
 
 def test_a_hundred_failures(tmp_path: Path, pair: Path, store: Store) -> None:

@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -38,6 +39,10 @@ BLOCK_BYTES = 2**18
 """A sample of a few thousand tokens costs one request of this size."""
 _REQUEST_BLOCKS = 32
 """Adjacent blocks that one request fetches at most: 8 MiB."""
+_REQUESTS_AT_ONCE = 16
+"""Of blocks that are expected."""
+_MOST_EXPECTED = 512
+"""They are in memory until they are read: 128 MiB."""
 _HASH = hashlib.sha256
 _HASH_BYTES = _HASH().digest_size
 _LOOK_SHARE = 64
@@ -55,6 +60,8 @@ class BlockCache:
         self.folder = folder
         self._limit_bytes = limit_bytes
         self._written = limit_bytes  # of an earlier process: look at the first block
+        self._coming: dict[tuple[str, int], Future[bytes]] = {}
+        self._pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "remote")
         self._complained = False
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
@@ -67,6 +74,20 @@ class BlockCache:
                 blocks.update(self._fetched(file, list(run)))
         data = b"".join(block for block in blocks.values() if block is not None)
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+
+    def expect(self, file: RemoteFile, start: int, stop: int) -> None:
+        """Begin to fetch what `read` will be asked for, and return at once; of much at a time,
+        only the first blocks."""
+        for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            key = (file.identity, number)
+            if len(self._coming) >= _MOST_EXPECTED:
+                return
+            if key not in self._coming and not self._path(file, number).exists():
+                self._coming[key] = self._pool.submit(self._fetched_one, file, number)
+
+    def _fetched_one(self, file: RemoteFile, number: int) -> bytes:
+        ((_, block),) = self._fetched(file, [number])
+        return block
 
     def open(self, file: RemoteFile) -> io.BufferedReader:
         """The file as a stream that reads ahead; seekable."""
@@ -87,6 +108,8 @@ class BlockCache:
         return self.folder / file.identity / f"{number:x}"
 
     def _kept(self, file: RemoteFile, number: int) -> bytes | None:
+        if (coming := self._coming.pop((file.identity, number), None)) is not None:
+            return coming.result()
         path = self._path(file, number)
         try:
             content = path.read_bytes()
@@ -160,6 +183,10 @@ class BlockArray:
         size = self.itemsize
         data = self._cache.read(self._file, start * size, max(start, stop) * size)
         return np.frombuffer(data, dtype=self._dtype)
+
+    def expect(self, start: int, stop: int) -> None:
+        """See `BlockCache.expect`; in numbers."""
+        self._cache.expect(self._file, start * self.itemsize, stop * self.itemsize)
 
 
 def is_whole(content: bytes) -> bool:
