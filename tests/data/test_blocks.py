@@ -3,17 +3,22 @@
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
 from toolkit.data import blocks
+from toolkit.data.batches import GlobalBatches
 from toolkit.data.blocks import BLOCK_BYTES, BlockCache
+from toolkit.data.build import build_data
 from toolkit.data.remote import RemoteFile, list_files
+from toolkit.recipe.schema import DataSection
 
 SIZE = 5 * BLOCK_BYTES + 1234
 
@@ -174,3 +179,33 @@ def test_a_changed_file_has_other_blocks(cache: BlockCache) -> None:
     store.pipe("/changing/file", b"new")
     (new,) = list_files("memory://changing/*")
     assert cache.read(new, 0, 3) == b"new"
+
+
+def test_a_terabyte_begins_soon(tmp_path: Path) -> None:
+    """2**39 tokens: batches from the middle of a shuffled pass, of a million documents."""
+    size, n_documents = 2**40, 2**20
+    with (tmp_path / "tokens.bin").open("wb") as stream:
+        stream.truncate(size)
+    length = size // 2 // n_documents
+    with (tmp_path / "tokens.idx").open("wb") as stream:
+        stream.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n_documents, n_documents + 1))
+        np.full(n_documents, length, np.int32).tofile(stream)
+        (np.arange(n_documents, dtype=np.int64) * length * 2).tofile(stream)
+        np.arange(n_documents + 1, dtype=np.int64).tofile(stream)
+    train = {"kind": "megatron", "prefix": f"file://{tmp_path}/tokens"}
+    started = time.monotonic()
+    data = build_data(
+        DataSection.model_validate({"train": train, "cache": str(tmp_path / "cache")}),
+        sequence_length=4096,
+        global_batch_size=256,
+        seed=1,
+        vocab_size=None,
+        base=tmp_path,
+    )
+    batches = GlobalBatches(data.train, data.order, 256)
+    (batch,) = batches.micro_batches(2**26, 3, 4, 64)
+    assert time.monotonic() - started < 10
+    assert batch.input_ids.shape == (64, 4096)
+    assert len(data.train) == (2**39 - 1) // 4096
+    # Of this batch and the next, at most two blocks for each sample.
+    assert len(kept(BlockCache(tmp_path / "cache/remote/blocks", 1))) <= 2 * 2 * 64

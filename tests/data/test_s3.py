@@ -1,7 +1,6 @@
 """Training data in a real S3 (moto's server), also one that fails."""
 
 import gzip
-import hashlib
 import json
 import random
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import s3fs
+import xxhash
 
 from tests.data import s3
 from tests.data.s3 import Store
@@ -142,7 +142,7 @@ def test_tokens_are_not_read_before_they_are_used(
     data.train.rows(0)
     index = pair.with_suffix(".idx").stat().st_size
     assert store.sent < index + blocks.BLOCK_BYTES + 20_000
-    assert store.sent < pair.with_suffix(".bin").stat().st_size / 4
+    assert store.sent < pair.with_suffix(".bin").stat().st_size / 3
 
 
 @pytest.mark.usefixtures("pair")
@@ -157,10 +157,11 @@ def test_a_batch_is_fetched_at_once(tmp_path: Path, store: Store) -> None:
     assert found.input_ids.tolist() == sequence(data)[:4]
 
 
+@pytest.mark.slow
 def test_a_hundred_failures(tmp_path: Path, pair: Path, store: Store) -> None:
     local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
     before = RETRIES.count
-    kinds = ["error", "cut", "error", "cut", "slow"] * 20
+    kinds = ["error", "cut"] * 45 + ["slow"] * 10
     random.Random(0).shuffle(kinds)
     pairs = zip(kinds[::2], kinds[1::2], strict=True)
     # At most two in a row fail, of more reads than there would be with a larger cache.
@@ -255,14 +256,15 @@ from pathlib import Path
 from toolkit.data import copies
 from toolkit.data.progress import untracked
 from toolkit.data.remote import list_files
-copies._PIECE_BYTES = 2**20
+copies._PIECE_BYTES = 2**18
 (path,) = copies.copied(list_files("s3://data/large"), Path(sys.argv[1]), untracked)
 print(path)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_copy_continues(tmp_path: Path, put: Any, store: Store) -> None:
-    content = random.Random(1).randbytes(40 * 2**20 + 17)
+    content = random.Random(1).randbytes(10 * 2**20 + 17)
     put(content, "large")
 
     def copier() -> subprocess.Popen[str]:
@@ -275,7 +277,7 @@ def test_a_killed_copy_continues(tmp_path: Path, put: Any, store: Store) -> None
     def held() -> int:
         return sum(path.stat().st_size for path in (tmp_path / "cache").glob("**/large.tmp"))
 
-    for least in (2**22, 2**24):
+    for least in (2**20, 2**22):
         process = copier()
         while held() < least:
             assert process.poll() is None
@@ -289,6 +291,6 @@ def test_a_killed_copy_continues(tmp_path: Path, put: Any, store: Store) -> None
     (line,) = process.communicate()[0].splitlines()
     assert Path(line).read_bytes() == content
     # The server may still have answered what the killed process had asked for: 8 pieces.
-    assert store.sent < len(content) - done + 10 * 2**20 + 10_000
-    digest = hashlib.sha256(content).hexdigest()
+    assert store.sent < len(content) - done + 10 * 2**18 + 10_000
+    digest = xxhash.xxh3_128(content).hexdigest()
     assert copies.hash_path(Path(line)).read_text() == digest

@@ -16,7 +16,6 @@ processes overwrite for each other, `filecache` and `simplecache` copy whole fil
 what it reads, and none is bounded in size.
 """
 
-import hashlib
 import io
 import logging
 import os
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.files import damage_hash
 from toolkit.data.remote import RemoteFile, read_range
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ _REQUESTS_AT_ONCE = 16
 """Of blocks that are expected."""
 _MOST_EXPECTED = 512
 """They are in memory until they are read: 128 MiB."""
-_HASH = hashlib.sha256
-_HASH_BYTES = _HASH().digest_size
+_HASH_BYTES = damage_hash().digest_size
 _LOOK_SHARE = 64
 """A process looks at the folder's size after writing this part of the limit."""
 _LEFT_SHARE = 7 / 8
@@ -126,7 +125,7 @@ class BlockCache:
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(_HASH(block).digest() + block)
+            unfinished.write_bytes(damage_hash(block).digest() + block)
             unfinished.replace(path)
         except OSError as error:  # the training that reads goes on without it
             if not self._complained:
@@ -191,7 +190,7 @@ class BlockArray:
 
 def is_whole(content: bytes) -> bool:
     """Whether a block's file has the content that it was written with."""
-    return content[:_HASH_BYTES] == _HASH(memoryview(content)[_HASH_BYTES:]).digest()
+    return content[:_HASH_BYTES] == damage_hash(memoryview(content)[_HASH_BYTES:]).digest()
 
 
 def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:

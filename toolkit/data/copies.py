@@ -1,6 +1,6 @@
 """Remote files that are needed whole, copied into the cache once.
 
-    cache/remote/files/IDENTITY/NAME        a copy; NAME.sha256 is its hash when it was made
+    cache/remote/files/IDENTITY/NAME        a copy; NAME.xxh128 is its hash when it was made
     cache/remote/trees/HASH/bucket/web/…    links to the copies of one listing, at their paths,
                                             so that messages name them
 
@@ -8,7 +8,6 @@ A copy has its name when it is whole. A copy that was interrupted continues wher
 """
 
 import glob
-import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,13 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TypeVar
 from urllib.parse import urlsplit
 
-from toolkit.data.files import cache_not_writable, fingerprint_of, held_lock, write_atomically
+from toolkit.data.files import (
+    cache_not_writable,
+    damage_hash,
+    fingerprint_of,
+    held_lock,
+    write_atomically,
+)
 from toolkit.data.progress import Track
 from toolkit.data.remote import RemoteFile, list_files, read_range, shown
 from toolkit.errors import DataError
@@ -136,7 +141,7 @@ def _copy(file: RemoteFile, path: Path, pool: ThreadPoolExecutor) -> Iterator[No
         done = max(stream.tell() // _PIECE_BYTES - 1, 0) * _PIECE_BYTES
         stream.truncate(done)
         stream.seek(0)
-        hashed = hashlib.sha256()
+        hashed = damage_hash()
         for _ in range(0, done, _PIECE_BYTES):
             hashed.update(stream.read(_PIECE_BYTES))
             yield
@@ -151,7 +156,7 @@ def _copy(file: RemoteFile, path: Path, pool: ThreadPoolExecutor) -> Iterator[No
 
 def hash_path(copy: Path) -> Path:
     """Where the hash of a copy is written."""
-    return copy.with_name(copy.name + ".sha256")
+    return copy.with_name(copy.name + ".xxh128")
 
 
 def _sync(stream: IO[bytes]) -> None:

@@ -13,8 +13,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from toolkit.data.progress import Track
 from toolkit.errors import DataError
+from toolkit.recipe.places import is_remote
+from toolkit.redact import redact
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +34,19 @@ _UNSETTLED_S = 2.0
 """A file changed this recently may change again without a new time stamp."""
 
 
+damage_hash = xxhash.xxh3_128
+"""Of what lies in the cache: against damage, which it finds at the speed of memory."""
+
+
 def cache_folder(configured: str | None, base: Path) -> Path:
-    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`."""
+    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`.
+
+    Raises DataError for a URL.
+    """
     chosen = configured or os.environ.get("DMT_CACHE")
+    if chosen and is_remote(chosen):
+        fix = "name a folder on this machine, or one that machines share, without a URL"
+        raise DataError(f"the data cache is `{redact(chosen)}`, which is a URL", fix=fix)
     return base / Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dmt"
 
 

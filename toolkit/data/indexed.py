@@ -11,8 +11,10 @@ The index file, little endian, without padding:
     int64     [S]      byte offset of each sequence in PREFIX.bin
     int64     [D + 1]  first sequence of each document, ending with S
 
-DMT writes one sequence per document. Files made by Megatron's own tools, with several
-sequences per document, are read as well; both ways are tested against megatron-core.
+DMT writes one sequence per document, and behind the index, where Megatron's readers do not
+look, `_SEAL` and the hash of both files, by which `dmt data verify` finds damage. Files made
+by Megatron's own tools, with several sequences per document, are read as well; both ways are
+tested against megatron-core.
 """
 
 import os
@@ -28,7 +30,7 @@ import numpy.typing as npt
 
 from toolkit.data.blocks import BlockArray, BlockCache
 from toolkit.data.copies import copied
-from toolkit.data.files import fingerprint_of
+from toolkit.data.files import damage_hash, fingerprint_of
 from toolkit.data.progress import Track
 from toolkit.data.remote import list_files, shown
 from toolkit.errors import DataError
@@ -47,6 +49,9 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
+_SEAL = b"DMT XXH3"
+_HASH_BYTES = damage_hash().digest_size
+_PIECE_BYTES = 2**24
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
 _REBUILD = "build the pair of files again; both must come from the same, finished run"
@@ -266,6 +271,7 @@ class IndexedWriter:
         self._dtype = dtype
         self._lengths = array("i")
         self._open_document = 0
+        self._hash = damage_hash()
         self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
         self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -288,6 +294,7 @@ class IndexedWriter:
         """Add token ids [n] to what is being written."""
         ids = np.ascontiguousarray(tokens, dtype=self._dtype)
         self._bin.write(ids.data)
+        self._hash.update(ids.data)
         self._open_document += len(ids)
 
     def end_document(self) -> None:
@@ -316,10 +323,15 @@ class IndexedWriter:
         sizes = lengths.astype(np.int64) * np.dtype(self._dtype).itemsize
         n = len(lengths)
         with self._idx_tmp.open("wb") as stream:
-            stream.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1))
-            stream.write(lengths.tobytes())
-            stream.write((np.cumsum(sizes) - sizes).tobytes())
-            stream.write(np.arange(n + 1, dtype=np.int64).tobytes())
+            for part in (
+                _HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1),
+                lengths.tobytes(),
+                (np.cumsum(sizes) - sizes).tobytes(),
+                np.arange(n + 1, dtype=np.int64).tobytes(),
+            ):
+                stream.write(part)
+                self._hash.update(part)
+            stream.write(_SEAL + self._hash.digest())
             _sync_and_close(stream)
         idx_path(self._prefix).unlink(missing_ok=True)
         self._bin_tmp.replace(bin_path(self._prefix))
@@ -330,3 +342,17 @@ def _sync_and_close(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def is_undamaged(prefix: Path) -> bool | None:
+    """Whether a pair of files has the contents that DMT wrote; None where it keeps no hash."""
+    index = idx_path(prefix).read_bytes()
+    seal = len(index) - _HASH_BYTES - len(_SEAL)
+    if seal < 0 or not index[seal:].startswith(_SEAL):
+        return None
+    hashed = damage_hash()
+    with bin_path(prefix).open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            hashed.update(piece)
+    hashed.update(index[:seal])
+    return bool(hashed.digest() == index[-_HASH_BYTES:])

@@ -52,10 +52,11 @@ _FINAL_NAMES = (
 )  # fmt: skip
 """In the names of what libraries raise where they cannot log in, or do not understand."""
 _FINAL_CODES = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG)
-_PACKAGES = {
+PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
     "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp",
 }  # fmt: skip
+"""By the scheme of a URL."""
 
 
 class Retries:
@@ -140,7 +141,7 @@ def check_package(url: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        package = _PACKAGES.get(scheme, "the package that fsspec names")
+        package = PACKAGES.get(scheme, "the package that fsspec names")
         raise BackendUnavailable(
             f"`{shown(url)}` needs a package that is not installed ({error})",
             fix=f"pip install {package}",
