@@ -69,8 +69,8 @@ def open_records(
     """Find the rows of `source`; relative paths start at `base`.
 
     `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
-    Raises DataError when there are
-    no files, BackendUnavailable when `datasets` is needed and missing.
+    Raises DataError when there are no files, BackendUnavailable when `datasets` is needed and
+    missing.
     """
     source = with_copies(source, cache, track)
     files = local_files(source, base)
