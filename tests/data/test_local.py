@@ -62,6 +62,14 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("model.config.vocab_size=256",), "data.tokenizer", "257 tokens"),
     (("data.train={kind: text, files: [./no*.txt]}",), "data.train.files", "no file matches"),
     (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),
+    (("data.train.files=[s4://b/*.txt]",), "data.train.files", "nothing reads `s4://`"),
+    (("data.train={kind: hf, path: 's4://b/a'}",), TRAIN_PATH, "nothing reads `s4://`"),
+    (
+        ("data.train={kind: megatron, prefix: 's4://b/a'}",),
+        "data.train.prefix",
+        "nothing reads `s4://`",
+    ),
+    (("data.train.files=['memory://b/a', ./no.txt]",), "data.train.files", "no file matches"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
     ((hf("empty"),), TRAIN_PATH, "holds no .json"),
     ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
@@ -133,6 +141,10 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         "data={train: {kind: chat, path: ./malformed.jsonl, columns: {tools: fns}}, "
         "tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: ./plain.jsonl}}",
+        "data.train={kind: text, files: ['memory://none/*.txt']}",
+        "data.train={kind: hf, path: 'memory://none/*.jsonl'}",
+        "data.train={kind: megatron, prefix: 'memory://none'}",
+        "data={train: {kind: chat, path: 'memory://none/a.jsonl'}}",
     ],
 )
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:

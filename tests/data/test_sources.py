@@ -140,6 +140,8 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder(None, tmp_path) == Path("/from/environment")
     monkeypatch.delenv("DMT_CACHE")
     assert cache_folder(None, tmp_path) == Path.home() / ".cache" / "dmt"
+    with pytest.raises(DataError, match="which is a URL"):
+        cache_folder("s3://bucket/cache", tmp_path)
 
 
 def write_json(path: Path) -> None:

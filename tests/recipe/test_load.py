@@ -1,5 +1,6 @@
 """Loading: extends, overrides, paths, file errors, secrets, several mistakes at once."""
 
+import json
 import os
 from pathlib import Path
 
@@ -175,6 +176,17 @@ class TestOverrides:
 
 
 class TestPaths:
+    @pytest.mark.parametrize(
+        ("kind", "key"), [("text", "files"), ("hf", "path"), ("megatron", "prefix")]
+    )
+    def test_urls_are_left_as_they_are(self, tmp_path: Path, kind: str, key: str) -> None:
+        url = "s3://bucket/web/part-*.jsonl"
+        value = [url] if key == "files" else url
+        path = write(tmp_path, "recipe.yaml", GOOD)
+        train = json.dumps({"kind": kind, key: value})
+        source = load_recipe(path, [f"data.train={train}"]).data.sources[0]
+        assert source.places == (url,)
+
     def test_relative_to_the_file_that_states_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 import typer
 
 from toolkit.cli.options import AsJson, Overrides, RecipePath
+from toolkit.errors import DataError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
@@ -168,6 +169,71 @@ def show(
         return
     for title, one in shown.items():
         print_preview(one, title if len(shown) > 1 else "")
+
+
+@app.command(epilog="Example: dmt data stats recipes/tiny/llama-bytes.yaml")
+def stats(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
+    as_json: AsJson = False,
+) -> None:
+    """Print what each source holds: documents, tokens, lengths, duplicates, share."""
+    from toolkit.data.statistics import source_statistics
+
+    loaded = load_recipe(recipe, overrides)
+    data = _build(loaded)
+    shares = {source.title: source.share for source in _sources(loaded, data)}
+    found = {source.title: source_statistics(source.train) for source in data.sources}
+    if as_json:
+        rows = {
+            title: {**asdict(one), "share": shares.get(title, 1.0)}
+            for title, one in found.items()
+        }
+        typer.echo(json.dumps(rows))
+        return
+    for title, one in found.items():
+        lengths = ", ".join(
+            f"{length:,} at {float(share):.0%}"
+            for share, length in one.length_quantiles.items()
+        )
+        tell(
+            f"{title}: {one.documents:,} documents, {one.tokens:,} tokens, "
+            f"{shares.get(title, 1.0):.2%} of the samples\n"
+            f"  tokens of a document: {lengths}\n"
+            f"  duplicates: {one.duplicates:,} of {one.compared:,} documents "
+            f"({one.duplicates / max(one.compared, 1):.2%})",
+            sys.stdout,
+        )
+
+
+@app.command(epilog="Example: dmt data verify recipes/tiny/llama-bytes.yaml")
+def verify(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer only reads it
+    as_json: AsJson = False,
+) -> None:
+    """Read the recipe's whole data cache, and compare it with the hashes kept in it."""
+    from toolkit.data.files import cache_folder
+    from toolkit.data.progress import with_bar
+    from toolkit.data.verify import verify_cache
+
+    cache = cache_folder(load_recipe(recipe, overrides).data.cache, Path.cwd())
+    found = verify_cache(cache, with_bar)
+    if as_json:
+        typer.echo(json.dumps({"cache": str(cache), **asdict(found)}))
+    else:
+        tell(f"{cache}: {found.checked:,} entries are undamaged", sys.stdout)
+        for path in found.unknown:
+            tell(
+                f"  not checked, an earlier release wrote it without a hash: {path}", sys.stdout
+            )
+        for path in found.damaged:
+            tell(f"  damaged: {path}", sys.stdout)
+    if found.damaged:
+        raise DataError(
+            f"{len(found.damaged):,} files in the data cache are damaged",
+            fix="delete these files, and run `dmt data prepare` to make them again",
+        )
 
 
 @app.command(

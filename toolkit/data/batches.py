@@ -11,7 +11,7 @@ import torch
 
 from toolkit.batch import MicroBatch
 from toolkit.data.order import Order
-from toolkit.data.rows import Int64Array, Row, Samples
+from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
 
 _PADDING = -1
 """Stands for a sample that is fully masked."""
@@ -39,6 +39,10 @@ class GlobalBatches:
         product.
         """
         share = _share(self._indices(consumed_samples), dp_rank, dp_size, micro_batch_size)
+        if isinstance(self._dataset, ReadAhead):
+            coming = self._indices(consumed_samples + self._global_batch_size)
+            later = _share(coming, dp_rank, dp_size, micro_batch_size)
+            self._dataset.expect(np.concatenate([share, later]))
         return _micro_batches(self._dataset, share, micro_batch_size)
 
     def _indices(self, position: int) -> Int64Array:
@@ -110,6 +114,8 @@ def _share(
 def _micro_batches(
     dataset: Samples, indices: Int64Array, micro_batch_size: int
 ) -> list[MicroBatch]:
+    if isinstance(dataset, ReadAhead):
+        dataset.expect(indices[indices != _PADDING])
     return [
         _micro_batch(dataset, indices[start : start + micro_batch_size])
         for start in range(0, len(indices), micro_batch_size)

@@ -3,20 +3,29 @@
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from toolkit.data.progress import Track
 from toolkit.errors import DataError
+from toolkit.recipe.places import is_remote
+from toolkit.redact import redact
+
+logger = logging.getLogger(__name__)
 
 STDLIB = "{stdlib}"
 """Stands, in a recipe, for the folder of the running Python's own library."""
 
+_MOMENT_S = 1.0
 _BLOCK_BYTES = 2**20
 _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
@@ -25,9 +34,19 @@ _UNSETTLED_S = 2.0
 """A file changed this recently may change again without a new time stamp."""
 
 
+damage_hash = xxhash.xxh3_128
+"""Of what lies in the cache: against damage, which it finds at the speed of memory."""
+
+
 def cache_folder(configured: str | None, base: Path) -> Path:
-    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`."""
+    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`.
+
+    Raises DataError for a URL.
+    """
     chosen = configured or os.environ.get("DMT_CACHE")
+    if chosen and is_remote(chosen):
+        fix = "name a folder on this machine, or one that machines share, without a URL"
+        raise DataError(f"the data cache is `{redact(chosen)}`, which is a URL", fix=fix)
     return base / Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dmt"
 
 
@@ -130,6 +149,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise cache_not_writable(path.parent, error) from error
+
+
+def held_lock(path: Path, doing: str) -> AbstractContextManager[object]:
+    """The lock, held; waiting for it for more than a moment is not silent."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=_MOMENT_S)
+    except Timeout:
+        logger.warning("another process is %s the same data; waiting for it", doing)
+        return lock.acquire()
 
 
 def cache_not_writable(folder: Path, error: OSError) -> DataError:

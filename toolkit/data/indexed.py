@@ -11,8 +11,10 @@ The index file, little endian, without padding:
     int64     [S]      byte offset of each sequence in PREFIX.bin
     int64     [D + 1]  first sequence of each document, ending with S
 
-DMT writes one sequence per document. Files made by Megatron's own tools, with several
-sequences per document, are read as well; both ways are tested against megatron-core.
+DMT writes one sequence per document, and behind the index, where Megatron's readers do not
+look, `_SEAL` and the hash of both files, by which `dmt data verify` finds damage. Files made
+by Megatron's own tools, with several sequences per document, are read as well; both ways are
+tested against megatron-core.
 """
 
 import os
@@ -20,12 +22,17 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.blocks import BlockArray, BlockCache
+from toolkit.data.copies import copied
+from toolkit.data.files import damage_hash, fingerprint_of
+from toolkit.data.progress import Track
+from toolkit.data.remote import list_files, shown
 from toolkit.errors import DataError
 
 TokenArray = npt.NDArray[Any]
@@ -42,6 +49,9 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
+_SEAL = b"DMT XXH3"
+_HASH_BYTES = damage_hash().digest_size
+_PIECE_BYTES = 2**24
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
 _REBUILD = "build the pair of files again; both must come from the same, finished run"
@@ -62,11 +72,28 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+class StoredTokens(Protocol):
+    """What is used of an array of tokens: on this machine it is one, memory-mapped."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a token."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Tokens from one place to another."""
+        ...
+
+
 @dataclass(frozen=True)
 class IndexedTokens:
-    """A pair of files, memory-mapped. Nothing of the tokens is read before it is used."""
+    """A pair of files. Nothing of the tokens is read before it is used."""
 
-    tokens: TokenArray
+    tokens: StoredTokens
     """Token ids [total], in the type they are stored in."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
@@ -94,23 +121,70 @@ def read_indexed(prefix: Path) -> IndexedTokens:
     index_file, token_file = idx_path(prefix), bin_path(prefix)
     for path in (index_file, token_file):
         if not path.is_file():
-            raise DataError(
-                f"indexed data {prefix}: there is no file {path}",
-                fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
-            )
-    index = _map(index_file, np.uint8)
-    dtype, n_sequences, n_marks = _read_header(index_file, index)
-    lengths, pointers, marks = _index_arrays(index_file, index, n_sequences, n_marks)
-    n_tokens = _checked_total(index_file, dtype, lengths, pointers)
-    if token_file.stat().st_size != n_tokens * np.dtype(dtype).itemsize:
+            raise _no_file(str(prefix), str(path))
+    index = read_index(index_file)
+    _check_bytes(str(token_file), token_file.stat().st_size, index)
+    return IndexedTokens(_map(token_file, index.dtype), index.document_offsets)
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """What the index says of the tokens."""
+
+    dtype: type[np.integer[Any]]
+    n_tokens: int
+    document_offsets: Int64Array
+    """See `IndexedTokens`."""
+
+
+def read_index(path: Path) -> TokenIndex:
+    """Map the index file. Raises DataError when it is not one."""
+    index = _map(path, np.uint8)
+    dtype, n_sequences, n_marks = _read_header(path, index)
+    lengths, pointers, marks = _index_arrays(path, index, n_sequences, n_marks)
+    n_tokens = _checked_total(path, dtype, lengths, pointers)
+    return TokenIndex(dtype, n_tokens, _document_offsets(path, pointers, marks))
+
+
+def read_remote_indexed(
+    prefix: str, cache: Path, limit_bytes: int, track: Track
+) -> tuple[IndexedTokens, str]:
+    """The pair of files at the URL `prefix`, and what identifies them: the index copied into
+    the cache, the tokens fetched in blocks when they are used.
+
+    Raises DataError as `read_indexed`.
+    """
+    name = PurePosixPath(prefix).name
+    found = {PurePosixPath(file.url).name: file for file in list_files(f"{prefix}.*")}
+    pair = [found.get(f"{name}{ending}") for ending in (".idx", ".bin")]
+    index_file, token_file = pair
+    if index_file is None or token_file is None:
+        missing = ".idx" if index_file is None else ".bin"
+        raise _no_file(shown(prefix), shown(f"{prefix}{missing}"))
+    (copy,) = copied([index_file], cache, track)
+    index = read_index(copy)
+    _check_bytes(shown(token_file.url), token_file.size, index)
+    blocks = BlockCache(cache / "remote" / "blocks", limit_bytes)
+    tokens = BlockArray(blocks, token_file, index.dtype)
+    identity = fingerprint_of([index_file.identity, token_file.identity])
+    return IndexedTokens(tokens, index.document_offsets), identity
+
+
+def _no_file(prefix: str, path: str) -> DataError:
+    return DataError(
+        f"indexed data {prefix}: there is no file {path}",
+        fix="give the path of the pair without `.bin`/`.idx`; both files are needed",
+    )
+
+
+def _check_bytes(name: str, size: int, index: TokenIndex) -> None:
+    itemsize = np.dtype(index.dtype).itemsize
+    if size != index.n_tokens * itemsize:
         raise DataError(
-            f"{token_file} has {token_file.stat().st_size:,} bytes; its index says "
-            f"{n_tokens:,} tokens of {np.dtype(dtype).itemsize} bytes",
+            f"{name} has {size:,} bytes; its index says {index.n_tokens:,} tokens of "
+            f"{itemsize} bytes",
             fix=_REBUILD,
         )
-    return IndexedTokens(
-        _map(token_file, dtype), _document_offsets(index_file, pointers, marks)
-    )
 
 
 def _map(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:
@@ -197,6 +271,7 @@ class IndexedWriter:
         self._dtype = dtype
         self._lengths = array("i")
         self._open_document = 0
+        self._hash = damage_hash()
         self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
         self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -219,6 +294,7 @@ class IndexedWriter:
         """Add token ids [n] to what is being written."""
         ids = np.ascontiguousarray(tokens, dtype=self._dtype)
         self._bin.write(ids.data)
+        self._hash.update(ids.data)
         self._open_document += len(ids)
 
     def end_document(self) -> None:
@@ -247,10 +323,15 @@ class IndexedWriter:
         sizes = lengths.astype(np.int64) * np.dtype(self._dtype).itemsize
         n = len(lengths)
         with self._idx_tmp.open("wb") as stream:
-            stream.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1))
-            stream.write(lengths.tobytes())
-            stream.write((np.cumsum(sizes) - sizes).tobytes())
-            stream.write(np.arange(n + 1, dtype=np.int64).tobytes())
+            for part in (
+                _HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1),
+                lengths.tobytes(),
+                (np.cumsum(sizes) - sizes).tobytes(),
+                np.arange(n + 1, dtype=np.int64).tobytes(),
+            ):
+                stream.write(part)
+                self._hash.update(part)
+            stream.write(_SEAL + self._hash.digest())
             _sync_and_close(stream)
         idx_path(self._prefix).unlink(missing_ok=True)
         self._bin_tmp.replace(bin_path(self._prefix))
@@ -261,3 +342,17 @@ def _sync_and_close(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def is_undamaged(prefix: Path) -> bool | None:
+    """Whether a pair of files has the contents that DMT wrote; None where it keeps no hash."""
+    index = idx_path(prefix).read_bytes()
+    seal = len(index) - _HASH_BYTES - len(_SEAL)
+    if seal < 0 or not index[seal:].startswith(_SEAL):
+        return None
+    hashed = damage_hash()
+    with bin_path(prefix).open("rb") as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            hashed.update(piece)
+    hashed.update(index[:seal])
+    return bool(hashed.digest() == index[-_HASH_BYTES:])

@@ -14,11 +14,13 @@ from toolkit.data.chat.conversations import check_columns, check_mapped, needs_t
 from toolkit.data.chat.named import stated_template
 from toolkit.data.files import find_files
 from toolkit.data.json_rows import OPENERS, is_json, open_json
+from toolkit.data.remote import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
-from toolkit.errors import DataError, PlanError, Problem
+from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
 from toolkit.models.safetensors_folder import INDEX, SINGLE
 from toolkit.plan.planner import model_config
+from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
     AdapterSection,
     ChatRowsSource,
@@ -37,6 +39,14 @@ from toolkit.recipe.schema import (
 _BEGINNING = 10 * 2**20
 """Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
 _FILES_OF_A_FOLDER = 8
+_PLACES = {
+    "text": "files",
+    "megatron": "prefix",
+    "hf": "path",
+    "chat": "path",
+    "preference": "path",
+}
+"""The setting that says where a source is, by its kind."""
 
 
 def local_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -99,14 +109,19 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
 
 
 def _source_problems(key: str, source: Source) -> Iterator[Problem]:
+    # What a store holds is found out when the data is built: this asks nothing of the network.
+    remote = [place for place in source.places if is_remote(place)]
     try:
-        if isinstance(source, MegatronSource):
+        setting, allowed = _PLACES[source.kind], "a path that an installed package reads"
+        for place in remote:
+            check_package(place)
+        if isinstance(source, MegatronSource) and not remote:
             from toolkit.data.indexed import read_indexed
 
-            setting, allowed = "prefix", "a whole pair of files in Megatron's indexed format"
+            allowed = "a whole pair of files in Megatron's indexed format"
             read_indexed(Path.cwd() / Path(source.prefix).expanduser())
         elif isinstance(source, RowsSource):
-            setting, allowed = "path", "a hub id, or data files that can be read"
+            allowed = "a hub id, or data files that can be read"
             files = local_files(source, Path.cwd()) or []
             columns, all_seen = _columns(files)
             if isinstance(source, HfSource):
@@ -119,9 +134,10 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 if all_seen:
                     check_mapped(source, columns)
         elif isinstance(source, TextSource):
-            setting, allowed = "files", "files and globs that each match a file"
-            find_files(source.files, Path.cwd(), source.exclude)
-    except DataError as error:
+            allowed = "files and globs that each match a file"
+            if here := [pattern for pattern in source.files if pattern not in remote]:
+                find_files(here, Path.cwd(), () if remote else source.exclude)
+    except (DataError, BackendUnavailable) as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 

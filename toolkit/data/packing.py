@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
+from toolkit.data.blocks import BlockArray
 from toolkit.data.fit import pack
 from toolkit.data.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, Row, documents
@@ -13,6 +14,8 @@ from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
 _CHUNK_TOKENS = 2**22
+REMOTE_COUNTED_TOKENS = 2**24
+"""Of tokens in a remote store, so many are read to count them."""
 _WINDOW_TOKENS = 2**28
 """About a quarter of a million documents."""
 
@@ -64,6 +67,11 @@ class TokenStream:
         """Where the tokens lie, for messages."""
         return self._data.name
 
+    @property
+    def is_remote(self) -> bool:
+        """Does reading a token take a request?"""
+        return isinstance(self._data.indexed.tokens, BlockArray)
+
     def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """Tokens `start … stop - 1`, int64 [stop - start], and which end a document.
 
@@ -74,6 +82,13 @@ class TokenStream:
         pieces = self._pieces(start, stop)
         read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
         return read.astype(np.int64), self.document_ends(start, stop)
+
+    def expect(self, start: int, stop: int) -> None:
+        """Begin to fetch what `read` will be asked for, of tokens in a remote store."""
+        tokens = self._data.indexed.tokens
+        assert isinstance(tokens, BlockArray)
+        for first, behind, _ in self._pieces(start, stop):
+            tokens.expect(first, behind)
 
     def document_ends(self, start: int, stop: int) -> Int64Array:
         """The second array of `read`, without reading the tokens."""
@@ -169,6 +184,16 @@ class PackedDataset:
         segments, positions = documents(np.append(0, document_ends + 1), length)
         return (Row(tokens[:-1], labels, positions=positions, segments=segments),)
 
+    def expect(self, indices: Int64Array) -> None:
+        """See `ReadAhead.expect`."""
+        for index in indices.tolist() if self.stream.is_remote else ():
+            for start, size in self._parts(index):
+                self.stream.expect(start, min(start + size + 1, len(self.stream)))
+
+    def _parts(self, index: int) -> list[list[int]]:
+        """Start in the stream and tokens of each part of sample `index`."""
+        return [[index * self.sequence_length, self.sequence_length]]
+
     def filled(self, index: int) -> int:
         """Positions of sample `index` before its padding."""
         del index
@@ -186,10 +211,14 @@ class PackedDataset:
             )
 
     def token_counts(self) -> Int64Array:
-        """How often each token id occurs in the stream, int64 [largest id + 1]."""
+        """How often each token id occurs in the stream, int64 [largest id + 1]; of tokens in a
+        remote store, in its beginning."""
         counts = np.zeros(0, dtype=np.int64)
-        for start in range(0, len(self.stream), _CHUNK_TOKENS):
-            tokens, _ = self.stream.read(start, min(start + _CHUNK_TOKENS, len(self.stream)))
+        n_tokens = len(self.stream)
+        if self.stream.is_remote:
+            n_tokens = min(n_tokens, REMOTE_COUNTED_TOKENS)
+        for start in range(0, n_tokens, _CHUNK_TOKENS):
+            tokens, _ = self.stream.read(start, min(start + _CHUNK_TOKENS, n_tokens))
             self._check_vocabulary(tokens)
             more = np.bincount(tokens, minlength=len(counts))
             more[: len(counts)] += counts
@@ -252,7 +281,7 @@ class FittedDataset(PackedDataset):
         return sum(size for _, size in self._parts(index))
 
     def _parts(self, index: int) -> list[list[int]]:
-        """Start in the stream and tokens of each part of a document in sample `index`."""
+        """See `PackedDataset._parts`."""
         first, behind = self._rows.document_starts(np.array([index, index + 1])).tolist()
         parts: list[list[int]] = self._rows.tokens[first:behind].reshape(-1, 2).tolist()
         return parts

@@ -137,7 +137,7 @@ def _shown(
 
 
 def _document_lengths(train: PackedDataset) -> Int64Array:
-    _, ends = train.stream.read(0, min(len(train.stream), _MEASURED_TOKENS))
+    ends = train.stream.document_ends(0, min(len(train.stream), _MEASURED_TOKENS))
     return np.diff(ends, prepend=-1)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -56,4 +56,13 @@ class Samples(Protocol):
 
     def rows(self, index: int) -> Sequence[Row]:
         """The rows of sample `index`. Raises DataError for data that cannot be used."""
+        ...
+
+
+@runtime_checkable
+class ReadAhead(Protocol):
+    """Samples that take long to read one after the other."""
+
+    def expect(self, indices: Int64Array) -> None:
+        """Begin to read the samples, which are asked for soon, and return at once."""
         ...

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.data.copies import with_copies
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import (
     content_fingerprint,
@@ -20,7 +21,9 @@ from toolkit.data.files import (
     read_blocks,
 )
 from toolkit.data.json_rows import count_lines, first_wrong_text, is_json, json_rows, wrong_text
+from toolkit.data.progress import Track, untracked
 from toolkit.errors import BackendUnavailable, DataError
+from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource
 
 logger = logging.getLogger(__name__)
@@ -66,12 +69,15 @@ class Documents(Protocol):
         ...
 
 
-def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Documents:
+def open_source(
+    source: TextSource | HfSource, *, base: Path, cache: Path, track: Track = untracked
+) -> Documents:
     """Find the documents of `source`; relative paths start at `base`.
 
-    `cache` is the folder that remembers the hashes of files.
+    `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
     Raises DataError when there are none, BackendUnavailable when `datasets` is missing.
     """
+    source = with_copies(source, cache, track)
     if isinstance(source, TextSource):
         texts = find_files(source.files, base, source.exclude)
         return TextDocuments(tuple(texts), content_fingerprint(texts, cache))
@@ -224,7 +230,7 @@ def _builder(path: Path) -> str | None:
 
 
 def local_files(source: RowsSource, base: Path) -> list[Path] | None:
-    """Data files that `path` names, sorted; None when it is a hub id.
+    """Data files that `path` names, sorted; None when it is a hub id or a URL.
 
     A local folder wins over a hub id of the same name, as in `datasets`.
     """
@@ -245,6 +251,8 @@ def local_files(source: RowsSource, base: Path) -> list[Path] | None:
 
 
 def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
+    if is_remote(source.path):
+        return None
     path = _local_path(source, base)
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if _builder(file)]

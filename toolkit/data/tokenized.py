@@ -11,7 +11,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from toolkit.data.files import (
     content_fingerprint,
     fingerprint_of,
     hash_in_pieces,
+    held_lock,
 )
 from toolkit.data.indexed import (
     IndexedTokens,
@@ -33,9 +33,11 @@ from toolkit.data.indexed import (
     bin_path,
     idx_path,
     read_indexed,
+    read_remote_indexed,
     token_dtype,
 )
 from toolkit.data.progress import Track, untracked
+from toolkit.data.remote import shown
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
     encoder,
@@ -44,6 +46,7 @@ from toolkit.data.tokenizers import (
     tokens_before_text,
 )
 from toolkit.errors import DataError
+from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import DocumentSource, MegatronSource
 
 if TYPE_CHECKING:
@@ -57,7 +60,6 @@ _CACHE_VERSION = 1
 _BATCH_CHARACTERS = 2**20
 """Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
 _BATCHES_AT_ONCE = 2
-_MOMENT_S = 1.0
 _PIECE_CHARACTERS = 2**18
 """Longer documents are tokenised in pieces of about this size."""
 _PIECE_END = re.compile(r"(?<=[^\W_])(?=\s)")
@@ -84,11 +86,13 @@ def prepare(
     base: Path,
     cache: Path,
     parse_special: bool = False,
+    remote_cache_bytes: int = 2**30,
     track: Track = untracked,
 ) -> TokenizedData:
     """Tokens of `source`: from the cache, or tokenised now.
 
-    Relative paths start at `base`. `parse_special`: see `encoder`. `track` shows how long
+    Relative paths start at `base`. `parse_special`: see `encoder`. `remote_cache_bytes`: what
+    is kept of tokens that are read remotely. `track` shows how long
     work continues.
     Safe to call from several processes at once. Each document is what the tokenizer puts
     before a text (such as a BOS token), its tokens, and the EOS token; documents without
@@ -97,9 +101,11 @@ def prepare(
     Raises DataError when there are no documents, or the cache cannot be written.
     """
     if isinstance(source, MegatronSource):
+        if is_remote(source.prefix):
+            return _read_remote(source.prefix, cache, remote_cache_bytes, track=track)
         prefix = base / Path(source.prefix).expanduser()
         return _read_megatron(prefix, cache, track=track)
-    documents = open_source(source, base=base, cache=cache)
+    documents = open_source(source, base=base, cache=cache, track=track)
     parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
@@ -115,12 +121,11 @@ def prepare(
 def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
     """Data that is tokenised already. All of it is hashed, once: see `content_fingerprint`."""
     indexed = read_indexed(prefix)
-    if not len(indexed.tokens):
-        raise DataError(f"{bin_path(prefix)} holds no tokens", fix="build it again")
+    _check_some(indexed, str(bin_path(prefix)))
     lock = cache / "fingerprints" / f"{fingerprint_of(str(prefix))}.lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(lock, "reading"):
+        with held_lock(lock, "reading"):
             contents = content_fingerprint(
                 [idx_path(prefix), bin_path(prefix)],
                 cache,
@@ -129,6 +134,18 @@ def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
     except OSError as error:
         raise cache_not_writable(lock.parent, error) from error
     return TokenizedData(indexed, fingerprint_of(["megatron", contents]), str(prefix))
+
+
+def _read_remote(prefix: str, cache: Path, limit_bytes: int, *, track: Track) -> TokenizedData:
+    """Data that is tokenised already, in a store. It is not read: the store says what it is."""
+    indexed, identity = read_remote_indexed(prefix, cache, limit_bytes, track)
+    _check_some(indexed, f"{shown(prefix)}.bin")
+    return TokenizedData(indexed, fingerprint_of(["megatron", identity]), shown(prefix))
+
+
+def _check_some(indexed: IndexedTokens, name: str) -> None:
+    if not len(indexed.tokens):
+        raise DataError(f"{name} holds no tokens", fix="build it again")
 
 
 def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
@@ -156,7 +173,7 @@ def cached_tokens(
         return indexed
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
+        with held_lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
             indexed = _read_entry(prefix, belongs)
             if indexed is None:
                 tokenise()
@@ -179,18 +196,6 @@ def cached_rows(
             writer.commit()
 
     return cached_tokens(prefix, write)
-
-
-def _lock(path: Path, doing: str) -> AbstractContextManager[object]:
-    """The lock, held; waiting for it for more than a moment is not silent."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path)
-    try:
-        return lock.acquire(timeout=_MOMENT_S)
-    except Timeout:
-        logger.warning("another process is %s the same data; waiting for it", doing)
-        return lock.acquire()
 
 
 def _tokenise(

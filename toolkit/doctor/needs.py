@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.backend import BACKENDS
+from toolkit.data.remote import PACKAGES
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
+from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
 
@@ -139,6 +141,10 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
     for _, source in recipe.data.named_sources:
         if isinstance(source, RowsSource):
             yield "datasets", f"data: kind: {source.kind}"
+        for place in filter(is_remote, source.places):
+            scheme = place.partition(":")[0]
+            if scheme in PACKAGES:
+                yield PACKAGES[scheme], f"data: {scheme}://"
     wandb = recipe.logging.wandb
     if wandb is not None and wandb.mode != "disabled":
         yield "wandb", f"logging.wandb.mode: {wandb.mode}"

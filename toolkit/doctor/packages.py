@@ -50,12 +50,16 @@ PACKAGES = (
     Package("safetensors", "safetensors"),
     Package("tensorboard", "tensorboard"),
     Package("ray", "ray", extra="train"),
+    Package("s3fs", "s3fs"),
+    Package("gcsfs", "gcsfs"),
     Package("transformer-engine", "transformer_engine", compiled=True, extra="pytorch"),
     Package("flash-attn", "flash_attn", compiled=True),
 )
 _OPTIONAL: Mapping[str, str] = {
     "tensorboard": "`logging.tensorboard` needs it",
     "ray": "`launch.launcher: ray` needs it",
+    "s3fs": "data on s3:// needs it",
+    "gcsfs": "data on gs:// needs it",
     "transformer-engine": "megatron-core is faster on GPUs with it",
     "flash-attn": "attention on GPUs is faster with it",
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
+from toolkit.recipe.places import is_remote
 from toolkit.recipe.yaml_nodes import (
     TOP,
     WHOLE_FILE,
@@ -277,7 +278,7 @@ def _join(folder: Path, value: str) -> str:
 
 
 def _is_file_name(value: str, folder: Path) -> bool:  # noqa: ARG001 - one signature
-    return not value.startswith("{stdlib}")
+    return not value.startswith("{stdlib}") and not is_remote(value)
 
 
 def _is_local(value: str, folder: Path) -> bool:
@@ -290,7 +291,7 @@ def _is_local_model(value: str, folder: Path) -> bool:
 
 
 def _is_local_data(value: str, folder: Path) -> bool:
-    return (
+    return not is_remote(value) and (
         value.endswith(_DATA_SUFFIXES)
         or bool(set("*?[") & set(value))
         or _is_local(value, folder)

@@ -213,6 +213,11 @@ class SourceSection(Section):
         raise NotImplementedError
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """All paths, globs and names that it is read from."""
+        return (self.place,)
+
+    @property
     def title(self) -> str:
         """What the source is called."""
         return self.label or PurePath(self.place).name
@@ -232,6 +237,11 @@ class TextSource(SourceSection):
     def place(self) -> str:
         """See `SourceSection.place`: the first file or glob."""
         return self.files[0]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """See `SourceSection.places`."""
+        return (*self.files, *self.exclude)
 
 
 class RowsSource(SourceSection):
@@ -386,6 +396,8 @@ class DataSection(Section):
     as many whole ones as fit, padded at the end, so that only longer ones are cut."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
+    remote_cache_gib: PositiveFloat = 50.0
+    """GiB of the cache for what was read of remote files, the oldest of which is removed."""
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -28,6 +28,7 @@ from toolkit.batch import MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
+from toolkit.data.remote import RETRIES
 from toolkit.data.rows import Samples
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
@@ -261,6 +262,7 @@ class _Worker:
         """Record a good end; no rank leaves before rank 0's reports are out."""
         self.phases.begin("finishing the logs")
         failpoint("leaving")
+        self._report_retries()
         if self.ranks.rank == 0:
             self.record_end(exit_code=code)
         self._at_end.close()
@@ -284,9 +286,19 @@ class _Worker:
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
+        self._report_retries()
         retry = {} if getattr(error, "retry", True) else {"retry": False}
         self.record_end(exit_code=code, error=message, **retry)
         self._at_end.__exit__(type(error), error, error.__traceback__)
+
+    def _report_retries(self) -> None:
+        """Say how often this rank could not read data at once."""
+        if count := RETRIES.count:
+            said = f"{count} reads of remote data failed and were tried again"
+            EventLog(self.directory.events).write(
+                "warning", source="data", rank=self.ranks.rank, message=said, count=count
+            )
+            tell(f"data: {said} (rank {self.ranks.rank})")
 
     def record_end(self, **fields: Any) -> None:
         """Write the `end` event of this rank."""

@@ -84,7 +84,8 @@ class ChatSamples:
             first = index * self.rows_per_sample
             return self._numbers[first : first + self.rows_per_sample]
         bounds = self._packed.document_starts(np.array([index, index + 1]))
-        return self._numbers[self._packed.tokens[bounds[0] : bounds[1]]]
+        rows: Int64Array = self._packed.tokens[bounds[0] : bounds[1]]
+        return self._numbers[rows]
 
     def token_counts(self) -> Int64Array:
         """How often each token id is trained, int64 [largest id + 1]."""

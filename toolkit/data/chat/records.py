@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from toolkit.data.copies import with_copies
 from toolkit.data.files import content_fingerprint, fingerprint_of
 from toolkit.data.json_rows import count_lines, json_rows
+from toolkit.data.progress import Track, untracked
 from toolkit.data.sources import hub_version, load_rows, local_files, names_json
 from toolkit.recipe.schema import RowsSource
 
@@ -61,12 +63,16 @@ class ChatRecords:
         return load_rows(self.source, self.base, self.files)
 
 
-def open_records(source: RowsSource, *, base: Path, cache: Path) -> ChatRecords:
+def open_records(
+    source: RowsSource, *, base: Path, cache: Path, track: Track = untracked
+) -> ChatRecords:
     """Find the rows of `source`; relative paths start at `base`.
 
-    `cache` is the folder that remembers the hashes of files. Raises DataError when there are
-    no files, BackendUnavailable when `datasets` is needed and missing.
+    `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
+    Raises DataError when there are no files, BackendUnavailable when `datasets` is needed and
+    missing.
     """
+    source = with_copies(source, cache, track)
     files = local_files(source, base)
     if files is None:
         version = hub_version(source, base)

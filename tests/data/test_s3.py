@@ -1,0 +1,296 @@
+"""Training data in a real S3 (moto's server), also one that fails."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import s3fs
+import xxhash
+
+from tests.data import s3
+from tests.data.s3 import Store
+from toolkit.data import blocks, copies, remote
+from toolkit.data.batches import GlobalBatches
+from toolkit.data.build import TrainingData, build_data
+from toolkit.data.indexed import IndexedWriter
+from toolkit.data.remote import RETRIES, list_files, read_range
+from toolkit.errors import DataError
+from toolkit.recipe.schema import DataSection
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with s3.running() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An S3 with the empty bucket `data`; this process reads from it."""
+    import fsspec.config
+
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    quick = {"config_kwargs": {"read_timeout": 0.5}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", quick)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    remote._file_system.cache_clear()
+    bucket = s3fs.S3FileSystem(skip_instance_cache=True, config_kwargs={})
+    bucket.mkdir("data")
+    yield server
+    server.failures.clear()
+    bucket.rm("data", recursive=True)
+
+
+@pytest.fixture
+def put(store: Store) -> Callable[[Path | bytes, str], None]:
+    bucket = s3fs.S3FileSystem(skip_instance_cache=True, endpoint_url=store.url)
+
+    def put(content: Path | bytes, key: str) -> None:
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        bucket.pipe(f"data/{key}", data)
+
+    return put
+
+
+def write_tokens(prefix: Path, n_documents: int, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for length in rng.integers(1, 3000, n_documents).tolist():
+            writer.append(rng.integers(0, 257, length))
+            writer.end_document()
+        writer.commit()
+
+
+def built(cache: Path, train: dict[str, Any], **settings: Any) -> TrainingData:
+    data = DataSection.model_validate({"train": train, "cache": str(cache), **settings})
+    return build_data(
+        data,
+        sequence_length=LENGTH,
+        global_batch_size=4,
+        seed=1,
+        vocab_size=None,
+        base=cache.parent,
+    )
+
+
+def sequence(data: TrainingData) -> list[list[int]]:
+    """Input ids of every training sample, in the order of training."""
+    order = data.order.indices(0, len(data.train)).tolist()
+    return [data.train.rows(index)[0].input_ids.tolist() for index in order]
+
+
+def test_listing_and_single_look_ups_agree(put: Any) -> None:
+    put(b"0123456789", "web/a.txt")
+    put(b"0123", "web/b.txt")
+    both = list_files("s3://data/web/*.txt")
+    assert [(file.url, file.size) for file in both] == [
+        ("s3://data/web/a.txt", 10),
+        ("s3://data/web/b.txt", 4),
+    ]
+    assert [list_files(file.url) for file in both] == [[file] for file in both]
+    assert list_files("s3://data/**/*") == both
+    assert read_range(both[0], 3, 6) == b"345"
+    assert list_files("s3://no-such-bucket/*") == []
+
+
+def test_changed_while_it_is_read(put: Any) -> None:
+    put(b"old", "a")
+    (file,) = list_files("s3://data/*")
+    assert read_range(file, 0, 3) == b"old"
+    put(b"new", "a")
+    with pytest.raises(DataError, match="s3://data/a has changed since it was listed"):
+        read_range(file, 0, 3)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, put: Any) -> Path:
+    write_tokens(tmp_path / "tokens", 300)
+    for ending in (".bin", ".idx"):
+        put(tmp_path / f"tokens{ending}", f"pretrain/tokens{ending}")
+    put(b"another", "pretrain/tokens.old.bin")
+    return tmp_path / "tokens"
+
+
+def test_tokens_are_those_of_the_local_pair(tmp_path: Path, pair: Path) -> None:
+    local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
+    there = {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"}
+    from_s3 = built(tmp_path / "cache", there)
+    assert sequence(from_s3) == sequence(local)
+    again = built(tmp_path / "cache", there)
+    assert again.fingerprint == from_s3.fingerprint
+    for packing in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
+        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **packing)
+        assert sequence(built(tmp_path / "cache", there, **packing)) == sequence(local)
+
+
+def test_tokens_are_not_read_before_they_are_used(
+    tmp_path: Path, pair: Path, store: Store
+) -> None:
+    store.sent = 0
+    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    data.train.rows(0)
+    index = pair.with_suffix(".idx").stat().st_size
+    assert store.sent < index + blocks.BLOCK_BYTES + 20_000
+    assert store.sent < pair.with_suffix(".bin").stat().st_size / 3
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_batch_is_fetched_at_once(tmp_path: Path, store: Store) -> None:
+    """Samples of this batch and the next are on their way together."""
+    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    store.delay_s = 0.2
+    batches = GlobalBatches(data.train, data.order, 4)
+    (found,) = batches.micro_batches(0, 0, 1, 4)
+    assert store.most_at_once > 2
+    store.delay_s = 0.0
+    assert found.input_ids.tolist() == sequence(data)[:4]
+
+
+@pytest.mark.slow
+def test_a_hundred_failures(tmp_path: Path, pair: Path, store: Store) -> None:
+    local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)})
+    before = RETRIES.count
+    kinds = ["error", "cut"] * 45 + ["slow"] * 10
+    random.Random(0).shuffle(kinds)
+    pairs = zip(kinds[::2], kinds[1::2], strict=True)
+    # At most two in a row fail, of more reads than there would be with a larger cache.
+    store.failures.extend(kind for some in pairs for kind in (*some, ""))
+    there = {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"}
+    found = sequence(built(tmp_path / "cache", there, remote_cache_gib=2**-12))
+    assert not [kind for kind in store.failures if kind]
+    assert found == sequence(local)
+    assert RETRIES.count - before >= 100
+
+
+DOCUMENTS = [f"document {number}: " + "grüße, " * (number % 50) for number in range(300)]
+
+
+@pytest.fixture
+def documents(tmp_path: Path, put: Any) -> Path:
+    """The same documents as files in a folder, and in the store under `web`."""
+    folder = tmp_path / "web"
+    (folder / "part").mkdir(parents=True)
+    for number, text in enumerate(DOCUMENTS[:9]):
+        (folder / f"{number}.txt").write_text(text)
+    for half, texts in enumerate((DOCUMENTS[:200], DOCUMENTS[200:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "part" / f"{half}.jsonl").write_text(lines)
+    (folder / "part" / "0.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
+        for text in DOCUMENTS
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    for path in folder.glob("**/*.*"):
+        put(path, f"web/{path.relative_to(folder)}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "settings"),
+    [
+        ({"kind": "text", "files": ["{}/*.txt", "{}/part/*l"], "exclude": ["{}/3.txt"]}, {}),
+        ({"kind": "text", "files": ["{}/**/*"], "exclude": ["{}/part"]}, {}),
+        ({"kind": "hf", "path": "{}/part/*.jsonl"}, {}),
+        ({"kind": "hf", "path": "{}/part/1.jsonl"}, {}),
+        ({"kind": "hf", "path": "{}/part/0.jsonl.gz"}, {}),
+        ({"kind": "hf", "path": "{}/part"}, {}),
+        ({"kind": "chat", "path": "{}/chats.jsonl"}, {"chat_template": "chatml"}),
+    ],
+)
+def test_files_are_copied_once(
+    tmp_path: Path,
+    documents: Path,
+    store: Store,
+    train: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    def at(place: str) -> dict[str, Any]:
+        return {
+            key: [one.format(place) for one in value]
+            if isinstance(value, list)
+            else value.format(place)
+            for key, value in train.items()
+        }
+
+    local = built(tmp_path / "local", at(str(documents)), **settings)
+    from_s3 = built(tmp_path / "cache", at("s3://data/web"), **settings)
+    assert sequence(from_s3) == sequence(local)
+    assert from_s3.fingerprint == local.fingerprint, "the same contents, wherever they lie"
+    store.asked.clear()
+    built(tmp_path / "cache", at("s3://data/web"), **settings)
+    assert not [one for one in store.asked if one[2]], "nothing is downloaded again"
+
+
+def test_a_file_of_the_folder_has_changed(tmp_path: Path, documents: Path, put: Any) -> None:
+    train = {"kind": "hf", "path": "s3://data/web/part/*.jsonl"}
+    before = built(tmp_path / "cache", train)
+    lines = (documents / "part" / "1.jsonl").read_text()
+    put(lines.replace("document", "Document").encode(), "web/part/1.jsonl")
+    after = built(tmp_path / "cache", train)
+    assert before.fingerprint != after.fingerprint
+    copies = [*(tmp_path / "cache" / "remote" / "files").glob("*/*.jsonl")]
+    assert sorted(path.name for path in copies) == ["0.jsonl", "1.jsonl", "1.jsonl"]
+
+
+def test_a_malformed_line_is_named(tmp_path: Path, put: Any) -> None:
+    put(b'{"text": "a"}\n{"text": 3}\n', "web/bad.jsonl")
+    with pytest.raises(DataError, match=r"data/web/bad\.jsonl:2: `text` holds a number"):
+        built(tmp_path / "cache", {"kind": "hf", "path": "s3://data/web/*.jsonl"})
+
+
+COPIER = """
+import sys
+from pathlib import Path
+from toolkit.data import copies
+from toolkit.data.progress import untracked
+from toolkit.data.remote import list_files
+copies._PIECE_BYTES = 2**18
+(path,) = copies.copied(list_files("s3://data/large"), Path(sys.argv[1]), untracked)
+print(path)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_copy_continues(tmp_path: Path, put: Any, store: Store) -> None:
+    content = random.Random(1).randbytes(10 * 2**20 + 17)
+    put(content, "large")
+
+    def copier() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", COPIER, str(tmp_path / "cache")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def held() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "cache").glob("**/large.tmp"))
+
+    for least in (2**20, 2**22):
+        process = copier()
+        while held() < least:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        assert not list((tmp_path / "cache").glob("**/large"))
+    store.sent = 0
+    done = held()
+    process = copier()
+    (line,) = process.communicate()[0].splitlines()
+    assert Path(line).read_bytes() == content
+    # The server may still have answered what the killed process had asked for: 8 pieces.
+    assert store.sent < len(content) - done + 10 * 2**18 + 10_000
+    digest = xxhash.xxh3_128(content).hexdigest()
+    assert copies.hash_path(Path(line)).read_text() == digest

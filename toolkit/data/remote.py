@@ -1,0 +1,249 @@
+"""Files on any path that fsspec knows (`s3://`, `gs://`, `hf://` …): listed and read in ranges.
+
+    files = list_files("s3://bucket/web/*.jsonl")      # one listing, nothing is downloaded
+    data = read_range(files[0], 0, 4096)               # one request, tried again on failures
+
+`RemoteFile.identity` changes with the contents, as the store reports them: what is made of a
+file is recognised by it without reading the file. A read fails where the file has changed since
+it was listed. `toolkit.data.blocks.BlockCache` keeps what was read on this machine.
+
+A failure that may pass (time-outs, lost connections, 5xx, fewer bytes than asked for) is tried
+again, with exponentially growing pauses, and counted in `RETRIES`; a missing file, a refused
+login or a missing package is one error at once. Credentials come from where the store's own
+library takes them (environment, profile, machine), never from a recipe. A process that was
+forked may use everything here: connections belong to the process that made them.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from toolkit.data.files import fingerprint_of
+from toolkit.errors import BackendUnavailable, DataError, DmtError
+from toolkit.redact import redact
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_TRIES = 9
+_FIRST_PAUSE_S = 0.25
+"""It doubles with each try: about a minute in all, on top of the time-outs themselves."""
+_TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 30}
+_CONTENT = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "generation", "sha256")
+"""What stores report that changes with the contents alone; listings and single look-ups agree
+on it, on other fields (fsspec's `ukey` hashes all of them) they do not."""
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+_FINAL = (
+    FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError,
+)  # fmt: skip
+_FINAL_NAMES = (
+    "Credential", "Token", "Login", "Profile", "Auth", "Validation", "Invalid", "FileExpired",
+)  # fmt: skip
+"""In the names of what libraries raise where they cannot log in, or do not understand."""
+_FINAL_CODES = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG)
+PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
+    "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+"""By the scheme of a URL."""
+
+
+class Retries:
+    """Counts failed reads of this process that were tried again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, url: str, error: Exception) -> None:
+        """Count a failure; the first is a warning, the others are in the log."""
+        with self._lock:
+            self.count += 1
+            level = logging.WARNING if self.count == 1 else logging.INFO
+        logger.log(level, "reading %s failed and is tried again: %s", shown(url), _said(error))
+
+
+RETRIES = Retries()
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file as it was listed."""
+
+    url: str
+    size: int
+    """Bytes."""
+    identity: str
+    """Hex; changes with the contents. The same contents elsewhere have the same one where the
+    store reports a checksum of them."""
+
+
+def list_files(pattern: str) -> list[RemoteFile]:
+    """The files that match a glob, sorted by path; empty where there are none.
+
+    Raises DataError where the store cannot be reached or refuses, BackendUnavailable where the
+    package for it is missing.
+    """
+
+    def listed() -> list[RemoteFile]:
+        system, path = _opened(pattern)
+        system.invalidate_cache()
+        found = system.glob(path, detail=True)
+        return [
+            RemoteFile(system.unstrip_protocol(name), int(info["size"]), _identity(info))
+            for name, info in sorted(found.items())
+            if info["type"] == "file"
+        ]
+
+    return _retried(pattern, listed)
+
+
+def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
+    """The bytes `start … stop - 1`. Raises DataError where they cannot be read, or the file is
+    no longer the one that was listed."""
+    if not 0 <= start <= stop <= file.size:
+        raise ValueError(f"bytes {start} to {stop} of {file.size}")
+
+    def read() -> bytes:
+        system, path = _opened(file.url)
+        with system.open(path, "rb", cache_type="none") as stream:
+            info = getattr(stream, "details", None) or system.info(path)
+            if int(info["size"]) != file.size or _identity(info) != file.identity:
+                raise _changed(file.url)
+            stream.seek(start)
+            data = bytes(stream.read(stop - start))
+        if len(data) != stop - start:
+            raise EOFError(f"{len(data):,} of {stop - start:,} bytes came")
+        return data
+
+    return _retried(file.url, read)
+
+
+def check_package(url: str) -> None:
+    """Raise where the package that reads such a URL is missing (BackendUnavailable), or there
+    is none (DataError). Asks nothing of the network."""
+    import fsspec
+
+    scheme = urlsplit(url).scheme.lower()
+    if "::" in url:
+        raise DataError(f"`{shown(url)}` is a chain of URLs", fix="name the files themselves")
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        package = PACKAGES.get(scheme, "the package that fsspec names")
+        raise BackendUnavailable(
+            f"`{shown(url)}` needs a package that is not installed ({error})",
+            fix=f"pip install {package}",
+        ) from error
+    except ValueError as error:
+        fix = "use a local path, or s3://, gs://, hf:// …"
+        raise DataError(f"`{shown(url)}`: nothing reads `{scheme}://`", fix=fix) from error
+
+
+def shown(url: str) -> str:
+    """A URL as messages name it: without a login, and without a signature behind `?`."""
+    without = url.partition("?")[0] if urlsplit(url).scheme in ("http", "https") else url
+    return redact(without)
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    check_package(url)
+    parts = urlsplit(url)
+    system = _file_system(f"{parts.scheme}://{parts.netloc}", os.getpid())
+    return system, system._strip_protocol(url)
+
+
+@lru_cache(maxsize=64)
+def _file_system(root: str, process: int) -> Any:
+    """One of our own: another library's settings of its retries do not reach it."""
+    from fsspec.config import conf
+    from fsspec.core import url_to_fs
+
+    del process
+    options: dict[str, Any] = {}
+    scheme = root.partition(":")[0]
+    if scheme in ("s3", "s3a"):
+        config = dict(conf.get(scheme, {}).get("config_kwargs", {}))
+        # Failures are tried again here, where they are counted.
+        config["retries"] = {"total_max_attempts": 1}
+        options["config_kwargs"] = _TIMEOUTS_S | config
+    system = url_to_fs(root, skip_instance_cache=True, **options)[0]
+    if scheme in ("s3", "s3a"):
+        system.retries = 1
+    return system
+
+
+def _identity(info: Mapping[str, Any]) -> str:
+    """What the store says of the contents, else of their time."""
+    for field in _CONTENT:
+        if info.get(field):
+            return fingerprint_of([info["size"], field, str(info[field])])
+    times = [info[field] for field in _TIMES if info.get(field)]
+    # Listings of memory:// have seconds where single look-ups have a datetime.
+    changed = [t.timestamp() if isinstance(t, datetime) else t for t in times[:1]]
+    return fingerprint_of([info["size"], info["name"], *map(str, changed)])
+
+
+def _changed(url: str) -> DataError:
+    return DataError(
+        f"{shown(url)} has changed since it was listed",
+        fix="write new data to a new path, and start again",
+    )
+
+
+def _retried(url: str, action: Callable[[], Result]) -> Result:
+    """The result of `action`, which is tried again where it fails and may yet succeed."""
+    for attempt in range(1, _TRIES + 1):
+        try:
+            return action()
+        except DmtError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what it is depends on the store's library
+            if not _may_pass(error):
+                raise _refused(url, error) from None
+            if attempt == _TRIES:
+                raise DataError(
+                    f"cannot read {shown(url)}, tried {_TRIES} times: {_said(error)}",
+                    fix="check the network and the store, and start again to continue",
+                ) from None
+            RETRIES.add(url, error)
+        time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+    raise AssertionError("the last try returns or raises")
+
+
+def _may_pass(error: Exception) -> bool:
+    name = type(error).__name__
+    if isinstance(error, _FINAL) or any(word in name for word in _FINAL_NAMES):
+        return False
+    if isinstance(error, OSError | EOFError | asyncio.TimeoutError):
+        return getattr(error, "errno", None) not in _FINAL_CODES
+    # What the libraries of stores define themselves.
+    return type(error).__module__.partition(".")[0] not in ("builtins", "toolkit")
+
+
+def _refused(url: str, error: Exception) -> DataError:
+    if type(error).__name__ == "FileExpired":
+        return _changed(url)
+    if isinstance(error, FileNotFoundError):
+        return DataError(f"there is no {shown(url)}", fix="correct the path")
+    return DataError(
+        f"cannot read {shown(url)}: {_said(error)}",
+        fix="check the path, and the login in the environment or profile of the library",
+    )
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return redact(f"{type(error).__name__}: {lines[0]}")
