@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
+from toolkit.models import cuda_kernels
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
@@ -103,9 +104,8 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             "micro batches, and is not trained",
             fix="remove it and set model.balance: {kind: sequence_loss, coefficient: 0.001}",
         )
-    if not torch.cuda.is_available():
-        # The grouped matrix products that are the default need 16-byte strides on CPUs.
-        config._experts_implementation = "eager"
+    # CPUs need 16-byte strides in grouped matrix products.
+    config._experts_implementation = "grouped_mm" if torch.cuda.is_available() else "eager"
     return config
 
 
@@ -146,6 +146,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
 
 def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `config` describes, on the current default device."""
+    cuda_kernels.choose()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=dtype, trust_remote_code=False
     )

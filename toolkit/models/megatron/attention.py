@@ -67,8 +67,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             mask = attention_mask[0 if self.window is None else 1]
         elif self.window is not None and self.window + 1 < length:
             mask = _band(length, self.window, q.device)
-        if mask is not None:
-            # CUDA's fused kernels take either a mask or grouped heads.
+        if mask is not None or (q.is_cuda and q.dtype == torch.float32):
+            # CUDA's fused kernels take grouped heads neither with a mask nor in fp32.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with self._own_random_stream():
             context = self._attend(q, k, v, mask)
