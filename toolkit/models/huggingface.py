@@ -104,8 +104,9 @@ def build_config(model: ModelSection) -> PretrainedConfig:
             "micro batches, and is not trained",
             fix="remove it and set model.balance: {kind: sequence_loss, coefficient: 0.001}",
         )
-    # CPUs need 16-byte strides in grouped matrix products.
-    config._experts_implementation = "grouped_mm" if torch.cuda.is_available() else "eager"
+    if not torch.cuda.is_available():
+        # The grouped matrix products that are the default need 16-byte strides on CPUs.
+        config._experts_implementation = "eager"
     return config
 
 
@@ -237,16 +238,13 @@ def fill_biases(model: nn.Module, weights: WeightSource) -> None:
 def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """See `label_log_probs`: fp32 [micro_batch, sequence].
 
-    Where neither a mask nor a cache is given, transformers isolates the documents that it finds
-    by positions that restart, with the window of each layer counted inside its document. No
-    mask of ours could serve every model: layers with and without a window need two.
+    Where neither a mask nor a cache is given, transformers isolates documents, with the window
+    of each layer counted inside its document. No mask of ours could serve every model: layers
+    with and without a window need two.
     """
-    options = {}
-    if batch.positions is not None:
-        options["position_ids"] = batch.positions
-        if batch.segments is None:
-            options["attention_mask"] = torch.ones_like(batch.input_ids)
-    logits = model(input_ids=batch.input_ids, use_cache=False, **options).logits
+    options = {} if batch.positions is None else {"position_ids": batch.positions}
+    with cuda_kernels.documents(batch.segments):
+        logits = model(input_ids=batch.input_ids, use_cache=False, **options).logits
     return label_log_probs(logits, batch.labels)
 
 

@@ -24,6 +24,7 @@ from toolkit.models.megatron import cpu
 from toolkit.models.megatron.attention import document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
+from toolkit.models.megatron.norms import local_device
 from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation, scale_rotation
 
 
@@ -208,6 +209,7 @@ def build_chunks(
             vp_stage=vp_stage,
             **gpt,
         )
+        chunk.to(local_device())  # megatron-core leaves routers where torch makes tensors
         chunk.vocabulary = model.gpt["vocab_size"]
         if first and model.embedding_scale != 1:
             _scale(chunk.embedding.word_embeddings, model.embedding_scale)
