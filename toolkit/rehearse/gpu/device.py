@@ -101,8 +101,14 @@ def pretend() -> FakeTensorMode:
     functional.scaled_dot_product_attention = _attention
     import_utils.is_fake_tensor = lambda _: False  # transformers would take it for compiled
     # Otherwise, tensors made from numbers would begin on the host and initialise CUDA.
-    FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment, method-assign]
-    return FakeTensorMode(allow_non_fake_inputs=False)
+    _replace(FakeTensorMode, avoid_device_init=property(lambda _: True))
+    mode: Any = FakeTensorMode
+    return mode(allow_non_fake_inputs=False)  # type: ignore[no-any-return]
+
+
+def _replace(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
 def _swap(old: Tensor, new: Tensor) -> None:
@@ -110,7 +116,7 @@ def _swap(old: Tensor, new: Tensor) -> None:
     if isinstance(old, FakeTensor) and old.dtype == new.dtype and not old.is_meta:
         old.fake_device = new.device
     else:
-        _swap_tensors(old, new)
+        _swap_tensors(old, new)  # type: ignore[no-untyped-call]
 
 
 _swap_tensors = torch.utils.swap_tensors
@@ -160,11 +166,11 @@ def _have_cuda() -> None:
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "init": lambda: None,
+        "_lazy_init": _nothing,
+        "init": _nothing,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda _: None,
+        "set_device": _nothing,
         "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
@@ -175,37 +181,41 @@ def _have_cuda() -> None:
         "memory_reserved": lambda *_: 0,
         "max_memory_reserved": lambda *_: 0,
         "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": lambda *_: None,
-        "empty_cache": lambda: None,
-        "synchronize": lambda *_: None,
+        "reset_peak_memory_stats": _nothing,
+        "empty_cache": _nothing,
+        "synchronize": _nothing,
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda *_: _STREAM,
         "default_stream": lambda *_: _STREAM,
-        "set_stream": lambda _: None,
+        "set_stream": _nothing,
         "stream": lambda _: contextlib.nullcontext(),
         "device": lambda _: contextlib.nullcontext(),
-        "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None,
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
         "get_rng_state": lambda *_, **__: _Generator().get_state(),
-        "set_rng_state": lambda *_, **__: None,
+        "set_rng_state": _nothing,
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random):
             if hasattr(module, name):
                 setattr(module, name, answer)
-    torch.utils.swap_tensors = _swap
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(torch.cuda.nvtx, name, lambda *_, **__: None)
-    torch.get_rng_state = lambda: _Generator().get_state()
-    torch.set_rng_state = lambda _: None
-    torch.Event = _Event  # type: ignore[assignment, misc]
-    torch.accelerator.current_stream = lambda *_: _STREAM  # type: ignore[assignment, return-value]
-    torch.accelerator.set_stream = lambda *_: None  # type: ignore[assignment]
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.default_generators = (_Generator(),)  # type: ignore[assignment]
-    Tensor.record_stream = lambda *_: None  # type: ignore[assignment, method-assign]
-    Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment, method-assign]
+    _replace(torch.cuda, default_generators=(_Generator(),))
+    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
+    _replace(torch.utils, swap_tensors=_swap)
+    _replace(
+        torch, Event=_Event, get_rng_state=answers["get_rng_state"], set_rng_state=_nothing
+    )
+    _replace(
+        torch.accelerator,
+        current_stream=answers["current_stream"],
+        set_stream=_nothing,
+        synchronize=_nothing,
+    )
+    _replace(Tensor, record_stream=_nothing, pin_memory=lambda self, *_: self)
+
+
+def _nothing(*_: object, **__: object) -> None: ...
 
 
 def join(rank: int, world: int) -> None:
@@ -217,7 +227,7 @@ def join(rank: int, world: int) -> None:
 
 def _send_nothing() -> None:
     """Groups of torch's fake backend; objects are as if every rank had the same."""
-    create = distributed_c10d.new_group
+    create: Any = distributed_c10d.new_group
 
     def new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
         with unset_fake_temporarily():
@@ -236,9 +246,9 @@ def _send_nothing() -> None:
     def all_gather_object(found: list[Any], value: Any, **_: object) -> None:
         found[:] = [value] * len(found)
 
-    dist.all_gather_object = all_gather_object  # type: ignore[assignment]
-    dist.broadcast_object_list = lambda *_, **__: None
-    dist.new_group = distributed_c10d.new_group = new_group  # type: ignore[assignment]
-    device_mesh.init_device_mesh = really(device_mesh.init_device_mesh)
+    _replace(dist, all_gather_object=all_gather_object, broadcast_object_list=_nothing)
+    for module in (dist, distributed_c10d):
+        _replace(module, new_group=new_group)
     mesh = device_mesh.DeviceMesh
-    mesh.from_group = really(mesh.from_group)  # type: ignore[method-assign]
+    _replace(mesh, from_group=really(mesh.from_group))
+    _replace(device_mesh, init_device_mesh=really(device_mesh.init_device_mesh))

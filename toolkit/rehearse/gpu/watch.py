@@ -72,7 +72,7 @@ class Watched:
         return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at every operator while it is entered."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
     ) -> None:
         """`compute`: what is computed in; `is_layer`: is a module a decoder layer; `selects`:
         the share of its experts that a token is sent to."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = Watched()
         self.phase = "build"
         self._compute = compute
@@ -247,7 +247,8 @@ def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
             except (RuntimeError, TypeError):
                 continue
         if isinstance(value, str) and value in device.backends:
-            return dist.distributed_c10d._resolve_process_group(value)
+            groups: Any = dist.distributed_c10d
+            return groups._resolve_process_group(value)  # type: ignore[no-any-return]
     return None
 
 
