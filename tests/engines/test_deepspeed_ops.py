@@ -338,3 +338,23 @@ def _working_in(folder: Path) -> list[str]:
         except OSError:  # gone meanwhile
             continue
     return names
+
+
+@pytest.mark.usefixtures("extensions")
+def test_ops_for_gpus_need_cudas_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed would end in a TypeError; what is for CPUs needs none, whatever torch has."""
+
+    def lacking(op: str) -> bool:
+        return any(one.name == "nvcc" for one in deepspeed_ops.missing_tools([op]))
+
+    monkeypatch.setattr(deepspeed_ops, "torch_accelerator", lambda: "cu128")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert [lacking(op) for op in deepspeed_ops.BUILDERS] == [False, True, False, True]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(0o755)
+    assert not any(lacking(op) for op in deepspeed_ops.BUILDERS)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(deepspeed_ops, "torch_accelerator", lambda: "cpu")
+    assert not any(lacking(op) for op in deepspeed_ops.BUILDERS)

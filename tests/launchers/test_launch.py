@@ -226,3 +226,12 @@ def test_output_of_other_ranks_goes_to_their_log_without_secrets(start, monkeypa
     launch.end()
     log = (launch.run_dir / "logs" / "rank-1.log").read_text()
     assert log == "rank 1 is here, ***\n"
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_nccl_aborted_is_not_the_cause(tmp_path, killed):
+    """NCCL's own thread ends the ranks that lost one, without a word of theirs."""
+    seen = [RankExit(rank, -9 if rank == killed else -6) for rank in (0, 1)]
+    assert report_failure(tmp_path, 0, seen).reason == f"rank {killed} was killed by SIGKILL"
+    alone = [RankExit(killed, -6)]
+    assert report_failure(tmp_path, 0, alone).reason == f"rank {killed} was killed by SIGABRT"

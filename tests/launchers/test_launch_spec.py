@@ -118,3 +118,26 @@ def test_a_deadline_is_set_once():
     deadline.start(0)
     deadline.start(1000)
     assert deadline.passed
+
+
+def test_a_recipe_for_cpus_sees_no_gpu(monkeypatch):
+    """A machine may have GPUs, and fewer of them than the recipe has ranks."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert base.worker_env(Job(RUN, CPU))["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in base.worker_env(Job(RUN, GPU))
+
+
+def test_other_machines_get_the_settings_of_this_one(monkeypatch):
+    sent = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "NVTE_FUSED_ATTN": "1",
+        "LD_LIBRARY_PATH": "/opt/nccl/lib",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "UCX_TLS": "rc",
+    }
+    kept = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/here", "WANDB_API_KEY": "x", "PWD": "/"}
+    for name, value in (sent | kept).items():
+        monkeypatch.setenv(name, value)
+    found = base.settings_here()
+    assert sent.items() <= found.items()
+    assert not kept.keys() & found.keys()

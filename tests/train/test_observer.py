@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.engines.base import StepResult
 from toolkit.train.loop import Progress, StepReport
@@ -34,12 +35,9 @@ class Saves:
         self.steps.append(progress.step)
 
 
-@pytest.mark.parametrize("stopped_at", [None, 5])
-def test_no_save_begins_while_steps_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, stopped_at: int | None
-) -> None:
-    monkeypatch.setattr(Observer, "_metrics", lambda *_: None)
-    saves, section = Saves(), SimpleNamespace(every_steps=2)
+def new_observer(saves: Saves, device: str = "cpu") -> Observer:
+    """Of a run that saves every second step."""
+    section = SimpleNamespace(every_steps=2)
     plan = SimpleNamespace(layout=SimpleNamespace(world=1, model_rank=int))
     recipe = SimpleNamespace(
         checkpoint=section,
@@ -52,12 +50,31 @@ def test_no_save_begins_while_steps_are_skipped(
         recipe=recipe,
         plan=plan,
         engine=None,
-        ranks=SimpleNamespace(rank=0),
+        ranks=SimpleNamespace(rank=0, device=torch.device(device)),
         checkpoints=checkpoints,
         prediction=None,
         mark=lambda _: None,
     )
-    observer = Observer(run, None)
+    return Observer(run, None)
+
+
+def test_the_peak_of_memory_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building the engine may take more."""
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    new_observer(Saves())
+    assert not reset
+    new_observer(Saves(), "cuda:1")
+    assert reset == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("stopped_at", [None, 5])
+def test_no_save_begins_while_steps_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, stopped_at: int | None
+) -> None:
+    monkeypatch.setattr(Observer, "_metrics", lambda *_: None)
+    saves = Saves()
+    observer = new_observer(saves)
     for step in range(1, 11):
         skipped = "not finite" if step in (4, 5, 6) else None
         result = StepResult(1.0, 1.0, skipped)

@@ -1,5 +1,6 @@
 """`dmt train`: what a launcher starts on every rank."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,8 @@ def train(
 
     Example: torchrun --nproc-per-node 2 -m toolkit.cli.main train runs/tiny-llama-bytes
     """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher has numbered them again
     from toolkit.engines.distributed import end_process
     from toolkit.launchers.quiet_agent import told_the_agent
     from toolkit.train.worker import train_recipe, train_run_directory

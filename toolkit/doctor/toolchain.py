@@ -1,6 +1,5 @@
 """Programs: what compiles DeepSpeed's operators, and what launchers start."""
 
-import os
 import re
 import shutil
 import sys
@@ -11,9 +10,11 @@ from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import LAUNCHERS, Needs
 from toolkit.doctor.probe import ask
 from toolkit.engines.deepspeed.ops import (
+    ON_GPU,
     TOOLS,
     build_folder,
     compiled_at_start,
+    cuda_compiler,
     missing_tools,
     put_ninja_on_path,
     stale_locks,
@@ -107,7 +108,7 @@ def _nvcc(needs: Needs) -> Finding:
         built_for = "cpu"
     if not built_for.startswith("cu"):
         return Finding(COMPILERS, "nvcc", "ok", "not needed: this torch is built without CUDA")
-    needing = next(iter(_to_compile(needs).values()), None) if needs.gpu else None
+    needing = next((why for op, why in _to_compile(needs).items() if op in ON_GPU), None)
     digits = built_for.removeprefix("cu")
     wanted = f"{digits[:-1]}.{digits[-1]}"
     fix = f"install CUDA {wanted}'s toolkit and set CUDA_HOME to it"
@@ -121,12 +122,18 @@ def _nvcc(needs: Needs) -> Finding:
         return Finding(COMPILERS, "nvcc", "note", text, None, fix)
     else:
         text = f"{found}, torch is built for {wanted}: nothing can be compiled"
-    return lacking(COMPILERS, "nvcc", text, fix=fix, needed_by=needing, otherwise="warning")
+    return lacking(
+        COMPILERS,
+        "nvcc",
+        text,
+        fix=fix,
+        needed_by=needing if needs.gpu else None,
+        otherwise="warning",
+    )
 
 
 def _nvcc_version() -> str | None:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    program = str(Path(home) / "bin" / "nvcc") if home else shutil.which("nvcc")
+    program = cuda_compiler()
     answer = ask([program, "--version"]) if program else None
     if answer is None or not answer.done:
         return None

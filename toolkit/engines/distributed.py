@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,42 +34,58 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     """Join the process group that the launcher's environment describes.
 
     Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for
-    Open MPI; without any the run has one process. Uses NCCL on GPUs and gloo on CPUs.
+    Open MPI; without any the run has one process. Uses NCCL on GPUs, where tensors in host
+    memory need a gloo group of their own (`AllRanks.group`), and gloo on CPUs.
     """
     placed = scheduler_ranks(os.environ)
     os.environ.update(placed)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = torch.device("cpu")
+    ranks = Ranks(rank, world, local_rank, local_world, torch.device("cpu"))
     if torch.cuda.is_available():
-        # A scheduler may show each rank its own GPU only, as number 0.
-        index = 0 if placed and torch.cuda.device_count() == 1 else local_rank
-        if index >= torch.cuda.device_count():
-            raise BackendUnavailable(
-                f"rank {rank} has no GPU: {local_world} processes on this machine, "
-                f"{torch.cuda.device_count()} GPUs",
-                fix="set cluster.gpus_per_node to the number of GPUs",
-            )
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+        ranks = replace(ranks, device=_gpu(ranks, may_be_alone=bool(placed)))
+        torch.cuda.set_device(ranks.device)
     else:
         # Spares DeepSpeed a search and a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         _share_cores(local_world)
-    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    _join(ranks, timeout)
+    return ranks
+
+
+def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
+    """This rank's GPU. `may_be_alone`: a scheduler may show each rank its own only, as number
+    0. Raises BackendUnavailable where there are fewer GPUs than ranks."""
+    count = torch.cuda.device_count()
+    index = 0 if may_be_alone and count == 1 else ranks.local_rank
+    if index >= count:
+        raise BackendUnavailable(
+            f"rank {ranks.rank} has no GPU: {ranks.local_world} processes on this machine, "
+            f"{count} GPUs",
+            fix="set cluster.gpus_per_node to the number of GPUs",
+        )
+    return torch.device("cuda", index)
+
+
+def _join(ranks: Ranks, timeout: timedelta) -> None:
+    """Create the default group, from which groups without a backend of their own inherit."""
+    on_gpu, rank, world = ranks.device.type == "cuda", ranks.rank, ranks.world
+    options: dict[str, Any] = {"backend": "nccl" if on_gpu else "gloo"}
+    if on_gpu and world > 1:
+        # NCCL then connects at once: a broken network shows here and not in the first step.
+        options["device_id"] = ranks.device
     if needs_new_store():
         store = new_store(rank, world, timeout)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timeout
+            store=store, rank=rank, world_size=world, timeout=timeout, **options
         )
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(timeout=timeout, **options)
     else:
         # DeepSpeed reads these even in a run of one process.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return Ranks(rank, world, local_rank, local_world, device)
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 from toolkit.errors import PlanError
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
-from toolkit.redact import redact
+from toolkit.redact import redact, secret_variable
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory, not_writable
 
@@ -173,6 +173,29 @@ DMT = ("-m", "toolkit.cli.main")
 """The command `dmt`, as what Python runs."""
 
 
+_OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
+_SETTINGS = (
+    *("CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_", "UCX_"),
+    *("DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "WANDB_"),
+)
+"""How variables begin that change how ranks compute, communicate and report."""
+
+
+def settings_here() -> dict[str, str]:
+    """Variables of this environment that ranks on other machines need, too; never a secret."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_SETTINGS)
+        and name not in _OF_THIS_MACHINE
+        and not secret_variable(name)
+    }
+
+
+ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""A machine may have GPUs, perhaps fewer than ranks, that a recipe for CPUs does not use."""
+
+
 def worker_env(job: Job) -> dict[str, str]:
     """Return the variables that every worker needs, whatever starts it.
 
@@ -184,7 +207,7 @@ def worker_env(job: Job) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // job.cluster.gpus_per_node))
     if job.cluster.gpu == "cpu":
-        env["DS_ACCELERATOR"] = "cpu"
+        env |= ON_PROCESSORS
     return env
 
 

@@ -18,6 +18,7 @@ from toolkit.launchers.base import (
     LaunchSpec,
     Outcome,
     free_port,
+    settings_here,
     worker_env,
 )
 from toolkit.launchers.foreign import run_guarded, run_remote
@@ -34,7 +35,6 @@ REMOTE_PROGRAMS: Mapping[str, Mapping[str, str]] = {
 """By `launch.remote_start`: the programs that it takes here, each with Debian's package."""
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 """What survives every shell unquoted. DeepSpeed hands its command to shells as it is."""
-_EXPORTED = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "HF_", "WANDB_", "DMT_")
 _SSH = (
     "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 )
@@ -188,16 +188,11 @@ def _users_file() -> dict[str, str]:
 
 
 def _settings_here() -> dict[str, str]:
-    """Variables of this environment that ranks elsewhere need, too; never a secret, which
-    everyone could read in the command of ssh.
+    """`settings_here`, which everyone can read in the command of ssh.
 
     Raises PlanError for a value that a shell would read.
     """
-    chosen = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_EXPORTED) and not secret_variable(name)
-    }
+    chosen = settings_here()
     for name, value in chosen.items():
         if value and not _PLAIN.fullmatch(value):
             raise PlanError(

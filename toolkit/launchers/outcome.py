@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
+from signal import SIGABRT, Signals
 from typing import Any
 
 from toolkit.errors import (
@@ -58,6 +58,8 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
+    # NCCL's own thread aborts a rank that lost another: who failed differently is the cause.
+    causes.sort(key=lambda rank: rank.code == -SIGABRT)
     failed = causes[0] if causes else _first_failure(events) or seen[0]
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())

@@ -25,7 +25,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
-from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port
+from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
 from toolkit.launchers.local import copy_to_log
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
@@ -35,7 +35,6 @@ from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell
 
 _POLL_S = 1.0
-_KEPT_VARIABLES = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class _SharedDevices(Backend):
@@ -180,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
             "recipe_file": str(asked.recipe),
             "run_dir": str(asked.run_dir),
             "folder": str(Path.cwd()),
-            "env": {k: os.environ[k] for k in _KEPT_VARIABLES if k in os.environ},
+            "env": settings_here(),
         },
         torch_config=_OwnProcessGroup(),
         scaling_config=ScalingConfig(num_workers=asked.ranks, use_gpu=asked.gpu),

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.batch import MicroBatch
 from toolkit.errors import DataError, PlanError
 from toolkit.layout import LossKernel, loss_chunks
+from toolkit.models import cuda_kernels
 from toolkit.models.config_keys import is_dropout
 from toolkit.models.families import model_spec
 from toolkit.models.frozen import is_frozen
@@ -148,6 +149,7 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
 
 def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `config` describes, on the current default device."""
+    cuda_kernels.choose()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=dtype, trust_remote_code=False
     )
@@ -238,21 +240,19 @@ def fill_biases(model: nn.Module, weights: WeightSource) -> None:
 def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """See `label_log_probs`: fp32 [micro_batch, sequence].
 
-    Where neither a mask nor a cache is given, transformers isolates the documents that it finds
-    by positions that restart, with the window of each layer counted inside its document. No
-    mask of ours could serve every model: layers with and without a window need two.
+    Where neither a mask nor a cache is given, transformers isolates documents, with the window
+    of each layer counted inside its document. No mask of ours could serve every model: layers
+    with and without a window need two.
     """
-    options = {}
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     if batch.positions is not None:
-        options["position_ids"] = batch.positions
-        if batch.segments is None:
-            options["attention_mask"] = torch.ones_like(batch.input_ids)
-    inputs = {"input_ids": batch.input_ids, "use_cache": False, **options}
+        inputs["position_ids"] = batch.positions
     trained = getattr(model, "module", model)  # of DDP, of DeepSpeed
-    if getattr(trained, _IN_CHUNKS, False):
-        found: Tensor = model(targets=batch.labels, **inputs)
-        return found
-    return label_log_probs(model(**inputs).logits, batch.labels)
+    with cuda_kernels.documents(batch.segments):
+        if getattr(trained, _IN_CHUNKS, False):
+            found: Tensor = model(targets=batch.labels, **inputs)
+            return found
+        return label_log_probs(model(**inputs).logits, batch.labels)
 
 
 _IN_CHUNKS = "loss_in_chunks"

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.launchers.base import Job, LaunchSpec
@@ -19,8 +19,6 @@ from toolkit.redact import redact
 from toolkit.run.directory import RunDirectory
 
 _TAIL_LINES = 20
-_ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""A machine with fewer GPUs than ranks rehearses too, and everything stays fp32."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchS
     `worker` is what Python runs: `-m`, a module and its arguments.
     """
     cluster = ClusterSection(gpus_per_node=processes, gpu="cpu")
-    spec = LocalLauncher().spec(Job(run_dir, cluster, worker=tuple(worker)))
-    return replace(spec, env={**spec.env, **_ON_PROCESSORS})
+    return LocalLauncher().spec(Job(run_dir, cluster, worker=tuple(worker)))
 
 
 class RankProcesses:

@@ -140,6 +140,8 @@ class Observer:
         """The last step was skipped: the weights are those of a step before."""
         self._save_due = False
         layout, rank = run.plan.layout, run.ranks.rank
+        if run.ranks.device.type == "cuda":  # building may take more than training does
+            torch.cuda.reset_peak_memory_stats(run.ranks.device)
         self._replicas = ReplicaCheck(
             run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
         )

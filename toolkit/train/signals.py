@@ -9,7 +9,7 @@ from toolkit.handlers import handling
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Work
+    import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _INTERRUPTS_TO_FORCE = 3
@@ -31,13 +31,17 @@ class StopRequest:
     It must be entered in the main thread, since Python delivers signals there.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(
+        self, file: Path | None = None, group: "dist.ProcessGroup | None" = None
+    ) -> None:
+        """`group`: of all ranks, for tensors in host memory; None: the default one."""
         self._file = file
+        self._group = group
         self._reason: str | None = None
         self._interrupts = 0
         self._numbers: tuple[float, ...] = ()
         self._handlers = handling(STOP_SIGNALS, self._remember)
-        self._pending: tuple[torch.Tensor, Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     @property
     def reason(self) -> str | None:
@@ -70,9 +74,8 @@ class StopRequest:
 
         self._numbers = numbers
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # On the default group: each gloo group has threads that wake all the time.
             sums = torch.tensor([self._asked(), *numbers], dtype=torch.float64)
-            work = dist.all_reduce(sums, async_op=True)
+            work = dist.all_reduce(sums, group=self._group, async_op=True)
             assert work is not None
             self._pending = (sums, work)
 

@@ -67,7 +67,9 @@ from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 
 logger = logging.getLogger(__name__)
 
-_PEER_LOST = re.compile(r"gloo/transport|by peer|ncclRemoteError")
+_PEER_LOST = re.compile(
+    r"gloo/transport|by peer|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+)
 """In what PyTorch says of a collective whose other side died."""
 
 _INTERRUPTED = "ended by the third Ctrl-C; what was being saved is not a checkpoint"
@@ -266,7 +268,7 @@ class _Worker:
         if self.ranks.rank == 0:
             self.record_end(exit_code=code)
         self._at_end.close()
-        dist.barrier()
+        dist.barrier(self.together.group)
         leave()
         self._watching.close()
         self.phases.hide()
@@ -275,7 +277,8 @@ class _Worker:
         return code
 
     def _stop_request(self) -> StopRequest:
-        return StopRequest(self.directory.stop if self.ranks.rank == 0 else None)
+        file = self.directory.stop if self.ranks.rank == 0 else None
+        return StopRequest(file, self.together.group)
 
     def record_signal(self) -> None:
         """Write down what stopped the run, on the ranks that were asked."""

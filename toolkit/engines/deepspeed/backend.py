@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Stage, Support
+from toolkit.backend import ANY, Backend, ModelName, Rehearsed, Stage, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
@@ -47,18 +47,16 @@ class DeepSpeedCost(EngineCost):
         DeepSpeed shard or offload it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
-    def reduce_bytes(self, precision: CostPrecision) -> int:
-        """In the training precision, unless its configuration states another."""
-        return FP32_BYTES if precision == "fp32" else 2
-
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Reduce buckets (two where communication overlaps) and gathered weights."""
-        bucket = width * min(BUCKET, share.trained.parameters)
+        """Reduce buckets (two where communication overlaps), the one that is reduced in fp32,
+        and gathered weights."""
+        elements = min(BUCKET, share.trained.parameters)
+        bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
         if layout.zero_stage == 0:
             return 0.0
         if layout.zero_stage == 3:
-            return 2 * bucket + width * min(LIVE_PARAMETERS, share.parameters)
-        return (2 if layout.zero_stage == 1 else 3) * bucket
+            return 2 * bucket + cast + width * min(LIVE_PARAMETERS, share.parameters)
+        return (2 if layout.zero_stage == 1 else 3) * bucket + cast
 
 
 class DeepSpeedBackend(Backend):

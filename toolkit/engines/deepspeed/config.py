@@ -256,7 +256,19 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     if request.precision == "bf16" and request.layout.zero_stage > 0:
         # Otherwise micro batches are summed in bf16. Stage 0 knows no other way.
         settings["data_types.grad_accum_dtype"] = "fp32"
+    if sends_fp32(request.precision, request.layout.zero_stage) and not (
+        _get(file.values, f"{ZERO}.zero_quantized_gradients")
+        or request.extra.get("zero_quantized_gradients")
+    ):
+        # Otherwise the ranks' gradients are summed in 16 bits. Quantizing takes only those.
+        settings["communication_data_type"] = "fp32"
     return settings
+
+
+def sends_fp32(precision: str, zero_stage: int) -> bool:
+    """Whether gradients of 16 bits are reduced in fp32, as the other engines do it; stage 0
+    keeps them in 16 bits anyway."""
+    return precision != "fp32" and zero_stage > 0
 
 
 def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """Engine `deepspeed`: ZeRO 0-3 and offload, for a model of either implementation."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -51,6 +52,11 @@ class DeepSpeedEngine:
         self.copy = setup.layout.data_rank(setup.ranks.rank)
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
+        if self.device.type == "cuda":
+            # The GPU that it takes. A scheduler may show each rank one only, as number 0; Open
+            # MPI's variable must be equal.
+            os.environ["LOCAL_RANK"] = str(self.device.index)
+            os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         deepspeed.init_distributed(
             dist_backend="nccl" if self.device.type == "cuda" else "gloo",
             auto_mpi_discovery=False,

@@ -50,7 +50,10 @@ OLD_LOCK_S = 600.0
 """Age at which a lock counts as left behind where its holder cannot be looked up."""
 
 TOOLS = ("C++ compiler", "ninja", "Python headers", "libaio")
-"""What building an op may need."""
+"""What building an op may need, besides CUDA's compiler."""
+
+ON_GPU = ("fused_adam", "async_io")
+"""Ops that are built against CUDA; those of CPUs are not, whatever the machine has."""
 
 _POLL_S = 0.2
 _GRACE_S = 3.0
@@ -63,7 +66,7 @@ class Missing:
     """Something that a build needs and this machine lacks."""
 
     name: str
-    """One of TOOLS, or a lock's op."""
+    """One of TOOLS, nvcc, or a lock's op."""
     what: str
     fix: str
 
@@ -232,6 +235,21 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
             "apt-get install libaio-dev (Debian, Ubuntu), dnf install libaio-devel "
             "(Fedora, RHEL)",
         )
+
+    on_gpu = [op for op in ops if op in ON_GPU]
+    if on_gpu and torch_accelerator().startswith("cu") and cuda_compiler() is None:
+        yield Missing(
+            "nvcc",
+            f"there is no nvcc, and {', '.join(on_gpu)} needs CUDA's toolkit",
+            "install CUDA's toolkit and set CUDA_HOME to it",
+        )
+
+
+def cuda_compiler() -> str | None:
+    """CUDA's compiler, found as `torch.utils.cpp_extension` finds it; None where it is not."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc") if home is None else None
+    return found or shutil.which(Path(home or "/usr/local/cuda") / "bin" / "nvcc")
 
 
 def _libaio_links(compiler: Sequence[str]) -> bool:

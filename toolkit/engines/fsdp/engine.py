@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -66,7 +66,7 @@ class FsdpEngine(DataParallelEngine):
         """Wrap layers and model as `fsdp.json` says."""
         dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
         arguments: dict[str, Any] = {
-            "mesh": init_device_mesh(self.device.type, (self.world,)),
+            "mesh": self._mesh(config["offload_policy"] is not None),
             "mp_policy": MixedPrecisionPolicy(**dtypes),
             "offload_policy": self._offload_policy(config["offload_policy"]),
         }
@@ -80,6 +80,14 @@ class FsdpEngine(DataParallelEngine):
         units = [cast(FSDPModule, unit) for unit in (self.model, *layers)]
         _prefetch(units, config["forward_prefetch"], config["backward_prefetch"])
         return units
+
+    def _mesh(self, offloads: bool) -> DeviceMesh:
+        """All ranks. Where gradients lie in host memory, fp16's loss scaler sums there whether
+        they are finite, which NCCL cannot."""
+        if self.device.type == "cpu" or not (offloads and self.scaler.is_enabled()):
+            return init_device_mesh(self.device.type, (self.world,))
+        both = dist.new_group(backend="cuda:nccl,cpu:gloo")
+        return DeviceMesh.from_group(both, self.device.type)
 
     def _offload_policy(self, stated: dict[str, Any] | None) -> OffloadPolicy:
         """Pinned memory is what a GPU copies from; without one there is none to be had."""

@@ -279,13 +279,16 @@ class MegatronEngine:
         self, micro_batches: Sequence[MicroBatch], terms: _Terms, *, forward_only: bool
     ) -> list[Tensor]:
         """Run the pipeline schedule; on the last stage, what `terms` logs of each batch."""
-        batches = [to_device(batch, self.device) for batch in micro_batches]
-        micro_batch, length = batches[0].input_ids.shape
+        micro_batch, length = micro_batches[0].input_ids.shape
         logged: list[Tensor] = get_forward_backward_func()(
             forward_step_func=partial(self._forward, terms),
-            data_iterator=[iter(batches) for _ in self.replicas],
+            # One at a time: a validation's batches together may fill the GPU.
+            data_iterator=[
+                (to_device(batch, self.device) for batch in micro_batches)
+                for _ in self.replicas
+            ],
             model=self.replicas,
-            num_microbatches=len(batches),
+            num_microbatches=len(micro_batches),
             seq_length=length,
             micro_batch_size=micro_batch,
             forward_only=forward_only,

@@ -68,8 +68,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             mask = attention_mask[int(self.limited)]
         else:
             mask = self._mask(length, q.device)
-        if mask is not None:
-            # CUDA's fused kernels take either a mask or grouped heads.
+        if mask is not None or (q.is_cuda and q.dtype == torch.float32):
+            # CUDA's fused kernels take grouped heads neither with a mask nor in fp32.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with self._own_random_stream():
             context = self._attend(q, k, v, mask)

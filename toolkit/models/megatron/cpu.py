@@ -1,4 +1,4 @@
-"""megatron-core on a machine without CUDA.
+"""megatron-core on a machine without CUDA, and without Transformer Engine on one with it.
 
 megatron-core allocates on "cuda", asks for CUDA's random state and waits for CUDA streams
 in places that have nothing to do with a GPU. Here those calls are sent to the CPU: inside
@@ -28,6 +28,7 @@ def redirect() -> None:
     """
     _without_transformer_engine()
     if torch.cuda.is_available():
+        _norm_without_waiting()
         return
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
@@ -63,6 +64,15 @@ def _without_transformer_engine() -> None:
     loaded = sys.modules.get(f"{_PACKAGE}.transformer.moe.moe_utils")
     if loaded is not None and not hasattr(loaded, "te_general_gemm"):
         loaded.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+def _norm_without_waiting() -> None:
+    """megatron-core's own norm, instead of which it takes Transformer Engine's or Apex', waits
+    for the GPU once per parameter."""
+    loaded = sys.modules.get(f"{_PACKAGE}.optimizer.clip_grads")
+    own = getattr(loaded, "local_multi_tensor_l2_norm", None)
+    if own is not None and loaded is not None and loaded.l2_norm_impl is own:
+        loaded.l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
 
 
 def cuda_type_names() -> AbstractContextManager[None]:
@@ -187,8 +197,12 @@ def _l2_norm(
 ) -> tuple[Tensor, None]:
     """L2 norm of all tensors of the first list together: float32 [1], by pairwise sums.
 
-    torch's own fp32 norm of a large CPU tensor is wrong in the fourth digit.
+    torch's own fp32 norm of a large CPU tensor is wrong in the fourth digit; on CUDA, where it
+    is exact, it needs no memory for squares.
     """
+    if tensor_lists[0][0].is_cuda:
+        norms = torch.stack(torch._foreach_norm(list(tensor_lists[0])))
+        return norms.double().norm().float().reshape(1), None
     squares = [tensor.square().sum().double() for tensor in tensor_lists[0]]
     return torch.stack(squares).sum().sqrt().float().reshape(1), None
 

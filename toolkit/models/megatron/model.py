@@ -25,6 +25,7 @@ from toolkit.models.megatron import cpu
 from toolkit.models.megatron.attention import document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
+from toolkit.models.megatron.norms import local_device
 from toolkit.models.megatron.rotary import ScaledRotary, choose_rotation, scale_rotation
 
 
@@ -239,6 +240,7 @@ def build_chunks(
             vp_stage=vp_stage,
             **gpt,
         )
+        chunk.to(local_device())  # megatron-core leaves routers where torch makes tensors
         chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], loss
         chunks_of = model.chunked_layers
         chunk.attention_chunk = None if chunks_of is None else chunks_of.size

@@ -1,0 +1,164 @@
+"""The engines' own steps on GPUs that are not there: what would wait, mix devices or widen.
+
+One process starts all ranks, one after the other (`fake_gpu_ranks.py`): no test may be in it,
+since its torch believes that it has CUDA.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.cases import MIXTRAL
+
+pytestmark = pytest.mark.slow
+
+WAITS = "the host waits for the GPU"
+MIXED = "tensors of two devices meet"
+WIDENED = "16-bit activations become fp32"
+NOT_NCCL = "NCCL gets a tensor in host memory"
+PARAMETERS = 80512
+"""Of the model of `parity_worker`."""
+
+
+def case(engine: str, micro_batch: int = 2, precision: str = "bf16", **more: Any) -> Any:
+    return {"engine": engine, "micro_batch": micro_batch, "precision": precision, **more}
+
+
+def megatron(micro_batch: int = 1, **parallel: Any) -> Any:
+    return case("megatron", micro_batch, family={"num_hidden_layers": 4}, parallel=parallel)
+
+
+TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
+FSDP = case("fsdp", stage=3)
+BUGS = ("host", "scaled", "looked_at", "printed")
+RANKS = {
+    "ddp": (case("ddp"), 1, 0, ""),
+    "fsdp2": (case("fsdp", stage=2), 2, 0, ""),
+    "fsdp3": (FSDP, 2, 1, ""),
+    "fsdp3-fp32": (case("fsdp", precision="fp32", stage=3), 2, 0, ""),
+    "fsdp3-offload": (case("fsdp", precision="fp16", stage=3, offload="cpu"), 2, 1, ""),
+    "tp2": (TP2, 4, 0, ""),
+    "tp2-fp32": (case("megatron", precision="fp32", parallel={"tensor": 2}), 2, 0, ""),
+    "megatron-zero1": (case("megatron", stage=1), 2, 1, ""),
+    "pp2-first": (megatron(pipeline=2), 2, 0, ""),
+    "pp2-last": (megatron(pipeline=2), 2, 1, ""),
+    "vpp": (megatron(pipeline=2, virtual_pipeline=2), 2, 1, ""),
+    "ep2": (case("megatron", 1, family=MIXTRAL, parallel={"expert": 2}), 2, 0, ""),
+    **{
+        f"zero{stage}": (case("deepspeed", stage=stage, parallel={"model": "hf"}), 2, 0, "")
+        for stage in range(4)
+    },
+    **{f"fsdp-{bug}": (FSDP, 2, 0, bug) for bug in BUGS},
+    **{f"tp2-{bug}": (TP2, 4, 0, bug) for bug in BUGS},
+}
+"""Case, ranks of the layout, the rank that is looked at, and the bug that it has."""
+SOUND = [name for name, (_, _, _, bug) in RANKS.items() if not bug]
+
+MCORE = {"clip_grads.py get_grad_norm_fp32"}
+WAITED = {
+    "ddp": set(),
+    "fsdp": set(),
+    "tp2": MCORE,
+    "megatron": MCORE,
+    "pp2": MCORE,
+    "vpp": MCORE,
+    # Its dispatcher sends each expert as many tokens as were routed to it.
+    "ep2": MCORE | {"token_dispatcher.py _maybe_dtoh_and_synchronize", "moe_utils.py permute"},
+    "zero0": {"utils.py has_overflow", "utils.py has_overflow_serial"},
+    "zero1": {"utils.py mask_nan_or_inf_with_val_inplace", "utils.py is_invalid_grad_norm"},
+    "zero2": {"stage_1_and_2.py has_overflow"},
+    "zero3": {"stage3.py get_grad_norm_direct", "utils.py is_invalid_grad_norm"},
+}
+"""Where libraries let the host wait in a step; the engines themselves do it in one place."""
+OURS = {"engine.py train_step", "engine.py _run", "data_parallel.py train_step"}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """By name of the rank, what was found."""
+    ranks = [(name, *what) for name, what in RANKS.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rehearse.fake_gpu_ranks"],
+        input=json.dumps(ranks),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _kind(name: str) -> str:
+    """The key of a rank in `WAITED`."""
+    return next(kind for kind in WAITED if name.startswith(kind))
+
+
+def places(rank: Any, what: str, *phases: str) -> set[str]:
+    """`file function` of the innermost frames of one kind of finding."""
+    assert "error" not in rank, rank["error"]
+    return {
+        f"{finding['where'][0].partition(':')[0]} {finding['where'][0].split(' ')[1]}"
+        for finding in rank["findings"]
+        if finding["what"] == what and finding["phase"] in (phases or (finding["phase"],))
+    }
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_devices_are_not_mixed(found: dict[str, Any], name: str) -> None:
+    """Nor does NCCL get what lies in host memory: it has its own group."""
+    assert places(found[name], MIXED) == set()
+    assert places(found[name], NOT_NCCL) == set()
+    state = found[name]["state"]
+    assert state["weight"] == state["exp_avg"] == state["exp_avg_sq"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in SOUND if name != "fsdp3-offload"])
+def test_a_step_waits_for_the_gpu_once(found: dict[str, Any], name: str) -> None:
+    """Also the step of a resumed run; what the libraries do besides is known."""
+    for phase in ("step", "resume"):
+        waits = places(found[name], WAITS, phase)
+        mine = waits & OURS
+        assert len(mine) == 1
+        assert waits - mine - {"rank.py _resume"} == WAITED[_kind(name)]
+    assert len(places(found[name], WAITS, "evaluate") & {"totals.py evaluate", *OURS}) == 1
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_activations_stay_in_16_bits(found: dict[str, Any], name: str) -> None:
+    """Except with ddp, whose weights are fp32: autocast leaves the residual stream in fp32."""
+    widened = places(found[name], WIDENED, "step", "evaluate")
+    assert bool(widened) == (name == "ddp")
+
+
+@pytest.mark.parametrize("model", ["fsdp", "tp2"])
+def test_planted_bugs_are_found_where_they_are(found: dict[str, Any], model: str) -> None:
+    batch_on_host = found[f"{model}-host"]
+    (place,) = places(batch_on_host, MIXED)
+    assert place in ("log_probs.py label_log_probs", "layers.py forward")
+    assert "two devices" in batch_on_host["ended_by"]
+    here = "fake_gpu_ranks.py"
+    assert f"{here} scaled" in places(found[f"{model}-scaled"], WIDENED, "step")
+    assert f"{here} looked_at" in places(found[f"{model}-looked_at"], WAITS, "step")
+    assert f"{here} printed" in places(found[f"{model}-printed"], WAITS, "step")
+
+
+def test_deepspeed_reduces_gradients_in_fp32(found: dict[str, Any]) -> None:
+    """From stage 1 on, and 16-bit gradients before."""
+    sizes = {
+        stage: {one["nbytes"] for one in found[f"zero{stage}"]["collectives"]}
+        for stage in (0, 1, 2)
+    }
+    assert 4 * PARAMETERS not in sizes[0]
+    assert 2 * PARAMETERS in sizes[0]
+    assert 4 * PARAMETERS in sizes[1] & sizes[2]
+
+
+def test_each_rank_of_two_holds_half(found: dict[str, Any]) -> None:
+    for name in ("zero2", "zero3", "megatron-zero1"):
+        assert found[name]["state"]["weight"] == PARAMETERS // 2
+    assert found["ddp"]["state"]["weight"] == found["zero0"]["state"]["weight"] == PARAMETERS

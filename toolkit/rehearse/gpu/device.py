@@ -1,0 +1,254 @@
+"""A process that believes it has a GPU: what torch.cuda answers, and what a collective does.
+
+Everything here lasts until the process ends, and nothing in it computes.
+"""
+
+import contextlib
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh, distributed_c10d
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.utils import import_utils
+
+GPU = torch.device("cuda", 0)
+MEMORY_BYTES = 80 * 2**30
+CAPABILITY = (9, 0)
+"""Of an H100, whose kernels the engines would choose."""
+
+backends: dict[str, str] = {}
+"""By the name of a process group, the backend that it was asked for."""
+
+
+class _Event:
+    """A CUDA event that has always happened."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def wait(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: object) -> float:
+        return 0.0
+
+
+class _Stream:
+    """A CUDA stream on which everything has been done."""
+
+    device = GPU
+    stream_id = device_index = cuda_stream = 0
+    device_type = 1
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Generator:
+    """A random stream that is always in the same state."""
+
+    def get_state(self) -> Tensor:
+        return torch.empty(16, dtype=torch.uint8)
+
+    def set_state(self, _: object) -> None: ...
+
+    def manual_seed(self, _: int) -> None: ...
+
+    def initial_seed(self) -> int:
+        return 0
+
+
+_STREAM = _Stream()
+
+
+def pretend() -> FakeTensorMode:
+    """Let torch have a GPU; the mode under which its tensors are fake. Engines are imported
+    afterwards."""
+    os.environ["DS_ACCELERATOR"] = GPU.type
+    _have_cuda()
+    _send_nothing()
+    functional.scaled_dot_product_attention = _attention
+    import_utils.is_fake_tensor = lambda _: False  # transformers would take it for compiled
+    # Otherwise, tensors made from numbers would begin on the host and initialise CUDA.
+    _replace(FakeTensorMode, avoid_device_init=property(lambda _: True))
+    mode: Any = FakeTensorMode
+    return mode(allow_non_fake_inputs=False)  # type: ignore[no-any-return]
+
+
+def _replace(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """What `Module.to` does with fake parameters, which fails once they are referred to."""
+    if isinstance(old, FakeTensor) and old.dtype == new.dtype and not old.is_meta:
+        old.fake_device = new.device
+    else:
+        _swap_tensors(old, new)  # type: ignore[no-untyped-call]
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that a GPU takes: flash in 16 bits without a mask, else the one that keeps no
+    scores either, but takes no grouped heads. (Of fake tensors torch computes plain products.)
+
+    Raises RuntimeError where a GPU has neither.
+    """
+    del enable_gqa
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (one.to(dtype) for one in (query, key, value))
+    if attn_mask is None and query.dtype != torch.float32:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )
+        return found[0]  # type: ignore[no-any-return]
+    if query.shape[1] != key.shape[1]:
+        raise RuntimeError("grouped heads with a mask or in fp32: all scores would be kept")
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+    )
+    return found[0]  # type: ignore[no-any-return]
+
+
+def _have_cuda() -> None:
+    """What of torch.cuda the engines and their libraries ask for."""
+    properties = types.SimpleNamespace(
+        name="fake",
+        total_memory=MEMORY_BYTES,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        multi_processor_count=132,
+    )
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": _nothing,
+        "init": _nothing,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "get_device_name": lambda *_: "fake",
+        "get_device_capability": lambda *_: CAPABILITY,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
+        "max_memory_reserved": lambda *_: 0,
+        "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": _nothing,
+        "empty_cache": _nothing,
+        "synchronize": _nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *_: _STREAM,
+        "default_stream": lambda *_: _STREAM,
+        "set_stream": _nothing,
+        "stream": lambda _: contextlib.nullcontext(),
+        "device": lambda _: contextlib.nullcontext(),
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "get_rng_state": lambda *_, **__: _Generator().get_state(),
+        "set_rng_state": _nothing,
+    }
+    for name, answer in answers.items():
+        for module in (torch.cuda, torch.cuda.random):
+            if hasattr(module, name):
+                setattr(module, name, answer)
+    _replace(torch.cuda, default_generators=(_Generator(),))
+    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
+    _replace(torch.utils, swap_tensors=_swap)
+    _replace(
+        torch, Event=_Event, get_rng_state=answers["get_rng_state"], set_rng_state=_nothing
+    )
+    _replace(
+        torch.accelerator,
+        current_stream=answers["current_stream"],
+        set_stream=_nothing,
+        synchronize=_nothing,
+    )
+    _replace(Tensor, record_stream=_nothing, pin_memory=lambda self, *_: self)
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def join(rank: int, world: int) -> None:
+    """Join a process group of which this is the only process."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    assert dist.group.WORLD is not None
+    backends[dist.group.WORLD.group_name] = "nccl"
+
+
+def _send_nothing() -> None:
+    """Groups of torch's fake backend; objects are as if every rank had the same."""
+    create: Any = distributed_c10d.new_group
+
+    def new_group(*arguments: Any, backend: str | None = None, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            group = create(*arguments, backend="fake", **options)
+        if isinstance(group, dist.ProcessGroup):
+            backends[group.group_name] = backend or "nccl"
+        return group
+
+    def really(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():  # a mesh holds the numbers of ranks
+                return make(*arguments, **options)
+
+        return made
+
+    def all_gather_object(found: list[Any], value: Any, **_: object) -> None:
+        found[:] = [value] * len(found)
+
+    _replace(dist, all_gather_object=all_gather_object, broadcast_object_list=_nothing)
+    for module in (dist, distributed_c10d):
+        _replace(module, new_group=new_group)
+    mesh = device_mesh.DeviceMesh
+    _replace(mesh, from_group=really(mesh.from_group))
+    _replace(device_mesh, init_device_mesh=really(device_mesh.init_device_mesh))

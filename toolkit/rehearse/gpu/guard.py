@@ -1,0 +1,64 @@
+"""Lets a torch without CUDA differentiate fake tensors on a GPU.
+
+Without a device guard for CUDA, autograd ends the process. `load` compiles one, once per torch
+and machine, and loads it before torch is imported: torch asks for it once and remembers.
+"""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from toolkit.errors import BackendUnavailable
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+
+
+def load() -> None:
+    """Load the guard, where torch has none; torch must not be imported yet.
+
+    Raises BackendUnavailable without torch or a C++ compiler.
+    """
+    assert "torch" not in sys.modules, "torch has already asked for a guard"
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BackendUnavailable("torch is not installed", fix="pip install torch")
+    torch = Path(spec.origin).parent
+    version = runpy.run_path(str(torch / "version.py"))
+    if version["cuda"] is not None:
+        return  # has its own
+    for library in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(torch / "lib" / library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_built(torch, version["__version__"])))
+
+
+def _built(torch: Path, version: str) -> Path:
+    """The compiled guard of this torch."""
+    key = f"{torch} {version}".encode() + _SOURCE.read_bytes()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = cache / "dmt" / f"fake-gpu-{hashlib.sha256(key).hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    include = torch / "include"
+    command = [
+        *(os.environ.get("CXX", "c++"), "-O0", "-shared", "-fPIC", "-std=c++20"),
+        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
+        *(str(_SOURCE), "-o", str(unfinished)),
+    ]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise BackendUnavailable(
+            f"what stands for a GPU cannot be compiled: {said.strip()[:500]}",
+            fix="apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), or "
+            "set CXX",
+        ) from error
+    unfinished.replace(library)
+    return library

