@@ -83,7 +83,8 @@ TWO = [
 MORE = [
     adafactor(Case("fsdp", 2, 3, family=MIXTRAL)),
     adafactor(deepspeed(2, family=MIXTRAL), **OTHER),
-    adafactor(small(tensor=2, family=GPT2)),
+    # The gradient of its key biases is 0 but for rounding, which a tiny eps makes a whole step of.
+    adafactor(small(tensor=2, family=GPT2), eps=1e-12),
     adafactor(small(tensor=2, sequence=True), **OTHER),
     replace(adafactor(small(pipeline=2)), freeze=BOTTOM),
     replace(adafactor(deepspeed(3)), freeze=BOTTOM),
