@@ -83,7 +83,7 @@ TWO = [
 MORE = [
     adafactor(Case("fsdp", 2, 3, family=MIXTRAL)),
     adafactor(deepspeed(2, family=MIXTRAL), **OTHER),
-    # The gradient of its key biases is 0 but for rounding, which a tiny eps makes a whole step of.
+    # Its key biases have a gradient of rounding errors, of which a tiny eps makes whole steps.
     adafactor(small(tensor=2, family=GPT2), eps=1e-12),
     adafactor(small(tensor=2, sequence=True), **OTHER),
     replace(adafactor(small(pipeline=2)), freeze=BOTTOM),
