@@ -27,6 +27,8 @@ from tests.engines.parity_worker import (
 from tests.forked import run_ranks
 
 STEPS = 8
+RATE = 3e-4
+"""At larger ones AdamW makes a difference of 1e-5 of what is rounded otherwise."""
 GROUPS = (
     {"parameters": ("model.embed_tokens.*",), "lr_mult": 0.25, "wd_mult": 0.0},
     {"parameters": ("model.layers.0.*", "*.1.mlp.*"), "lr_mult": 0.5},
@@ -48,7 +50,8 @@ def by_hand(name: str) -> tuple[float, float]:
 
 
 def grouped(case: Case, **changes: Any) -> Case:
-    return replace(case, groups=GROUPS, steps=STEPS, **{"family": LAYERS, **changes})
+    changes = {"family": LAYERS, "optimizer": {"learning_rate": RATE}, **changes}
+    return replace(case, groups=GROUPS, steps=STEPS, **changes)
 
 
 @cache
@@ -62,7 +65,7 @@ def _loop(model: Any, multipliers: Mapping[str, tuple[float, float]]) -> dict[st
         [
             {
                 "params": [parameter],
-                "lr": 1e-3 * multipliers[name][0],
+                "lr": RATE * multipliers[name][0],
                 "weight_decay": 0.1 * multipliers[name][1] if parameter.ndim > 1 else 0.0,
             }
             for name, parameter in model.named_parameters()
@@ -100,9 +103,8 @@ ENDS = {"model.embed_tokens.weight": 0, "model.norm.weight": 6, "lm_head.weight"
 
 
 def decayed(case: Case, **changes: Any) -> Case:
-    return replace(
-        case, optimizer={"layer_decay": DECAY}, steps=STEPS, **{"family": UNTIED, **changes}
-    )
+    optimizer = {"layer_decay": DECAY, "learning_rate": RATE}
+    return replace(case, optimizer=optimizer, steps=STEPS, **{"family": UNTIED, **changes})
 
 
 @cache
@@ -183,7 +185,7 @@ def test_reshape(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 def test_adapters(tmp_path: Path) -> None:
     """LoRA+ (arXiv:2402.12354): another learning rate for B than for A."""
-    groups = ({"parameters": ("*.lora_B.weight",), "lr_mult": 16.0},)
+    groups = ({"parameters": ("*.lora_B.weight",), "lr_mult": 4.0},)
     cases = [
         replace(case, adapter=adapter(), groups=groups, family=LAYERS)
         for case in (
@@ -192,7 +194,7 @@ def test_adapters(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     found = run_ranks(each_case, 2, partial(look, str(tmp_path)), cases)[0]
-    expected = lora_reference(cases[0], rate_of_b=16e-3)
+    expected = lora_reference(cases[0], rate_of_b=4e-3)
     for case in cases:
         for quantity in ("loss", "grad_norm"):
             curve = found[case.name][quantity]
