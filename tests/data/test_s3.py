@@ -129,9 +129,9 @@ def test_tokens_are_those_of_the_local_pair(tmp_path: Path, pair: Path) -> None:
     assert sequence(from_s3) == sequence(local)
     again = built(tmp_path / "cache", there)
     assert again.fingerprint == from_s3.fingerprint
-    for packing in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
-        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **packing)
-        assert sequence(built(tmp_path / "cache", there, **packing)) == sequence(local)
+    for settings in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
+        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **settings)
+        assert sequence(built(tmp_path / "cache", there, **settings)) == sequence(local)
 
 
 def test_tokens_are_not_read_before_they_are_used(
