@@ -65,6 +65,18 @@ def test_long_hex_where_no_revision_is_expected() -> None:
     assert looks_secret("logging.wandb.entity", HEX)
 
 
+def test_signed_urls() -> None:
+    amazon = (
+        "https://b.host/a.bin?X-Amz-Expires=600&X-Amz-Credential=canary&X-Amz-Signature=0a1b"
+    )
+    azure = "https://host/a.bin?sv=2024&sig=canary%3D"
+    for url in (amazon, azure):
+        assert looks_secret("data.train.path", url)
+        assert "canary" not in redact(url) and "0a1b" not in redact(url)
+    assert redact(azure) == f"https://host/a.bin?sv=2024&sig={MASK}"
+    assert not looks_secret("data.train.path", "https://host/a.bin?signal=yes")
+
+
 def test_logins_in_urls() -> None:
     url = "https://me:pw@host/x"
     assert looks_secret("data.train.path", url)

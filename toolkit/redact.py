@@ -78,6 +78,12 @@ _ASSIGNED = re.compile(
     r"([^\s\"',;&]{6,})",
     re.IGNORECASE,
 )
+_SIGNED = re.compile(
+    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig)=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
+"""What makes a URL a key to what it names."""
+_IN_VALUES = (_CREDENTIAL, _URL_LOGIN, _PRIVATE_KEY, _SIGNED)
 _LONG_HEX = re.compile(r"[0-9a-fA-F]{32,128}")
 _LONG_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+]{40,}={0,2}")
 
@@ -140,7 +146,7 @@ class Redactor:
             return False
         if value in self._secrets:
             return True
-        if any(pattern.search(value) for pattern in (_CREDENTIAL, _URL_LOGIN, _PRIVATE_KEY)):
+        if any(pattern.search(value) for pattern in _IN_VALUES):
             return True
         if _DIGEST_WORDS.intersection(_words(key.rpartition(".")[2])):
             return False
@@ -152,6 +158,7 @@ class Redactor:
             text = self._values.sub(MASK, text)
         text = _PRIVATE_KEY.sub(MASK, text)
         text = _URL_LOGIN.sub(rf"\1{MASK}@", text)
+        text = _SIGNED.sub(rf"\1{MASK}", text)
         text = _ASSIGNED.sub(rf"\1{MASK}", text)
         return _CREDENTIAL.sub(MASK, text)
 

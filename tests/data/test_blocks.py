@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -169,6 +170,29 @@ def test_processes_share_it_and_are_killed(tmp_path: Path, file: RemoteFile) -> 
     bound = BlockCache(tmp_path / "blocks", 4 * BLOCK_BYTES)
     bound.read(file, 0, 10)
     assert sum(path.stat().st_size for path in kept(bound)) <= 6 * BLOCK_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parents(
+    cache: BlockCache, file: RemoteFile, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    read_range = blocks.read_range
+
+    def waiting(file: RemoteFile, start: int, stop: int) -> bytes:
+        let_go.wait(60)
+        return read_range(file, start, stop)
+
+    monkeypatch.setattr(blocks, "read_range", waiting)
+    cache.expect(file, 0, SIZE)
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(blocks, "read_range", read_range)
+        cache.expect(file, 0, 10)
+        os._exit(0 if cache.read(file, 0, SIZE) == content else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    let_go.set()
+    assert cache.read(file, 0, SIZE) == content
 
 
 def test_a_changed_file_has_other_blocks(cache: BlockCache) -> None:

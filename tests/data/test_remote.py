@@ -1,6 +1,7 @@
 """Remote files: listed with an identity, read in ranges, tried again, clear errors."""
 
 import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,8 @@ def test_the_identity_is_the_contents(tmp_path: Path) -> None:
     path.write_text("one")
     (first,) = list_files(f"file://{path}")
     assert list_files(f"file://{path}") == [first]
-    path.write_text("two!")
+    path.write_text("two")
+    os.utime(path, (1, 1))
     (second,) = list_files(f"file://{path}")
     assert second.identity != first.identity
     with pytest.raises(DataError, match="has changed since it was listed"):
@@ -117,10 +119,9 @@ def test_what_may_pass_is_tried_again(
     file = failing(TimeoutError("slow"), "cut", reset, ConnectionResetError("gone"), "cut")
     assert read_range(file, 2, 5) == b"234"
     assert RETRIES.count == before + 5
-    assert [round(pause / 0.25 / 2**n, 2) for n, pause in enumerate(pauses)] == [
-        pytest.approx(0.75, abs=0.25)
-    ] * 5
-    assert len(set(pauses)) == 5, "no two processes are to try at the same time"
+    parts = [pause / 0.25 / 2**n for n, pause in enumerate(pauses)]
+    assert all(0.5 <= part <= 1 for part in parts)
+    assert len(set(parts)) == 5, "no two processes are to try at the same time"
 
 
 def test_it_gives_up(failing: Callable[..., remote.RemoteFile], pauses: list[float]) -> None:

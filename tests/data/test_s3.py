@@ -17,7 +17,7 @@ import xxhash
 
 from tests.data import s3
 from tests.data.s3 import Store
-from toolkit.data import blocks, copies, remote
+from toolkit.data import blocks, copies, packing, remote, statistics
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.indexed import IndexedWriter
@@ -129,9 +129,9 @@ def test_tokens_are_those_of_the_local_pair(tmp_path: Path, pair: Path) -> None:
     assert sequence(from_s3) == sequence(local)
     again = built(tmp_path / "cache", there)
     assert again.fingerprint == from_s3.fingerprint
-    for packing in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
-        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **packing)
-        assert sequence(built(tmp_path / "cache", there, **packing)) == sequence(local)
+    for settings in ({"packing": "best_fit"}, {"validation_fraction": 0.1}):
+        local = built(tmp_path / "local", {"kind": "megatron", "prefix": str(pair)}, **settings)
+        assert sequence(built(tmp_path / "cache", there, **settings)) == sequence(local)
 
 
 def test_tokens_are_not_read_before_they_are_used(
@@ -146,7 +146,21 @@ def test_tokens_are_not_read_before_they_are_used(
 
 
 @pytest.mark.usefixtures("pair")
-def test_a_batch_is_fetched_at_once(tmp_path: Path, store: Store) -> None:
+def test_statistics_read_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "REMOTE_COUNTED_TOKENS", 5000)
+    monkeypatch.setattr(statistics, "REMOTE_COUNTED_TOKENS", 5000)
+    data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
+    train = data.sources[0].train
+    assert train.token_counts().sum() == 5000
+    found = statistics.source_statistics(train)
+    assert (found.documents, found.tokens) == (300, train.n_tokens)
+    assert 0 < found.compared < 10
+
+
+@pytest.mark.usefixtures("pair")
+def test_a_batch_is_fetched_at_once(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Samples of this batch and the next are on their way together."""
     data = built(tmp_path / "c", {"kind": "megatron", "prefix": "s3://data/pretrain/tokens"})
     store.delay_s = 0.2
@@ -155,6 +169,11 @@ def test_a_batch_is_fetched_at_once(tmp_path: Path, store: Store) -> None:
     assert store.most_at_once > 2
     store.delay_s = 0.0
     assert found.input_ids.tolist() == sequence(data)[:4]
+    asked: list[list[int]] = []
+    monkeypatch.setattr(data.train, "expect", lambda indices: asked.append(indices.tolist()))
+    batches.micro_batches(4, 1, 2, 2)
+    order = data.order.indices(0, 12).tolist()
+    assert asked[0] == [*order[6:8], *order[10:12]], "the share of rank 1, and its next one"
 
 
 @pytest.mark.slow

@@ -50,6 +50,15 @@ _LEFT_SHARE = 7 / 8
 """Of the limit, that is left when blocks are removed."""
 
 
+class _Ahead:
+    """Blocks that a process has asked for, and not read."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.coming: dict[tuple[str, int], Future[bytes]] = {}
+        self.pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "remote")
+
+
 class BlockCache:
     """Blocks of remote files in a folder that processes share. Safe in threads."""
 
@@ -59,8 +68,7 @@ class BlockCache:
         self.folder = folder
         self._limit_bytes = limit_bytes
         self._written = limit_bytes  # of an earlier process: look at the first block
-        self._coming: dict[tuple[str, int], Future[bytes]] = {}
-        self._pool = ThreadPoolExecutor(_REQUESTS_AT_ONCE, "remote")
+        self._ahead = _Ahead()
         self._complained = False
 
     def read(self, file: RemoteFile, start: int, stop: int) -> bytes:
@@ -77,12 +85,19 @@ class BlockCache:
     def expect(self, file: RemoteFile, start: int, stop: int) -> None:
         """Begin to fetch what `read` will be asked for, and return at once; of much at a time,
         only the first blocks."""
+        ahead = self._own_ahead()
         for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             key = (file.identity, number)
-            if len(self._coming) >= _MOST_EXPECTED:
+            if len(ahead.coming) >= _MOST_EXPECTED:
                 return
-            if key not in self._coming and not self._path(file, number).exists():
-                self._coming[key] = self._pool.submit(self._fetched_one, file, number)
+            if key not in ahead.coming and not self._path(file, number).exists():
+                ahead.coming[key] = ahead.pool.submit(self._fetched_one, file, number)
+
+    def _own_ahead(self) -> "_Ahead":
+        """What this process fetches ahead. It has no threads of one that forked it."""
+        if self._ahead.process != os.getpid():
+            self._ahead = _Ahead()
+        return self._ahead
 
     def _fetched_one(self, file: RemoteFile, number: int) -> bytes:
         ((_, block),) = self._fetched(file, [number])
@@ -107,7 +122,8 @@ class BlockCache:
         return self.folder / file.identity / f"{number:x}"
 
     def _kept(self, file: RemoteFile, number: int) -> bytes | None:
-        if (coming := self._coming.pop((file.identity, number), None)) is not None:
+        coming = self._own_ahead().coming.pop((file.identity, number), None)
+        if coming is not None:
             return coming.result()
         path = self._path(file, number)
         try:

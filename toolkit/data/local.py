@@ -39,14 +39,8 @@ from toolkit.recipe.schema import (
 _BEGINNING = 10 * 2**20
 """Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
 _FILES_OF_A_FOLDER = 8
-_PLACES = {
-    "text": "files",
-    "megatron": "prefix",
-    "hf": "path",
-    "chat": "path",
-    "preference": "path",
-}
-"""The setting that says where a source is, by its kind."""
+_PLACES = ("files", "path", "prefix")
+"""The settings that say where a source is, each of other kinds."""
 
 
 def local_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -111,8 +105,9 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
 def _source_problems(key: str, source: Source) -> Iterator[Problem]:
     # What a store holds is found out when the data is built: this asks nothing of the network.
     remote = [place for place in source.places if is_remote(place)]
+    setting = next(name for name in _PLACES if hasattr(source, name))
     try:
-        setting, allowed = _PLACES[source.kind], "a path that an installed package reads"
+        allowed = "a path that an installed package reads"
         for place in remote:
             check_package(place)
         if isinstance(source, MegatronSource) and not remote:

@@ -39,8 +39,9 @@ Result = TypeVar("Result")
 _TRIES = 9
 _FIRST_PAUSE_S = 0.25
 """It doubles with each try: about a minute in all, on top of the time-outs themselves."""
-_TIMEOUTS_S = {"connect_timeout": 10, "read_timeout": 30}
-_CONTENT = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "generation", "sha256")
+_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 30, "max_pool_connections": 32}
+"""Of botocore; seconds. What fsspec's configuration states has precedence."""
+_CONTENT = ("md5Hash", "content_md5", "sha256", "blob_id", "ETag", "etag", "generation")
 """What stores report that changes with the contents alone; listings and single look-ups agree
 on it, on other fields (fsspec's `ukey` hashes all of them) they do not."""
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
@@ -178,7 +179,7 @@ def _file_system(root: str, process: int) -> Any:
         config = dict(conf.get(scheme, {}).get("config_kwargs", {}))
         # Failures are tried again here, where they are counted.
         config["retries"] = {"total_max_attempts": 1}
-        options["config_kwargs"] = _TIMEOUTS_S | config
+        options["config_kwargs"] = _S3_CONFIG | config
     system = url_to_fs(root, skip_instance_cache=True, **options)[0]
     if scheme in ("s3", "s3a"):
         system.retries = 1
