@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,7 @@ _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Te
 
 
 @dataclass(frozen=True)
-class Finding:
+class GpuFinding:
     """Something that was done, with its place."""
 
     what: str
@@ -57,17 +58,17 @@ class Collective:
 
 
 @dataclass
-class Watched:
+class RankFindings:
     """All that was found on one rank."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[GpuFinding] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     state: dict[str, int] = field(default_factory=dict)
     """Elements of each quantity that this rank holds."""
     ended_by: str | None = None
     """The error that tensors of two devices were."""
 
-    def of(self, what: str, phase: str | None = None) -> list[Finding]:
+    def of(self, what: str, phase: str | None = None) -> list[GpuFinding]:
         """The findings of one kind, perhaps of one phase."""
         return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
 
@@ -84,7 +85,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`compute`: what is computed in; `is_layer`: is a module a decoder layer; `selects`:
         the share of its experts that a token is sent to."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Watched()
+        self.found = RankFindings()
         self.phase = "build"
         self._compute = compute
         self._is_layer = is_layer
@@ -96,6 +97,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # what it does with its parts comes here, too
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
         if func is _aten.masked_select.default:
@@ -170,7 +173,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(MIXED, f"{func.overloadpacket.__name__}: {' and '.join(sorted(kinds))}")
 
     def _add(self, what: str, how: str) -> None:
-        self.found.findings.append(Finding(what, how, _place(), self.phase))
+        self.found.findings.append(GpuFinding(what, how, _place(), self.phase))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
