@@ -97,6 +97,7 @@ def pretend() -> FakeTensorMode:
     afterwards."""
     os.environ["DS_ACCELERATOR"] = GPU.type
     _have_cuda()
+    _have_accelerator()
     _send_nothing()
     functional.scaled_dot_product_attention = _attention
     import_utils.is_fake_tensor = lambda _: False  # transformers would take it for compiled
@@ -202,6 +203,10 @@ def _have_cuda() -> None:
                 setattr(module, name, answer)
     _replace(torch.cuda, default_generators=(_Generator(),))
     _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
+
+
+def _have_accelerator() -> None:
+    """What of the rest of torch they ask for."""
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
         torch,
