@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.processes import ROOT
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
@@ -18,6 +20,7 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.report.page import page, page_data
 from toolkit.report.page.thinning import Curves, kept
 from toolkit.report.record import read_record
+from toolkit.run.jsonl import plain
 
 
 def data_of(*runs: Path) -> dict[str, Any]:
@@ -202,3 +205,68 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+NAMES = st.sampled_from(
+    [
+        "time",
+        "kind",
+        "step",
+        "from_step",
+        "loss",
+        "exit_code",
+        "rank",
+        "seconds",
+        "why",
+        "step_time_s",
+        "tokens_per_s",
+        "mfu",
+        "lr",
+        "consumed_tokens",
+        "data_wait_s",
+        "grad_norm",
+        "data",
+        "train",
+        "stages",
+        "weights",
+        "label",
+        "predicted",
+        "layout",
+        "dp",
+        "predicted_parts",
+        "memory_gib",
+        "packages",
+        "training",
+        "steps",
+        "reasons",
+        "measured",
+        "basis",
+        "attempt",
+        "validation/a",
+        "measured_over_predicted",
+    ]
+)
+NUMBERS = st.integers() | st.floats() | st.sampled_from(["NaN", "Infinity", "-Infinity"])
+JUNK = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=6),
+    max_leaves=12,
+)
+LINES = st.lists(st.dictionaries(NAMES, JUNK | NUMBERS, max_size=8), max_size=6)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(events=LINES, lines=LINES, tree=st.dictionaries(NAMES, JUNK, max_size=8))
+def test_foreign_values_are_no_tracebacks(
+    tmp_path: Path, events: list[Any], lines: list[Any], tree: dict[str, Any]
+) -> None:
+    times = [event(index, "skip") | one for index, one in enumerate(events)]
+    run = write(tmp_path, times, lines)
+    (run / "heartbeats").mkdir(exist_ok=True)
+    for name in ("recipe.yaml", "plan.json", "environment.json", "heartbeats/rank-0.json"):
+        (run / name).write_text(json.dumps(plain(tree)))
+    text = page(data_of(run, run))
+    assert "NaN" not in json.dumps(data_of(run)["charts"], allow_nan=False)
+    assert text.endswith("</html>\n")
+    assert main(["report", str(run)]) == main(["compare", str(run), str(run)]) == 0
+    assert main(["runs", str(run), "--json"]) == 0

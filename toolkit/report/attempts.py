@@ -8,6 +8,8 @@ from typing import Any
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 
 Event = Mapping[str, Any]
+_MOST = 1e15
+"""Larger numbers of steps or seconds are damage; floats count exactly up to there."""
 
 
 @dataclass
@@ -37,14 +39,14 @@ class Attempt:
         if begins(first):
             return time_of(first)
         for event in self.of("start"):
-            if (age_s := number(event, "seconds")) is not None:
+            if (age_s := amount(event, "seconds")) is not None:
                 return time_of(event) - age_s
         return None
 
     @property
     def load_s(self) -> float:
         """Loading a checkpoint."""
-        return sum(number(event, "seconds") or 0.0 for event in self.of("load"))
+        return sum(amount(event, "seconds") or 0.0 for event in self.of("load"))
 
     @property
     def began(self) -> float:
@@ -64,7 +66,7 @@ class Attempt:
         """When it came to a halt; None where nothing hung. The event is written when that is
         found, `idle_s` later."""
         for event in self.of("hang"):
-            return time_of(event) - (number(event, "idle_s") or 0.0)
+            return time_of(event) - (amount(event, "idle_s") or 0.0)
         return None
 
     @property
@@ -75,12 +77,12 @@ class Attempt:
     @property
     def step(self) -> int:
         """Optimizer steps that are known to have been done at its end."""
-        return max((int(number(event, "step") or 0) for event in self.events), default=0)
+        return max((step_of(event) or 0 for event in self.events), default=0)
 
     @property
     def first_step(self) -> int:
         """Optimizer steps done when its training loop began."""
-        return int(next((number(event, "step") or 0 for event in self.of("start")), 0))
+        return next((step_of(event) or 0 for event in self.of("start")), 0)
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
@@ -117,8 +119,20 @@ def number(event: Event, name: str) -> float | None:
     value = event.get(name)
     try:
         return None if value is None else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None
+
+
+def amount(event: Event, name: str) -> float | None:
+    """A field that counts or measures; None when it is missing, negative or beyond measure."""
+    value = number(event, name)
+    return value if value is not None and 0 <= value < _MOST else None
+
+
+def step_of(event: Event) -> int | None:
+    """Its optimizer steps done."""
+    value = amount(event, "step")
+    return None if value is None else int(value)
 
 
 def windows(
@@ -144,7 +158,7 @@ def windows(
 
 def replay_s(attempt: Attempt) -> float:
     """Doing steps again that were done before a kill."""
-    return sum(number(event, "seconds") or 0.0 for event in attempt.of("replay"))
+    return sum(amount(event, "seconds") or 0.0 for event in attempt.of("replay"))
 
 
 def _timed(event: Event) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.report.attempts import number
+from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.directory import differences
@@ -93,7 +93,7 @@ def difference(first: RunRecord, other: RunRecord) -> RunDifference:
 
 def median_speed(metrics: Sequence[Metrics]) -> float | None:
     """Tokens per second; of the first line, which warms up, only where it is the only one."""
-    speeds = [speed for line in metrics if (speed := number(line, "tokens_per_s")) is not None]
+    speeds = [speed for line in metrics if (speed := amount(line, "tokens_per_s")) is not None]
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
@@ -129,9 +129,9 @@ def where_losses_differ(found: RunDifference) -> str:
 
 def _losses(metrics: Sequence[Metrics]) -> Mapping[int, float]:
     return {
-        int(step): loss
+        step: loss
         for line in metrics
-        if (step := number(line, "step")) is not None
+        if (step := step_of(line)) is not None
         if (loss := number(line, "loss")) is not None
     }
 

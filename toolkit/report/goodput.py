@@ -15,12 +15,13 @@ doing of steps beyond what was replayed. Time in which nothing ran (between a st
 `dmt launch`) is not part of the run. A part that a run did not record stays None.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from toolkit.report.attempts import Attempt, Event, attempts, number, replay_s, windows
+from toolkit.report.attempts import Attempt, Event, amount, attempts, replay_s, step_of, windows
 
 Metrics = Mapping[str, Any]
 
@@ -95,11 +96,11 @@ def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
     found: dict[int, tuple[int, float]] = {}
     before = 0
     for line in metrics:
-        step, each = number(line, "step"), number(line, "step_time_s")
+        step, each = step_of(line), amount(line, "step_time_s")
         if step is None or each is None or step <= before:
             continue
-        found[int(step)] = (int(step) - before, each)
-        before = int(step)
+        found[step] = (step - before, each)
+        before = step
     return found
 
 
@@ -143,7 +144,7 @@ def _replayed_s(found: Sequence[Attempt]) -> float | None:
     """None where steps were repeated and no event has the time that they took."""
     for one in found:
         again = [*one.of("resume"), *one.of("restart")]
-        dropped = any(number(event, "dropped_metrics_lines") for event in again)
+        dropped = any(amount(event, "dropped_metrics_lines") for event in again)
         if dropped and not one.of("replay"):
             return None
     return sum(replay_s(one) for one in found)
@@ -152,7 +153,7 @@ def _replayed_s(found: Sequence[Attempt]) -> float | None:
 def _saving_s(found: Sequence[Attempt]) -> float | None:
     """Stalls. Runs that recorded only `seconds` saved synchronously: all of it was a stall."""
     stalls = [
-        number(event, "seconds" if event.get("stall_s") is None else "stall_s")
+        amount(event, "seconds" if event.get("stall_s") is None else "stall_s")
         for one in found
         for event in one.of("save")
     ]
@@ -161,18 +162,19 @@ def _saving_s(found: Sequence[Attempt]) -> float | None:
 
 def _evaluation_s(found: Sequence[Attempt]) -> float | None:
     """None where validations did not say how long they took."""
-    return _added([number(event, "seconds") for one in found for event in one.of("evaluation")])
+    return _added([amount(event, "seconds") for one in found for event in one.of("evaluation")])
 
 
 def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:
     """A skipped step takes as long as the others of its line."""
-    skipped = {number(event, "step") for one in found for event in one.of("skip")}
-    return sum(
-        each
-        for last, (count, each) in steps_s.items()
-        for step in range(last - count + 1, last + 1)
-        if step in skipped
-    )
+    lasts = [*steps_s]
+    spent = 0.0
+    steps = {step_of(event) for one in found for event in one.of("skip")}
+    for step in filter(None, steps):
+        at = bisect_left(lasts, step)
+        count, each = steps_s[lasts[at]] if at < len(lasts) else (0, 0.0)
+        spent += each if count and step > lasts[at] - count else 0.0
+    return spent
 
 
 def _added(seconds: Sequence[float | None]) -> float | None:

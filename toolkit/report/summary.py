@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
-from toolkit.report.attempts import Attempt, Event, attempts, number
+from toolkit.report.attempts import Attempt, Event, amount, attempts, number, step_of
 from toolkit.report.goodput import Metrics
 
 DATA_BOUND = 0.1
@@ -80,9 +80,9 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
     restarts = [one.events[0].get("reason") for before, one in automatic if not before.stopped]
     predictions = _all(found, "prediction")
     last = metrics[-1] if metrics else {}
-    tokens = number(last, "consumed_tokens")
+    tokens = amount(last, "consumed_tokens")
     return Summary(
-        steps=max([int(number(last, "step") or 0), *(one.step for one in found[-1:])]),
+        steps=max([step_of(last) or 0, *(one.step for one in found[-1:])]),
         tokens=None if tokens is None else int(tokens),
         losses=(losses[0], losses[-1]) if losses else None,
         validation=validations[-1] if validations else None,
@@ -101,17 +101,17 @@ def _all(found: Sequence[Attempt], kind: str) -> list[Event]:
 
 
 def _loss(record: Mapping[str, Any]) -> Loss | None:
-    step, value = number(record, "step"), number(record, "loss")
-    return None if step is None or value is None else Loss(int(step), value)
+    step, value = step_of(record), number(record, "loss")
+    return None if step is None or value is None else Loss(step, value)
 
 
 def _saves(events: Sequence[Event]) -> Saves:
-    steps = [int(step) for event in events if (step := number(event, "step")) is not None]
+    steps = [step for event in events if (step := step_of(event)) is not None]
     return Saves(
         len(events),
         max(steps, default=None),
-        _mean([number(event, "stall_s") for event in events]),
-        _mean([number(event, "seconds") for event in events]),
+        _mean([amount(event, "stall_s") for event in events]),
+        _mean([amount(event, "seconds") for event in events]),
     )
 
 
@@ -119,7 +119,7 @@ def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
     waited_s, trained_s, before = 0.0, 0.0, 0.0
     for line in metrics:
         step, each, waited = (
-            number(line, name) for name in ("step", "step_time_s", "data_wait_s")
+            amount(line, name) for name in ("step", "step_time_s", "data_wait_s")
         )
         if step is not None and each is not None and waited is not None:
             waited_s += (step - before) * waited
@@ -134,7 +134,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _ending(last: Attempt) -> Ending:
-    ends = [(int(number(event, "exit_code") or 0), event) for event in last.of("end")]
+    ends = [(int(amount(event, "exit_code") or 0), event) for event in last.of("end")]
     for code, event in ends:
         if code not in (EXIT_DONE, EXIT_RESUMABLE):
             error = event.get("error", "no message recorded")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
-from toolkit.report.attempts import Event, number
+from toolkit.report.attempts import Event, amount, number, step_of
 from toolkit.report.page.thinning import AXES, Curves, short
 from toolkit.report.record import RunRecord
 from toolkit.track.wandb_follower import VALIDATION
@@ -98,7 +98,7 @@ def _validation(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any
     found = {
         step: value
         for event in record.events
-        if event.get("kind") == "evaluation" and (step := number(event, "step")) is not None
+        if event.get("kind") == "evaluation" and (step := step_of(event)) is not None
         if (value := number(event, name)) is not None
     }
     if not found:
@@ -132,18 +132,18 @@ def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
     again, both times."""
     found = []
     for stage in _stages(record.recipe):
-        if (step := number(stage, "from_step")) is not None:
+        if (step := amount(stage, "from_step")) is not None:
             what = f"data.stages: weights {stage.get('weights')}"
             found.append(
                 {"kind": "stage", "word": "stage", **one.place(step), "time": "", "what": what}
             )
     for event in record.events:
-        kind = event.get("kind")
+        kind = str(event.get("kind"))
         if kind == "restart" and "attempt" not in event:
             continue  # a worker's own: it says that nothing was saved
         if kind == "end" and number(event, "exit_code") == EXIT_DONE:
             continue  # as every run does
-        step = number(event, "step" if "step" in event else "from_step")
+        step = amount(event, "step" if "step" in event else "from_step")
         if kind in _MARKS and step is not None:
             found.append(
                 {

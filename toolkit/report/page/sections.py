@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
-from toolkit.report.attempts import number
+from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS
@@ -49,7 +49,7 @@ def tiles(record: RunRecord) -> list[list[str]]:
     """The numbers at the top: what, how much, and a remark."""
     summary, last = record.summary, record.metrics[-1] if record.metrics else {}
     training = record.recipe.get("training")
-    total = number(training, "steps") if isinstance(training, dict) else None
+    total = amount(training, "steps") if isinstance(training, dict) else None
     found = [["steps", f"{summary.steps:,}", f"of {total:,.0f}" if total else ""]]
     if summary.losses is not None:
         first, final = summary.losses
@@ -95,14 +95,14 @@ def _parts(record: RunRecord, name: str, title: str, shown: Any) -> Section | No
     found = parts.get(name) if isinstance(parts, dict) else None
     if not isinstance(found, dict):
         return None
-    amounts = {str(part): number(found, part) or 0.0 for part in found}
+    amounts = {str(part): amount(found, part) or 0.0 for part in found}
     bar = [[part, amount, shown(amount)] for part, amount in amounts.items() if amount > 0]
     return {"title": title, "bar": bar} if bar else None
 
 
 def _memory(record: RunRecord) -> Section | None:
     section = _parts(record, "memory_gib", "Memory, as predicted", size)
-    peaks = [gib for line in record.metrics if (gib := number(line, "memory_gib")) is not None]
+    peaks = [gib for line in record.metrics if (gib := amount(line, "memory_gib")) is not None]
     if section is not None and peaks:
         section["note"] = f"Measured: {size(max(peaks))} at most on the fullest rank."
     return section
@@ -121,8 +121,8 @@ def _ranks(record: RunRecord) -> Section | None:
             beats.append(beat)
     if not beats:
         return None
-    beats.sort(key=lambda beat: (number(beat, "step") or 0, number(beat, "rank") or 0))
-    steps = [int(number(beat, "step") or 0) for beat in beats]
+    beats.sort(key=lambda beat: (step_of(beat) or 0, amount(beat, "rank") or 0))
+    steps = [step_of(beat) or 0 for beat in beats]
     note = f"All {len(beats):,} ranks are at step {steps[0]:,}."
     if steps[0] != steps[-1]:
         behind = [str(beat["rank"]) for beat, step in zip(beats, steps, strict=True)
@@ -131,7 +131,7 @@ def _ranks(record: RunRecord) -> Section | None:
         note = f"Between step {steps[0]:,} and {steps[-1]:,}; behind: rank {names}."
     table = [["rank", "host", "step", "seconds in steps", "last doing", "where"]]
     for beat in beats[:MOST_RANKS]:
-        trained = number(beat, "trained_s")
+        trained = amount(beat, "trained_s")
         own = [str(beat.get(name, "")) for name in ("rank", "host", "step")]
         last = [str(beat.get(name, "")) for name in ("doing", "where")]
         table.append([*own, "" if trained is None else f"{trained:.1f}", *last])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from toolkit.report.attempts import number
+from toolkit.report.attempts import number, step_of
 from toolkit.report.goodput import Metrics
 
 AXES = ("step", "tokens", "hours")
@@ -52,7 +52,7 @@ class Curves:
         """Lines without a step, or behind a later one, are left out."""
         lines, before = [], -math.inf
         for line in metrics:
-            step = number(line, "step")
+            step = step_of(line)
             if step is not None and step > before:
                 lines.append(line)
                 before = step
