@@ -63,6 +63,16 @@ def test_keyboard(tab: Tab, tmp_path: Path) -> None:
     assert tab.run("document.getElementById('announce').textContent").startswith("hours 0.0111")
 
 
+def test_print(tab: Tab, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", KILLED_AND_RESTARTED, lines(20))
+    tab.open(report(tmp_path / "out.html", run))
+    tab.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    shown = "getComputedStyle(document.querySelector('{}')).display"
+    assert tab.run(shown.format("[data-chart=loss] .mark.skip")) == "block"
+    assert tab.run(shown.format("#controls")) == tab.run(shown.format(".jump")) == "none"
+    tab.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
 def test_several_runs_and_nothing_at_all(tab: Tab, tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", KILLED_AND_RESTARTED, lines(20))
     two = write_run(tmp_path / "two", KILLED_AND_RESTARTED[:3], [])
