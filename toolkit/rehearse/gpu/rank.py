@@ -19,7 +19,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.watch import MIXED, Watch, Watched
+from toolkit.rehearse.gpu.watch import MIXED, Watch, RankFindings
 from toolkit.run.assignment import Assignment
 
 
@@ -44,7 +44,7 @@ def rehearse(
     rank: int,
     mode: FakeTensorMode,
     changed: Callable[[Engine], None] = lambda _: None,
-) -> Watched:
+) -> RankFindings:
     """What `rank` does with this assignment, under the mode of `device.pretend`; once in a
     process.
 

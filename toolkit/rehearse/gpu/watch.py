@@ -31,7 +31,7 @@ _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Te
 
 
 @dataclass(frozen=True)
-class Finding:
+class GpuFinding:
     """Something that was done, with its place."""
 
     what: str
@@ -57,17 +57,17 @@ class Collective:
 
 
 @dataclass
-class Watched:
+class RankFindings:
     """All that was found on one rank."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[GpuFinding] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     state: dict[str, int] = field(default_factory=dict)
     """Elements of each quantity that this rank holds."""
     ended_by: str | None = None
     """The error that tensors of two devices were."""
 
-    def of(self, what: str, phase: str | None = None) -> list[Finding]:
+    def of(self, what: str, phase: str | None = None) -> list[GpuFinding]:
         """The findings of one kind, perhaps of one phase."""
         return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
 
@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`compute`: what is computed in; `is_layer`: is a module a decoder layer; `selects`:
         the share of its experts that a token is sent to."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = Watched()
+        self.found = RankFindings()
         self.phase = "build"
         self._compute = compute
         self._is_layer = is_layer
@@ -170,7 +170,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(MIXED, f"{func.overloadpacket.__name__}: {' and '.join(sorted(kinds))}")
 
     def _add(self, what: str, how: str) -> None:
-        self.found.findings.append(Finding(what, how, _place(), self.phase))
+        self.found.findings.append(GpuFinding(what, how, _place(), self.phase))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
