@@ -67,9 +67,7 @@ from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 
 logger = logging.getLogger(__name__)
 
-_PEER_LOST = re.compile(
-    r"gloo/transport|by peer|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
-)
+_PEER_LOST = re.compile(r"gloo/transport|by peer|ncclRemoteError|NCCL communicator was aborted")
 """In what PyTorch says of a collective whose other side died."""
 
 _INTERRUPTED = "ended by the third Ctrl-C; what was being saved is not a checkpoint"

@@ -166,11 +166,11 @@ def _have_cuda() -> None:
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_lazy_init": _nothing,
-        "init": _nothing,
+        "_lazy_init": _nothing(),
+        "init": _nothing(),
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": _nothing,
+        "set_device": _nothing(),
         "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
@@ -181,41 +181,46 @@ def _have_cuda() -> None:
         "memory_reserved": lambda *_: 0,
         "max_memory_reserved": lambda *_: 0,
         "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": _nothing,
-        "empty_cache": _nothing,
-        "synchronize": _nothing,
+        "reset_peak_memory_stats": _nothing(),
+        "empty_cache": _nothing(),
+        "synchronize": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda *_: _STREAM,
         "default_stream": lambda *_: _STREAM,
-        "set_stream": _nothing,
+        "set_stream": _nothing(),
         "stream": lambda _: contextlib.nullcontext(),
         "device": lambda _: contextlib.nullcontext(),
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
+        "manual_seed": _nothing(),
+        "manual_seed_all": _nothing(),
         "get_rng_state": lambda *_, **__: _Generator().get_state(),
-        "set_rng_state": _nothing,
+        "set_rng_state": _nothing(),
     }
     for name, answer in answers.items():
         for module in (torch.cuda, torch.cuda.random):
             if hasattr(module, name):
                 setattr(module, name, answer)
     _replace(torch.cuda, default_generators=(_Generator(),))
-    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
+    _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
-        torch, Event=_Event, get_rng_state=answers["get_rng_state"], set_rng_state=_nothing
+        torch,
+        Event=_Event,
+        get_rng_state=lambda: _Generator().get_state(),
+        set_rng_state=_nothing(),
     )
     _replace(
         torch.accelerator,
-        current_stream=answers["current_stream"],
-        set_stream=_nothing,
-        synchronize=_nothing,
+        current_stream=lambda *_: _STREAM,
+        set_stream=_nothing(),
+        synchronize=_nothing(),
     )
-    _replace(Tensor, record_stream=_nothing, pin_memory=lambda self, *_: self)
+    _replace(Tensor, record_stream=_nothing(), pin_memory=lambda self, *_: self)
 
 
-def _nothing(*_: object, **__: object) -> None: ...
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; torch.compile wants each name to have its own."""
+    return lambda *_, **__: None
 
 
 def join(rank: int, world: int) -> None:
@@ -246,7 +251,7 @@ def _send_nothing() -> None:
     def all_gather_object(found: list[Any], value: Any, **_: object) -> None:
         found[:] = [value] * len(found)
 
-    _replace(dist, all_gather_object=all_gather_object, broadcast_object_list=_nothing)
+    _replace(dist, all_gather_object=all_gather_object, broadcast_object_list=_nothing())
     for module in (dist, distributed_c10d):
         _replace(module, new_group=new_group)
     mesh = device_mesh.DeviceMesh

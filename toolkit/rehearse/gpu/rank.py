@@ -19,7 +19,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.watch import MIXED, Watch, RankFindings
+from toolkit.rehearse.gpu.watch import MIXED, RankFindings, Watch
 from toolkit.run.assignment import Assignment
 
 
