@@ -97,6 +97,7 @@ def pretend() -> FakeTensorMode:
     afterwards."""
     os.environ["DS_ACCELERATOR"] = GPU.type
     _have_cuda()
+    _have_accelerator()
     _send_nothing()
     functional.scaled_dot_product_attention = _attention
     import_utils.is_fake_tensor = lambda _: False  # transformers would take it for compiled
@@ -200,6 +201,10 @@ def _have_cuda() -> None:
         for module in (torch.cuda, torch.cuda.random):
             if hasattr(module, name):
                 setattr(module, name, answer)
+
+
+def _have_accelerator() -> None:
+    """What is asked for elsewhere in torch."""
     _replace(torch.cuda, default_generators=(_Generator(),))
     _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
     _replace(torch.utils, swap_tensors=_swap)
