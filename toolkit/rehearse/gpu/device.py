@@ -201,12 +201,12 @@ def _have_cuda() -> None:
         for module in (torch.cuda, torch.cuda.random):
             if hasattr(module, name):
                 setattr(module, name, answer)
-    _replace(torch.cuda, default_generators=(_Generator(),))
-    _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
 
 
 def _have_accelerator() -> None:
-    """What of the rest of torch they ask for."""
+    """What is asked for elsewhere in torch."""
+    _replace(torch.cuda, default_generators=(_Generator(),))
+    _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
         torch,
