@@ -53,6 +53,9 @@ def hf(path: str, field: str = "text") -> str:
 
 SMALL = "model.config.vocab_size=257"
 TEXT_FIELD, TRAIN_PATH = "data.train.text_field", "data.train.path"
+STREAMED = (
+    "data.streaming={}", "data.validation_fraction=0", "evaluation.every_steps=null"
+)  # fmt: skip
 SFT = "training.objective=sft"
 MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.tokenizer=./missing",), "data.tokenizer", "there is no folder"),
@@ -101,6 +104,10 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
             ("chat.jsonl", "", ("data.chat_template=./no.jinja",), "chat_template",
              "cannot read"),
         )
+    ),
+    *(
+        ((f"data.train={{kind: hf, path: {path}}}", *STREAMED), TRAIN_PATH, says)
+        for path, says in (("org/name", "is a hub id"), ("./folder", "is a folder"))
     ),
 ]  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_second_time_hits_the_cache(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare_text(corpus, tmp_path / "cache")
-    monkeypatch.setattr(tokenized, "_tokenise", None)  # would fail if it were called
+    monkeypatch.setattr(tokenized, "write_tokens", None)  # would fail if it were called
     second = prepare_text(corpus, tmp_path / "cache")
     assert second.fingerprint == first.fingerprint
     assert documents_of(second) == EXPECTED
@@ -235,9 +235,8 @@ def test_memory_does_not_grow_with_the_corpus(
         append(self, tokens)
 
     monkeypatch.setattr(IndexedWriter, "append", counted)
-    tokenizer = byte_tokenizer()
-    backend = encoder(tokenizer, parse_special=True)
-    tokenized._tokenise(tmp_path / "data", texts(), backend, tokenizer)
+    encoding = tokenized.Encoding.of(byte_tokenizer(), parse_special=True)
+    tokenized.write_tokens(tmp_path / "data", texts(), encoding, empty=False)
     assert written == 500 * (len(text) + 1)
     assert most_held <= 4 * batch
 

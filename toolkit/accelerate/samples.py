@@ -42,6 +42,11 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 "pairs of preferences need DMT's own training loop",
                 fix="use data of `kind: chat`, or `dmt launch`",
             )
+        if recipe.data.streaming is not None:
+            raise DataError(
+                "the recipe streams its data, whose samples must be read one after the other",
+                fix="set data.streaming to null, or train with `dmt launch`",
+            )
         training = recipe.training
         data = build_data(
             recipe.data,

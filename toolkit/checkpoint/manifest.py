@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from toolkit.data.cursor import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.schema import Count
@@ -62,6 +63,8 @@ class Manifest:
     """Unmasked tokens of these sequences; None where an earlier release did not count them."""
     base: str | None = None
     """Of a run with adapters, the `fingerprint` of the weights that they were trained with."""
+    streams: tuple[StreamPlace | None, ...] = ()
+    """Where the streamed sources were, in the order of the recipe."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""

@@ -15,9 +15,10 @@ from toolkit.recipe.schema import Recipe
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from toolkit.data.build import TokenisedSamples, TrainingData
+    from toolkit.data.build import SourceData, TokenisedSamples, TrainingData
+    from toolkit.data.streaming import Streams
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
 
@@ -63,15 +64,14 @@ class _Side:
     """Tokens that are fed to the model in one pass: samples times sequence length."""
 
     @classmethod
-    def of(cls, parts: "Sequence[TokenisedSamples]") -> Self:
+    def of(cls, parts: "Iterable[TokenisedSamples]") -> Self:
         """Size of the tokenised data of all sources together."""
-        samples = sum(map(len, parts))
-        return cls(
-            documents=sum(part.n_documents for part in parts),
-            tokens=sum(part.n_tokens for part in parts),
-            samples=samples,
-            tokens_per_epoch=samples * parts[0].rows_per_sample * parts[0].sequence_length,
-        )
+        documents = tokens = samples = fed = 0
+        for part in parts:
+            documents, tokens = documents + part.n_documents, tokens + part.n_tokens
+            samples += len(part)
+            fed += len(part) * part.rows_per_sample * part.sequence_length
+        return cls(documents, tokens, samples, tokens_per_epoch=fed)
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ def _prepare(recipe: Recipe) -> _Summary:
     from toolkit.data.files import cache_folder
 
     data = _build(recipe)
+    if data.streams is not None:
+        _tokenise_chunks(data.streams)
     return _Summary(
-        train=_Side.of([source.train for source in data.sources]),
+        train=_Side.of(part for source in data.sources for part in _parts(source)),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
         sources=tuple(_sources(recipe, data)),
         sequence_length=recipe.training.sequence_length,
@@ -131,6 +133,28 @@ def _prepare(recipe: Recipe) -> _Summary:
         fingerprint=data.fingerprint,
         cache=str(cache_folder(recipe.data.cache, Path.cwd())),
     )
+
+
+def _tokenise_chunks(streams: "Streams") -> None:
+    """Tokenise all chunks that are not in the cache; other processes help."""
+    from toolkit.data.ahead import AheadWorkers
+    from toolkit.data.progress import with_bar
+
+    chunks, sources = streams.all_chunks(), streams.sources
+    # They begin at the other end.
+    with AheadWorkers(sources, streams.section.workers, lambda: chunks[::-1]):
+        for number, chunk in with_bar(chunks, "tokenising", len(chunks)):
+            source = sources[number]
+            assert source is not None, "streamed"
+            source.tokens(chunk)
+
+
+def _parts(source: "SourceData") -> "Iterable[TokenisedSamples]":
+    """The samples of a source; one that is streamed has them in chunks."""
+    from toolkit.data.streaming import StreamedSamples
+
+    train = source.train
+    return train.every_chunk() if isinstance(train, StreamedSamples) else [train]
 
 
 def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
@@ -142,7 +166,7 @@ def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
     steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
     seen = data.order.counts(steps * recipe.training.global_batch_size)
     for source, count in zip(data.sources, seen.tolist(), strict=True):
-        side = _Side.of([source.train])
+        side = _Side.of(_parts(source))
         yield _Source(source.title, side, count / sum(seen.tolist()), count / side.samples)
 
 
@@ -156,11 +180,12 @@ def show(
 ) -> None:
     """Print training samples with the tokens that are trained, and how long samples are."""
     from toolkit.cli.data_show import print_preview
+    from toolkit.data.build import tokenised
     from toolkit.data.preview import preview
 
     data = _build(load_recipe(recipe, overrides))
     shown = {
-        source.title: preview(source, data.tokenizer, samples, tokens)
+        source.title: preview(tokenised(source.train), data.tokenizer, samples, tokens)
         for source in data.sources
     }
     if as_json:
@@ -178,12 +203,17 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Print what each source holds: documents, tokens, lengths, duplicates, share."""
+    from toolkit.data.build import tokenised
     from toolkit.data.statistics import source_statistics
 
     loaded = load_recipe(recipe, overrides)
+    if loaded.data.streaming is not None:
+        fix = "add --set data.streaming=null, which tokenises all of it first"
+        raise DataError("`dmt data stats` needs all data, which the recipe streams", fix=fix)
     data = _build(loaded)
     shares = {source.title: source.share for source in _sources(loaded, data)}
-    found = {source.title: source_statistics(source.train) for source in data.sources}
+    parts = {source.title: tokenised(source.train) for source in data.sources}
+    found = {title: source_statistics(part) for title, part in parts.items()}
     if as_json:
         rows = {
             title: {**asdict(one), "share": shares.get(title, 1.0)}

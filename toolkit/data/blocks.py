@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.files import damage_hash
-from toolkit.data.remote import RemoteFile, read_range
+from toolkit.data.remote import RemoteFile, RemoteStream, read_range
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class BlockCache:
 
     def open(self, file: RemoteFile) -> io.BufferedReader:
         """The file as a stream that reads ahead; seekable."""
-        return io.BufferedReader(_Stream(self, file), BLOCK_BYTES * _REQUEST_BLOCKS)
+        return io.BufferedReader(RemoteStream(self.read, file), BLOCK_BYTES * _REQUEST_BLOCKS)
 
     def _fetched(self, file: RemoteFile, numbers: list[int]) -> Iterator[tuple[int, bytes]]:
         """Adjacent blocks, from the remote file; kept."""
@@ -217,33 +217,3 @@ def _files(folder: Path) -> Iterator[tuple[int, int, Path]]:
                 with suppress(FileNotFoundError):
                     found = path.stat()
                     yield found.st_mtime_ns, found.st_size, path
-
-
-class _Stream(io.RawIOBase):
-    """A remote file, read through a cache."""
-
-    def __init__(self, cache: BlockCache, file: RemoteFile) -> None:
-        self._cache = cache
-        self._file = file
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        stop = min(self._at + len(buffer), self._file.size)
-        data = self._cache.read(self._file, self._at, stop) if stop > self._at else b""
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)

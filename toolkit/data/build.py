@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -11,25 +12,34 @@ from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
+from toolkit.data.chunks import list_files
+from toolkit.data.cursor import StreamPlace
 from toolkit.data.files import cache_folder, fingerprint_of
-from toolkit.data.indexed import IndexedTokens
 from toolkit.data.interleave import Interleaving
-from toolkit.data.order import Order, Shuffled
+from toolkit.data.order import InOrder, Order, Shuffled
 from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitted_rows
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.tokenized import cached_rows, prepare
-from toolkit.data.tokenizers import check_vocabulary, load_tokenizer
+from toolkit.data.streaming import MIB, ChunkedSource, StreamedSamples, Streams
+from toolkit.data.tokenized import Encoding, TokenizedData, cached_rows, prepare
+from toolkit.data.tokenizers import (
+    check_vocabulary,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from toolkit.errors import DataError
 from toolkit.recipe.schema import (
     ChatRowsSource,
     ChatSource,
     DataSection,
     DocumentSource,
+    HfSource,
     PreferenceSource,
     Source,
     StageSection,
+    StreamingSection,
+    TextSource,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +48,13 @@ if TYPE_CHECKING:
 
 TokenisedSamples: TypeAlias = PackedDataset | ChatSamples
 """Samples of text, or of chats and preferences."""
+TrainingSamples: TypeAlias = TokenisedSamples | StreamedSamples
+"""The same, or text that is tokenised while the run trains on it."""
+
+
+def tokenised(samples: TrainingSamples) -> TokenisedSamples:
+    """The samples as they are; of a source that is streamed, those of its beginning."""
+    return samples.beginning if isinstance(samples, StreamedSamples) else samples
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,7 @@ class SourceData:
 
     title: str
     """What it is called in a list of sources."""
-    train: TokenisedSamples
+    train: TrainingSamples
     held_out: TokenisedSamples | None
     """Documents of the same source that are not in `train`."""
     identity: tuple[object, ...]
@@ -70,6 +87,8 @@ class TrainingData:
     validation: dict[str, TokenisedSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
+    streams: Streams | None
+    """The sources that are streamed, if there are any."""
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
     isolated: with what sample *i* is."""
@@ -80,6 +99,10 @@ class TrainingData:
         if not isinstance(self.order, Blended):
             return self.fingerprint
         return fingerprint_of([self.fingerprint, self.order.begun(samples)])
+
+    def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
+        """Where each streamed source is after so many samples, for a checkpoint."""
+        return () if self.streams is None else self.streams.places_at(samples)
 
     @property
     def ends_after(self) -> int | None:
@@ -104,7 +127,7 @@ class TrainingData:
         if isinstance(self.order, Blended):
             ((_, parts),) = self.order.begun(0)
             weights = [part / sum(parts) for part in parts]
-        found = [source.train.token_counts() for source in self.sources]
+        found = [tokenised(source.train).token_counts() for source in self.sources]
         shares = np.zeros(max(map(len, found)))
         for weight, counts in zip(weights, found, strict=True):
             shares[: len(counts)] += weight * counts / counts.sum()
@@ -136,7 +159,12 @@ def build_data(
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
         tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
     builder = _Builder(data, tokenizer, sequence_length, vocab_size, seed, base, track)
-    sources = [builder.build(source, data.validation_fraction) for source in data.sources]
+    sources = [
+        builder.stream(number, source, data.streaming)
+        if data.streaming is not None and isinstance(source, TextSource | HfSource)
+        else builder.build(source, data.validation_fraction)
+        for number, source in enumerate(data.sources)
+    ]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
     parts = [part for one in (*sources, *others) for part in one.identity]
     fingerprint = fingerprint_of(parts)
@@ -144,15 +172,16 @@ def build_data(
         fingerprint = fingerprint_of([fingerprint, "isolated documents"])
     train, order, epoch = _ordered(data, sources, seed, global_batch_size, sequence_length)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
-    validation = held_out | {one.title: one.train for one in others}
+    validation = held_out | {one.title: tokenised(one.train) for one in others}
     # A blend may repeat a small source within a batch.
     least = 1 if isinstance(order, Blended) else global_batch_size
     for one in sources:
-        _check_size("training", one, one.train, least)
+        if not isinstance(one.train, StreamedSamples):
+            _check_size("training", one, one.train, least)
         if one.held_out is not None:
             _check_size("validation", one, one.held_out, 1)
     for one in others:
-        _check_size("validation", one, one.train, 1)
+        _check_size("validation", one, validation[one.title], 1)
     return TrainingData(
         tuple(sources),
         train,
@@ -161,6 +190,7 @@ def build_data(
         _end(order, data.sources),
         validation,
         tokenizer,
+        _streams(data, sources, order),
         fingerprint_of([fingerprint, sequence_length]),
     )
 
@@ -175,6 +205,8 @@ def _ordered(
     """The samples of all sources, the order in which they are seen, and samples of an epoch."""
     if not isinstance(data.train, tuple):
         only = sources[0].train
+        if isinstance(only, StreamedSamples):
+            return only, InOrder(), len(only)
         return only, Shuffled(seed, len(only)), len(only)
     joined = JoinedSamples([source.train for source in sources])
     sizes = [len(part) for part in joined.parts]
@@ -191,6 +223,16 @@ def _ordered(
 
     order = Blended(seed, sizes, [first, *map(later, data.stages)])
     return joined, order, max(round(sum(passes)), 1)
+
+
+def _streams(data: DataSection, sources: Sequence[SourceData], order: Order) -> Streams | None:
+    """See `TrainingData.streams`."""
+    parts = [one.train if isinstance(one.train, StreamedSamples) else None for one in sources]
+    if data.streaming is None:
+        return None
+    if isinstance(order, Blended):
+        return Streams(parts, order.counts, order.largest_shares, data.streaming)
+    return Streams(parts, lambda n: np.array([n]), [1.0], data.streaming)
 
 
 def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
@@ -281,12 +323,8 @@ class _Builder:
         identity: tuple[object, ...] = (tokens.fingerprint, *["best fit"] * fits)
 
         def packed(stream: TokenStream, part: str) -> PackedDataset:
-            isolates = self.data.isolate_documents
-            length, size = self.sequence_length, self.vocab_size
-            if not fits:
-                return PackedDataset(stream, length, size, isolate_documents=isolates)
-            rows = self._fitted(stream, fingerprint_of([*identity, part, length]))
-            return FittedDataset(stream, rows, length, size, isolate_documents=isolates)
+            key = fingerprint_of([*identity, part, self.sequence_length])
+            return self._packed(stream, self.cache / "tokens" / key)
 
         if fraction == 0:
             whole = packed(TokenStream.whole(tokens), "all")
@@ -300,10 +338,50 @@ class _Builder:
             (*identity, fraction, self.seed),
         )
 
-    def _fitted(self, stream: TokenStream, key: str) -> IndexedTokens:
-        """Which parts of documents share a row, kept in the cache."""
-        prefix = self.cache / "tokens" / key
-        return cached_rows(prefix, np.int64, lambda: fitted_rows(stream, self.sequence_length))
+    def stream(
+        self, number: int, source: TextSource | HfSource, section: StreamingSection
+    ) -> SourceData:
+        """Samples of the text of source `number`, tokenised when they are needed."""
+        chunked = ChunkedSource(
+            source,
+            list_files(source, self.base),
+            max(round(section.chunk_mib * MIB), 1),
+            self._encoding,
+            tokenizer_fingerprint(self.tokenizer),
+            self.cache,
+        )
+        samples = StreamedSamples(
+            chunked,
+            self._pack_chunk,
+            seed=self.seed,
+            number=number,
+            shuffled=section.shuffled_chunks,
+            length=self.sequence_length,
+        )
+        identity = (chunked.fingerprint, section.shuffled_chunks, self.data.packing)
+        return SourceData(source.title, samples, None, identity)
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return Encoding.of(self.tokenizer, parse_special=self.data.special_tokens == "parse")
+
+    def _pack_chunk(self, source: ChunkedSource, chunk: int) -> PackedDataset:
+        prefix, length = source.prefix(chunk), self.sequence_length
+        tokens = TokenizedData(source.tokens(chunk), source.fingerprint, str(prefix))
+        rows = prefix.with_name(f"{prefix.name}.fit-{length}")
+        return self._packed(TokenStream.whole(tokens), rows, source.lock(chunk))
+
+    def _packed(
+        self, stream: TokenStream, rows: Path, lock: Path | None = None
+    ) -> PackedDataset:
+        """The samples of a stream. With best fit, `rows` is where the cache keeps which parts
+        of documents share one; `lock`: see `cached_tokens`."""
+        isolates = self.data.isolate_documents
+        length, size = self.sequence_length, self.vocab_size
+        if self.data.packing != "best_fit":
+            return PackedDataset(stream, length, size, isolate_documents=isolates)
+        fitted = cached_rows(rows, np.int64, lambda: fitted_rows(stream, length), lock)
+        return FittedDataset(stream, fitted, length, size, isolate_documents=isolates)
 
 
 def _check_size(

@@ -94,7 +94,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
@@ -104,7 +104,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
             while block := stream.read(_BLOCK_BYTES):
                 yield block
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def content_fingerprint(
@@ -119,7 +119,7 @@ def content_fingerprint(
     try:
         listing = [_identity(path) for path in files]
     except OSError as error:
-        raise _unreadable(Path(error.filename), error) from error
+        raise unreadable(Path(error.filename), error) from error
     memo = cache / "fingerprints" / fingerprint_of(listing)
     try:
         return memo.read_text()
@@ -184,7 +184,7 @@ def _hash_file(path: Path) -> str:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def hash_in_pieces(path: Path, *, track: Track) -> str:
@@ -199,7 +199,7 @@ def hash_in_pieces(path: Path, *, track: Track) -> str:
             shown = track(hashes, f"hashing {path.name}", len(starts))
             return fingerprint_of(list(shown))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _hash_piece(descriptor: int, start: int) -> str:
@@ -207,7 +207,8 @@ def _hash_piece(descriptor: int, start: int) -> str:
     return hashlib.sha256(piece).hexdigest()
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def unreadable(path: Path, error: OSError) -> DataError:
+    """What to tell the user when a data file cannot be read."""
     return DataError(
         f"cannot read {path}: {error.strerror or error}",
         fix="make the file readable, or leave it out with `exclude`",

@@ -17,7 +17,7 @@ OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
 }  # fmt: skip
 """How compressed files are opened, by their ending."""
-_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FIX = "check that the file is whole and UTF-8"
 _SEARCHED_BYTES = 2**30
 """How far `first_wrong_text` reads: a few seconds."""
@@ -48,7 +48,7 @@ def count_lines(file: Path) -> int:
         with open_json(file) as stream:
             for _ in stream:
                 lines += 1
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _unreadable(file, lines, error) from error
     return lines
 
@@ -65,17 +65,22 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
             first = next((text for line in stream if (text := _stripped(line))), b"")
             stream.seek(0)
             if first.startswith(b"["):
-                whole = _parsed(stream.read())
-                if isinstance(whole, Broken):
-                    raise DataError(f"{file}: {whole.why}", fix=_FIX)
-                assert isinstance(whole, list), "nothing else begins with a bracket"
-                yield from ((f"{file}, row {n}", row) for n, row in enumerate(whole, 1))
+                yield from rows_of_list(str(file), stream.read())
                 return
             for number, line in enumerate(stream, start=1):
                 if _stripped(line):
                     yield f"{file}:{number}", _parsed(line)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _unreadable(file, number, error) from error
+
+
+def rows_of_list(name: str, content: bytes) -> Iterator[tuple[str, object]]:
+    """The rows of the file `name`, which is a list, each with its place."""
+    whole = _parsed(content)
+    if isinstance(whole, Broken):
+        raise DataError(f"{name}: {whole.why}", fix=_FIX)
+    assert isinstance(whole, list), "nothing else begins with a bracket"
+    yield from ((f"{name}, row {n}", row) for n, row in enumerate(whole, 1))
 
 
 def _stripped(line: bytes) -> bytes:
@@ -115,6 +120,13 @@ def first_wrong_text(files: Sequence[Path], column: str) -> str | None:
             if searched > _SEARCHED_BYTES:
                 return None
     return None
+
+
+def lines_of(block: bytes) -> Iterator[tuple[int, object]]:
+    """The rows of some lines, each with the number of its line, from 0."""
+    for number, line in enumerate(block.split(b"\n")):
+        if _stripped(line):
+            yield number, _parsed(line)
 
 
 def wrong_text(row: object, column: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.data.chat.conversations import check_columns, check_mapped, needs_template
 from toolkit.data.chat.named import stated_template
+from toolkit.data.chunks import list_files
 from toolkit.data.files import find_files
 from toolkit.data.json_rows import OPENERS, is_json, open_json
 from toolkit.data.remote import check_package
@@ -56,6 +57,8 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _tokenizer_problems(data, _vocabulary(recipe.model))
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
+        if data.streaming is not None and key.startswith("data.train") and not wrong:
+            wrong = list(_streaming_problems(key, source))
         yield from wrong or _template_problems(data, source)
 
 
@@ -134,6 +137,18 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 find_files(here, Path.cwd(), () if remote else source.exclude)
     except (DataError, BackendUnavailable) as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
+
+
+def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:
+    # What a store holds is found out when the data is built.
+    here = not any(map(is_remote, source.places))
+    if here and isinstance(source, TextSource | HfSource):
+        setting = "path" if isinstance(source, HfSource) else "files"
+        try:
+            list_files(source, Path.cwd())
+        except DataError as error:
+            allowed = "files that can be read in parts, with data.streaming"
+            yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
 
 
 def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:

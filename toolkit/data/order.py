@@ -43,6 +43,14 @@ class Shuffled:
         return sample_indices(self.seed, self.n_samples, position, count, self.source)
 
 
+class InOrder:
+    """The samples as they are numbered: streamed ones are shuffled already."""
+
+    def indices(self, position: int, count: int) -> Int64Array:
+        """See `Order.indices`."""
+        return np.arange(position, position + count)
+
+
 def sample_indices(
     seed: int, n_samples: int, position: int, count: int, source: int = 0
 ) -> Int64Array:

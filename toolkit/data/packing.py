@@ -184,6 +184,11 @@ class PackedDataset:
         segments, positions = documents(np.append(0, document_ends + 1), length)
         return (Row(tokens[:-1], labels, positions=positions, segments=segments),)
 
+    @property
+    def n_dropped(self) -> int:
+        """Tokens behind the last sample."""
+        return len(self.stream) - len(self) * self.sequence_length
+
     def expect(self, indices: Int64Array) -> None:
         """See `ReadAhead.expect`."""
         for index in indices.tolist() if self.stream.is_remote else ():
@@ -252,6 +257,11 @@ class FittedDataset(PackedDataset):
     def __len__(self) -> int:
         """Number of samples."""
         return self._rows.n_documents
+
+    @property
+    def n_dropped(self) -> int:
+        """None: samples are padded."""
+        return 0
 
     def rows(self, index: int) -> tuple[Row]:
         """See `PackedDataset.rows`."""

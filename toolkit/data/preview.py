@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.build import SourceData, TokenisedSamples
+from toolkit.data.build import TokenisedSamples
 from toolkit.data.chat.dataset import ChatSamples
 from toolkit.data.chat.template import MarkedTokens
 from toolkit.data.packing import PackedDataset
@@ -76,10 +76,9 @@ class Preview:
 
 
 def preview(
-    source: SourceData, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
+    train: TokenisedSamples, tokenizer: "PreTrainedTokenizerFast", samples: int, tokens: int
 ) -> Preview:
-    """The first training samples of a source, `tokens` of each document, and statistics."""
-    train = source.train
+    """The first samples of a source, `tokens` of each document, and statistics."""
     n_rows = len(train) * train.rows_per_sample
     positions = n_rows * train.sequence_length
     if isinstance(train, ChatSamples):

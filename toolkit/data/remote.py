@@ -16,6 +16,7 @@ forked may use everything here: connections belong to the process that made them
 
 import asyncio
 import errno
+import io
 import logging
 import os
 import random
@@ -129,6 +130,36 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
         return data
 
     return _retried(file.url, read)
+
+
+class RemoteStream(io.RawIOBase):
+    """A remote file as a stream, whose bytes `read` gives: `read_range`, or a cache's."""
+
+    def __init__(self, read: Callable[[RemoteFile, int, int], bytes], file: RemoteFile) -> None:
+        self._read = read
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        stop = min(self._at + len(buffer), self._file.size)
+        data = self._read(self._file, self._at, stop) if stop > self._at else b""
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def check_package(url: str) -> None:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from toolkit.batch import IGNORE_INDEX
 
 Int64Array = npt.NDArray[np.int64]
+ENDLESS = 2**48
+"""Length of samples that are streamed: more than any run sees."""
 
 
 @dataclass(frozen=True)

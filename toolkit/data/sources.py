@@ -4,9 +4,9 @@ import codecs
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,7 +107,7 @@ class TextDocuments:
         """See `Documents.in_parts`."""
         not_utf8: list[Path] = []
         for path in self.files:
-            yield _decoded(path, not_utf8)
+            yield decoded(read_blocks(path), partial(not_utf8.append, path))
         if not_utf8:
             logger.warning(
                 "%d of %d files are not UTF-8; their undecodable bytes were replaced by U+FFFD "
@@ -118,14 +118,14 @@ class TextDocuments:
             )
 
 
-def _decoded(path: Path, not_utf8: list[Path]) -> Iterator[str]:
-    """The text of a file, block by block; one that is not UTF-8 is added to `not_utf8`."""
+def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator[str]:
+    """The text of a file, block by block; calls `not_utf8` where that is not what it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    for block in chain(read_blocks(path), [b""]):
+    for block in chain(blocks, [b""]):
         try:
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError:
-            not_utf8.append(path)
+            not_utf8()
             decoder.errors = "replace"
             yield decoder.decode(block, final=not block)
 
@@ -223,7 +223,7 @@ def names_json(source: RowsSource, base: Path, files: Sequence[Path]) -> bool:
     return all(is_json(file) for file in files)
 
 
-def _builder(path: Path) -> str | None:
+def builder_of(path: Path) -> str | None:
     """Name of the `datasets` builder for a file, from its ending."""
     stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return _BUILDERS.get(stem.suffix)
@@ -255,7 +255,7 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
         return None
     path = _local_path(source, base)
     if path.is_dir():
-        files = [file for file in matching_paths("**/*", path) if _builder(file)]
+        files = [file for file in matching_paths("**/*", path) if builder_of(file)]
         if _is_saved(path):
             return [file for file in files if file.suffix == ".arrow"]
         if not files:
@@ -267,7 +267,7 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
         return [*files, *(card for card in [path / "README.md"] if card.is_file())]
     looks_local = (
         path.exists()
-        or _builder(Path(source.path)) is not None
+        or builder_of(Path(source.path)) is not None
         or source.path.startswith((".", "/", "~"))
         or any(sign in source.path for sign in "*?[")
     )
@@ -360,7 +360,7 @@ def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> 
     path = _local_path(source, base)
     if path.is_dir():
         return {"path": str(path), "name": source.name}
-    builders = {_builder(file) for file in files}
+    builders = {builder_of(file) for file in files}
     builder = builders.pop()
     if builders or builder is None:
         raise DataError(

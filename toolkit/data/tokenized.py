@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 1
+CACHE_VERSION = 1
 """Raise it whenever the same documents and tokenizer would give other tokens."""
 _BATCH_CHARACTERS = 2**20
 """Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
@@ -77,6 +77,43 @@ class TokenizedData:
     """Changes with the documents and with the tokenizer."""
     name: str
     """Path of the pair of files, for messages."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the text of a document becomes its tokens; may be sent to another process."""
+
+    backend: "Tokenizer"
+    parse_special: bool
+    """See `encoder`: pickling `backend` loses this."""
+    as_bytes: bool
+    """Every text gives its UTF-8 bytes."""
+    before_text: tuple[int, ...]
+    eos: int
+    dtype: type[np.integer[Any]]
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "Encoding":
+        """How `tokenizer` encodes."""
+        backend = encoder(tokenizer, parse_special=parse_special)
+        before = tuple(tokens_before_text(backend))
+        eos, dtype = tokenizer.eos_token_id, token_dtype(len(tokenizer))
+        return cls(backend, parse_special, spells_bytes(backend), before, eos, dtype)
+
+    def batches(self) -> Callable[[list[str]], list[TokenArray]]:
+        """What gives the token ids of each of some texts; several threads may call it."""
+        backend, dtype = self.backend, self.dtype
+        if self.as_bytes:
+            return lambda texts: [
+                np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
+            ]
+        backend.encode_special_tokens = not self.parse_special
+
+        def encode(texts: list[str]) -> list[TokenArray]:
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
+
+        return encode
 
 
 def prepare(
@@ -106,14 +143,14 @@ def prepare(
         prefix = base / Path(source.prefix).expanduser()
         return _read_megatron(prefix, cache, track=track)
     documents = open_source(source, base=base, cache=cache, track=track)
-    parts = [_CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
+    parts = [CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
 
     def tokenise() -> None:
-        backend = encoder(tokenizer, parse_special=parse_special)
+        encoding = Encoding.of(tokenizer, parse_special=parse_special)
         shown = track(documents.in_parts(), "tokenising", len(documents))
-        _tokenise(prefix, shown, backend, tokenizer)
+        write_tokens(prefix, shown, encoding, empty=False)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
 
@@ -160,20 +197,27 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
 
 
 def cached_tokens(
-    prefix: Path, tokenise: Callable[[], None], belongs: Path | None = None
+    prefix: Path,
+    tokenise: Callable[[], None],
+    belongs: Path | None = None,
+    lock: Path | None = None,
 ) -> IndexedTokens:
     """The cache entry `prefix`; where there is none, `tokenise` writes it.
 
     It does so under the entry's lock, unless another process has meanwhile. `belongs` is a file
-    that it writes before the index, and without which the entry is not whole. Raises DataError
-    when the cache cannot be written.
+    that it writes before the index, and without which the entry is not whole. `lock` is the
+    file that is locked where it is not the entry's own; waiting for it is silent. Raises
+    DataError when the cache cannot be written.
     """
     indexed = _read_entry(prefix, belongs)
     if indexed is not None:
         return indexed
+    from filelock import FileLock
+
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        with held_lock(prefix.with_name(prefix.name + ".lock"), "tokenising"):
+        own = prefix.with_name(prefix.name + ".lock")
+        with held_lock(own, "tokenising") if lock is None else FileLock(lock):
             indexed = _read_entry(prefix, belongs)
             if indexed is None:
                 tokenise()
@@ -184,7 +228,10 @@ def cached_tokens(
 
 
 def cached_rows(
-    prefix: Path, dtype: type[np.integer[Any]], rows: Callable[[], Iterable[npt.ArrayLike]]
+    prefix: Path,
+    dtype: type[np.integer[Any]],
+    rows: Callable[[], Iterable[npt.ArrayLike]],
+    lock: Path | None = None,
 ) -> IndexedTokens:
     """As `cached_tokens`, with the numbers of each of `rows` as a document."""
 
@@ -195,20 +242,19 @@ def cached_rows(
                 writer.end_document()
             writer.commit()
 
-    return cached_tokens(prefix, write)
+    return cached_tokens(prefix, write, lock=lock)
 
 
-def _tokenise(
-    prefix: Path,
-    documents: Iterator[Iterable[str]],
-    backend: "Tokenizer",
-    tokenizer: "PreTrainedTokenizerFast",
+def write_tokens(
+    prefix: Path, documents: Iterator[Iterable[str]], encoding: Encoding, *, empty: bool
 ) -> None:
-    """Write the tokens of all documents to `prefix`."""
-    dtype = token_dtype(len(tokenizer))
-    eos = np.array([tokenizer.eos_token_id], dtype=dtype)
-    before_text = np.array(tokens_before_text(backend), dtype=dtype)
-    encode = _batch_encoder(backend, dtype)
+    """Write the tokens of all documents, each in parts, to `prefix`.
+
+    Raises DataError where they are without text, unless they may be `empty`.
+    """
+    dtype, encode = encoding.dtype, encoding.batches()
+    eos = np.array([encoding.eos], dtype=dtype)
+    before_text = np.array(encoding.before_text, dtype=dtype)
     with IndexedWriter(prefix, dtype) as writer:
         document = 0  # tokens of the one that is being written
         for pieces, encoded in _encoded(_batches(_pieces(documents)), encode):
@@ -224,7 +270,7 @@ def _tokenise(
                     lengths.append(document + 1)
             writer.append(np.concatenate(tokens))
             writer.end_documents(lengths)
-        if not writer.n_documents:
+        if not (empty or writer.n_documents):
             raise DataError(
                 "the data has no text: every document is empty",
                 fix="check the files, or the column that `text_field` names",
@@ -240,22 +286,6 @@ class _Piece(NamedTuple):
     """It opens its document."""
     last: bool
     """It ends its document."""
-
-
-def _batch_encoder(
-    backend: "Tokenizer", dtype: type[np.integer[Any]]
-) -> Callable[[list[str]], list[TokenArray]]:
-    """What gives the token ids of each of some texts; several threads may call it."""
-    if spells_bytes(backend):
-        return lambda texts: [
-            np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype) for text in texts
-        ]
-
-    def encode(texts: list[str]) -> list[TokenArray]:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=dtype) for encoding in encodings]
-
-    return encode
 
 
 def _encoded(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.blends import blend_problems
+from toolkit.intake.streams import streaming_problems
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import rope_of, rope_type_of
@@ -478,5 +479,6 @@ RULES: tuple[Rule, ...] = (
         ("data", *_LENGTH, "training.global_batch_size", "training.sequence_length"),
         blend_problems,
     ),
+    Rule(("data", "training.epochs"), streaming_problems),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

@@ -362,6 +362,24 @@ class StageSection(Section):
         return math.ceil((self.from_tokens or 0) / global_batch_tokens)
 
 
+class StreamingSection(Section):
+    """How sources of text are tokenised while a run trains on them."""
+
+    chunk_mib: PositiveFloat = 4.0
+    """MiB of the files that are tokenised at once: a byte range, or several small files.
+    Compressed files, .json, .arrow and documents that are files are not cut."""
+    shuffled_chunks: Positive = 64
+    """Chunks, from all over the source, whose samples are shuffled together."""
+    ahead: Positive = 2
+    """Windows of so many chunks that are tokenised before they are needed."""
+    workers: Count = 1
+    """Processes of each machine that tokenise ahead; 0: the ranks themselves do when they get
+    there."""
+    keep_gib: PositiveFloat = 100.0
+    """GiB of tokens that stay in the cache behind the place that training has reached. What
+    `dmt data prepare` tokenised stays in any case."""
+
+
 class DataSection(Section):
     """What to train on."""
 
@@ -394,6 +412,9 @@ class DataSection(Section):
     """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit, none of which
     attends to another. Documents: `none`, laid end to end and cut at equal lengths; `best_fit`,
     as many whole ones as fit, padded at the end, so that only longer ones are cut."""
+    streaming: StreamingSection | None = None
+    """Tokenise text while the run trains on it; `{}` for the defaults. Without it, all text is
+    tokenised before the first step."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
     remote_cache_gib: PositiveFloat = 50.0

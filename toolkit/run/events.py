@@ -22,6 +22,7 @@ EventKind = Literal[
     "hang",
     "skip",
     "evaluation",
+    "window",
     "prediction",
     "signal",
     "warning",
@@ -42,6 +43,8 @@ class EventLog:
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
       where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
       before ranks end because one hangs;
+    - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
+      `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
     - `step` (optimizer steps done) in every event that belongs to a step.
     """

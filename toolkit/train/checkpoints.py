@@ -1,7 +1,7 @@
 """The checkpoints of a run as the worker sees them: continue from one, write the next."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -14,6 +14,7 @@ from toolkit.checkpoint.resume import Found, check_shared_disk, find_newest, req
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saved, Saver
 from toolkit.checkpoint.store import CheckpointStore, folder_name
+from toolkit.data.build import TrainingData
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
@@ -45,20 +46,20 @@ _EXPORTED = (
 class RunCheckpoints:
     """Finds, loads and saves the checkpoints of one run. Collective, but for `tell`.
 
-    `fingerprint_at` identifies the data that so many samples are of. `companions` are what a
-    Hugging Face folder has besides weights: paths in a checkpoint, and contents.
+    `data` is what the run trains on. `companions` are what a Hugging Face folder has besides
+    weights: paths in a checkpoint, and contents.
     """
 
     def __init__(
         self,
         assignment: Assignment,
         rank: int,
-        fingerprint_at: Callable[[int], str],
+        data: TrainingData,
         companions: Mapping[str, bytes],
     ) -> None:
         self.assignment = assignment
         self.leader = rank == 0
-        self.fingerprint_at = fingerprint_at
+        self.data = data
         self.companions = companions
         self.versions = environment_report() if self.leader else {}
         self.recipe = jsonl.plain(assignment.recipe.model_dump(mode="json"))
@@ -108,7 +109,7 @@ class RunCheckpoints:
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run: its numbers would mean something else here."""
         manifest = found.manifest
-        if manifest.data_fingerprint != self.fingerprint_at(manifest.consumed_samples):
+        if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
                 fix += "; its release read text as data.special_tokens: parse does"
@@ -314,7 +315,8 @@ class RunCheckpoints:
             optimizer_steps=counters.optimizer_steps,
             loss_scale=counters.loss_scale,
             recent_losses=progress.recent_losses,
-            data_fingerprint=self.fingerprint_at(progress.consumed_samples),
+            data_fingerprint=self.data.fingerprint_at(progress.consumed_samples),
+            streams=self.data.places_at(progress.consumed_samples),
             engine=plan.engine,
             model=plan.model,
             layout=plan.layout,

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,10 +27,13 @@ from transformers import PretrainedConfig
 from toolkit.adapters.weights import AdaptedWeights
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
+from toolkit.checkpoint.resume import Found
+from toolkit.data.ahead import AheadWorkers
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.remote import RETRIES
 from toolkit.data.rows import Samples
+from toolkit.data.streaming import Streams
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine
@@ -207,6 +211,8 @@ class _Worker:
         if found and self.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
             self.progress = checkpoints.take(found)
         else:
+            if data.streams is not None:
+                self._open_streams(data.streams, found)
             reference = self._reference(config, data, steps, resumed=found is not None)
             if reference is not None:
                 self._compute_lost(reference, config, checkpoints, resumed=found is not None)
@@ -388,6 +394,23 @@ class _Worker:
             )
         )
 
+    def _open_streams(self, streams: Streams, found: Found | None) -> None:
+        """Tokenise what the first samples are of, and begin to tokenise ahead."""
+        batch, samples = self.assignment.recipe.training.global_batch_size, 0
+        if found is not None:
+            samples = found.manifest.consumed_samples
+            self.together.run(lambda: streams.continue_at(found.manifest.streams))
+        self.phases.begin("tokenising the first samples")
+        if self.ranks.local_rank == 0:
+            workers = streams.section.workers
+            ahead = AheadWorkers(streams.sources, workers, streams.advance)
+            self._at_end.enter_context(ahead)
+            streams.report(lambda _: ahead.want())
+        if self.ranks.rank == 0:
+            events = EventLog(self.directory.events)
+            streams.report(lambda window: events.write("window", **asdict(window)))
+        self.together.leaders_first(lambda: streams.open(samples, batch))
+
     def _reference(
         self, config: PretrainedConfig, data: TrainingData, steps: int, *, resumed: bool
     ) -> RunReference | None:
@@ -452,7 +475,7 @@ class _Worker:
                 self._save_tokenizer(data, Path(folder))
                 files = sorted(Path(folder).iterdir())
                 companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
-        return RunCheckpoints(self.assignment, self.ranks.rank, data.fingerprint_at, companions)
+        return RunCheckpoints(self.assignment, self.ranks.rank, data, companions)
 
     def _base_model(self) -> Path | None:
         """The folder with the config of the model that training began with, if there is one."""

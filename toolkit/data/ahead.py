@@ -1,0 +1,176 @@
+"""Processes of each machine that tokenise chunks before training needs them.
+
+`AheadWorkers` is the side of the run. A process (`python -m toolkit.data.ahead`) reads from its
+standard input, pickled, the sources and then lists of chunks, the newest of which counts. It
+shares nothing with the run but the cache: one that is killed is replaced, and meanwhile the
+ranks tokenise what they need. It ends when its input closes or its parent is gone, whatever
+either is doing.
+"""
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import IO, Self, TypeAlias
+
+from toolkit.data.streaming import ChunkedSource
+from toolkit.errors import DataError, DmtError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_NICENESS = 10
+"""The cores are first of all for the ranks."""
+_END_S = 10.0
+
+Wanted: TypeAlias = list[tuple[int, int]]
+"""Source and number of chunks, the most urgent first."""
+
+
+class AheadWorkers:
+    """Tokenising processes; a context manager."""
+
+    def __init__(
+        self,
+        sources: Sequence[ChunkedSource | None],
+        workers: int,
+        upcoming: Callable[[], Wanted],
+    ) -> None:
+        """`upcoming` says which chunks are wanted; it is asked in a thread of its own."""
+        self._sources, self._workers, self._upcoming = sources, workers, upcoming
+        self._asked, self._closing = threading.Event(), False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # It also waits for a process that does not read: training never does.
+        self._thread = threading.Thread(target=self._serve, name="tokenising", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.want()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing = True
+        self._asked.set()
+        for process in self._processes:
+            process.kill()  # what it is writing is not in the cache yet
+        self._thread.join(_END_S)
+        for process in self._processes:
+            _end(process)
+
+    def want(self) -> None:
+        """Let the processes know that training has come further; waits for nothing."""
+        self._asked.set()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            self._asked.wait()
+            self._asked.clear()
+            try:
+                wanted = pickle.dumps(self._upcoming())
+                for number in range(self._workers):
+                    self._send(number, wanted)
+            except (OSError, DataError) as error:
+                logger.warning("tokenising ahead: %s", error)
+
+    def _send(self, number: int, wanted: bytes) -> None:
+        if number == len(self._processes):
+            self._processes.append(self._start())
+        if self._processes[number].poll() is not None and not self._closing:
+            logger.warning("a tokenising process has ended and is started again")
+            _end(self._processes[number])
+            self._processes[number] = self._start()
+        _write(self._processes[number].stdin, wanted)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "toolkit.data.ahead"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        _write(process.stdin, pickle.dumps(self._sources))
+        return process
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # of what it has not read
+        process.stdin.close()
+
+
+def _write(pipe: IO[bytes] | None, message: bytes) -> None:
+    """Send a message; a process that has ended is found out the next time."""
+    assert pipe is not None
+    with suppress(BrokenPipeError):
+        pipe.write(message)
+        pipe.flush()
+
+
+class _Mailbox:
+    """The newest list of chunks."""
+
+    def __init__(self) -> None:
+        self._wanted: Wanted = []
+        self._changed = threading.Condition()
+        self.number = 0
+        """Lists received."""
+
+    def put(self, wanted: Wanted) -> None:
+        with self._changed:
+            self._wanted = wanted
+            self.number += 1
+            self._changed.notify()
+
+    def newer_than(self, number: int) -> tuple[Wanted, int]:
+        """The newest list and its number; waits for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.number > number)
+            return self._wanted, self.number
+
+
+def _receive(box: _Mailbox) -> None:
+    """Take lists from the run; end the process with it."""
+    try:
+        while True:
+            box.put(pickle.load(sys.stdin.buffer))
+    finally:
+        os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End the process when `parent` is gone: another child of it may hold the pipe open."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(0)
+
+
+def main() -> None:
+    """Tokenise what the run needs next, until it ends."""
+    parent = os.getppid()
+    for meant_for_the_run in (signal.SIGINT, signal.SIGTERM):  # which may yet save
+        signal.signal(meant_for_the_run, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    sources: list[ChunkedSource | None] = pickle.load(sys.stdin.buffer)
+    box, number, failed = _Mailbox(), 0, set[tuple[int, int]]()
+    threading.Thread(target=_receive, args=(box,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    while True:
+        wanted, number = box.newer_than(number)
+        for one in wanted:
+            if box.number != number:
+                break
+            source, chunk = sources[one[0]], one[1]
+            assert source is not None, "streamed"
+            try:
+                if one not in failed:
+                    source.tokenise_ahead(chunk)
+            except (DmtError, OSError):  # the rank that needs it says so
+                failed.add(one)
+
+
+if __name__ == "__main__":
+    main()
