@@ -213,10 +213,10 @@ def test_verify_entries_without_a_hash(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_verify_copies_and_blocks(recipe: Path, tmp_path: Path) -> None:
-    from toolkit.data.blocks import BlockCache
-    from toolkit.data.copies import copied
     from toolkit.data.progress import untracked
-    from toolkit.data.remote import list_files
+    from toolkit.data.remote.blocks import BlockCache
+    from toolkit.data.remote.copies import copied
+    from toolkit.data.remote.store import list_files
 
     files = list_files(f"file://{tmp_path}/*.txt")
     copies = copied(files[:2], tmp_path / "cache", untracked)

@@ -14,11 +14,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from toolkit.data import blocks
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.blocks import BLOCK_BYTES, BlockCache
 from toolkit.data.build import build_data
-from toolkit.data.remote import RemoteFile, list_files
+from toolkit.data.remote import blocks
+from toolkit.data.remote.blocks import BLOCK_BYTES, BlockCache
+from toolkit.data.remote.store import RemoteFile, list_files
 from toolkit.recipe.schema import DataSection
 
 SIZE = 5 * BLOCK_BYTES + 1234
@@ -135,8 +135,8 @@ def test_a_full_disk_costs_only_the_cache(
 READER = """
 import random, sys
 from pathlib import Path
-from toolkit.data.blocks import BLOCK_BYTES, BlockCache
-from toolkit.data.remote import list_files
+from toolkit.data.remote.blocks import BLOCK_BYTES, BlockCache
+from toolkit.data.remote.store import list_files
 remote, folder, seed = sys.argv[1:]
 (file,) = list_files(remote)
 content = Path(remote.removeprefix("file://")).read_bytes()

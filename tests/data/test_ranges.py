@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from toolkit.data.chunks import Chunks, ListedFile, identities, list_files
-from toolkit.data.ranges import texts
+from toolkit.data.streaming.chunks import Chunks, ListedFile, identities, list_files
+from toolkit.data.streaming.ranges import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
 
@@ -103,7 +103,7 @@ def test_any_lines(tmp_path: Path, rows: list[str], chunk_bytes: int) -> None:
 
 
 def test_lines_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.data.ranges._BLOCK_BYTES", 16)
+    monkeypatch.setattr("toolkit.data.streaming.ranges._BLOCK_BYTES", 16)
     for name in ("a.jsonl", "a.jsonl.gz", "a.txt"):
         rows = PLAIN if ".txt" in name else ROWS
         WRITERS[name](tmp_path / name, rows)

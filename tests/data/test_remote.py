@@ -10,8 +10,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from toolkit.data import remote
-from toolkit.data.remote import RETRIES, check_package, list_files, read_range, shown
+from toolkit.data.remote import store as remote
+from toolkit.data.remote.store import RETRIES, check_package, list_files, read_range, shown
 from toolkit.errors import BackendUnavailable, DataError
 
 

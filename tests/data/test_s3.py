@@ -17,11 +17,13 @@ import xxhash
 
 from tests.data import s3
 from tests.data.s3 import Store
-from toolkit.data import blocks, copies, packing, remote, statistics
+from toolkit.data import packing, statistics
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.build import TrainingData, build_data
 from toolkit.data.indexed import IndexedWriter
-from toolkit.data.remote import RETRIES, list_files, read_range
+from toolkit.data.remote import blocks, copies
+from toolkit.data.remote import store as remote
+from toolkit.data.remote.store import RETRIES, list_files, read_range
 from toolkit.errors import DataError
 from toolkit.recipe.schema import DataSection
 
@@ -272,9 +274,9 @@ def test_a_malformed_line_is_named(tmp_path: Path, put: Any) -> None:
 COPIER = """
 import sys
 from pathlib import Path
-from toolkit.data import copies
+from toolkit.data.remote import copies
 from toolkit.data.progress import untracked
-from toolkit.data.remote import list_files
+from toolkit.data.remote.store import list_files
 copies._PIECE_BYTES = 2**18
 (path,) = copies.copied(list_files("s3://data/large"), Path(sys.argv[1]), untracked)
 print(path)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from toolkit.data.cursor import StreamPlace
+from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.schema import Count

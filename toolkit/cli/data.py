@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from toolkit.data.build import SourceData, TokenisedSamples, TrainingData
-    from toolkit.data.streaming import Streams
+    from toolkit.data.streaming.streams import Streams
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data and tokenizers.")
 
@@ -137,8 +137,8 @@ def _prepare(recipe: Recipe) -> _Summary:
 
 def _tokenise_chunks(streams: "Streams") -> None:
     """Tokenise all chunks that are not in the cache; other processes help."""
-    from toolkit.data.ahead import AheadWorkers
     from toolkit.data.progress import with_bar
+    from toolkit.data.streaming.ahead import AheadWorkers
 
     chunks, sources = streams.all_chunks(), streams.sources
     # They begin at the other end.
@@ -151,7 +151,7 @@ def _tokenise_chunks(streams: "Streams") -> None:
 
 def _parts(source: "SourceData") -> "Iterable[TokenisedSamples]":
     """The samples of a source; one that is streamed has them in chunks."""
-    from toolkit.data.streaming import StreamedSamples
+    from toolkit.data.streaming.samples import StreamedSamples
 
     train = source.train
     return train.every_chunk() if isinstance(train, StreamedSamples) else [train]

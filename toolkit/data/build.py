@@ -12,8 +12,6 @@ from toolkit.data.blend import Blended, JoinedSamples, Stage, exact
 from toolkit.data.chat.dataset import ChatSamples, chat_samples, split_rows
 from toolkit.data.chat.named import template_text
 from toolkit.data.chat.tokens import prepare_chats
-from toolkit.data.chunks import list_files
-from toolkit.data.cursor import StreamPlace
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import InOrder, Order, Shuffled
@@ -21,7 +19,11 @@ from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitt
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.streaming import MIB, ChunkedSource, StreamedSamples, Streams
+from toolkit.data.streaming.chunks import list_files
+from toolkit.data.streaming.place import StreamPlace
+from toolkit.data.streaming.samples import MIB, StreamedSamples
+from toolkit.data.streaming.source import ChunkedSource
+from toolkit.data.streaming.streams import Streams
 from toolkit.data.tokenized import Encoding, TokenizedData, cached_rows, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,

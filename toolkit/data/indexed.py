@@ -28,11 +28,11 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.blocks import BlockArray, BlockCache
-from toolkit.data.copies import copied
 from toolkit.data.files import damage_hash, fingerprint_of
 from toolkit.data.progress import Track
-from toolkit.data.remote import list_files, shown
+from toolkit.data.remote.blocks import BlockArray, BlockCache
+from toolkit.data.remote.copies import copied
+from toolkit.data.remote.store import list_files, shown
 from toolkit.errors import DataError
 
 TokenArray = npt.NDArray[Any]

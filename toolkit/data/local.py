@@ -12,11 +12,11 @@ from typing import Any
 
 from toolkit.data.chat.conversations import check_columns, check_mapped, needs_template
 from toolkit.data.chat.named import stated_template
-from toolkit.data.chunks import list_files
 from toolkit.data.files import find_files
 from toolkit.data.json_rows import OPENERS, is_json, open_json
-from toolkit.data.remote import check_package
+from toolkit.data.remote.store import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
+from toolkit.data.streaming.chunks import list_files
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
 from toolkit.models.safetensors_folder import INDEX, SINGLE

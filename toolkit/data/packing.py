@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.blocks import BlockArray
 from toolkit.data.fit import pack
 from toolkit.data.indexed import IndexedTokens
+from toolkit.data.remote.blocks import BlockArray
 from toolkit.data.rows import Int64Array, Row, documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError

@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from toolkit.data.copies import with_copies
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import (
     content_fingerprint,
@@ -22,6 +21,7 @@ from toolkit.data.files import (
 )
 from toolkit.data.json_rows import count_lines, first_wrong_text, is_json, json_rows, wrong_text
 from toolkit.data.progress import Track, untracked
+from toolkit.data.remote.copies import with_copies
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource, TextSource

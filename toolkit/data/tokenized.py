@@ -37,7 +37,7 @@ from toolkit.data.indexed import (
     token_dtype,
 )
 from toolkit.data.progress import Track, untracked
-from toolkit.data.remote import shown
+from toolkit.data.remote.store import shown
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
     encoder,

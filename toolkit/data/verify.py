@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from toolkit.data.blocks import is_whole
-from toolkit.data.copies import hash_path
 from toolkit.data.files import damage_hash
 from toolkit.data.indexed import bin_path, is_undamaged
 from toolkit.data.progress import Track
+from toolkit.data.remote.blocks import is_whole
+from toolkit.data.remote.copies import hash_path
 
 _PIECE_BYTES = 2**24
 

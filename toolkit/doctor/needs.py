@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.backend import BACKENDS
-from toolkit.data.remote import PACKAGES
+from toolkit.data.remote.store import PACKAGES
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote

@@ -28,12 +28,12 @@ from toolkit.adapters.weights import AdaptedWeights
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.checkpoint.resume import Found
-from toolkit.data.ahead import AheadWorkers
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
-from toolkit.data.remote import RETRIES
+from toolkit.data.remote.store import RETRIES
 from toolkit.data.rows import Samples
-from toolkit.data.streaming import Streams
+from toolkit.data.streaming.ahead import AheadWorkers
+from toolkit.data.streaming.streams import Streams
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine

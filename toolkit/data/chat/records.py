@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.copies import with_copies
 from toolkit.data.files import content_fingerprint, fingerprint_of
 from toolkit.data.json_rows import count_lines, json_rows
 from toolkit.data.progress import Track, untracked
+from toolkit.data.remote.copies import with_copies
 from toolkit.data.sources import hub_version, load_rows, local_files, names_json
 from toolkit.recipe.schema import RowsSource
 

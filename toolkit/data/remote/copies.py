@@ -25,7 +25,7 @@ from toolkit.data.files import (
     write_atomically,
 )
 from toolkit.data.progress import Track
-from toolkit.data.remote import RemoteFile, list_files, read_range, shown
+from toolkit.data.remote.store import RemoteFile, list_files, read_range, shown
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import RowsSource, TextSource

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.data.files import find_files, unreadable
-from toolkit.data.remote import RemoteFile, RemoteStream, read_range, shown
-from toolkit.data.remote import list_files as stored_files
+from toolkit.data.remote.store import RemoteFile, RemoteStream, read_range, shown
+from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.sources import builder_of, local_files
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote

@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 from io import BytesIO
 from typing import Any
 
-from toolkit.data.chunks import FileRange, ListedFile
 from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import unreadable
 from toolkit.data.json_rows import (
@@ -20,6 +19,7 @@ from toolkit.data.json_rows import (
     wrong_text,
 )
 from toolkit.data.sources import TEXT, arrow_kinds, builder_of, check_column, decoded
+from toolkit.data.streaming.chunks import FileRange, ListedFile
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import HfSource, TextSource
 

@@ -5,7 +5,7 @@
 
 `RemoteFile.identity` changes with the contents, as the store reports them: what is made of a
 file is recognised by it without reading the file. A read fails where the file has changed since
-it was listed. `toolkit.data.blocks.BlockCache` keeps what was read on this machine.
+it was listed. `toolkit.data.remote.blocks.BlockCache` keeps what was read on this machine.
 
 A failure that may pass (time-outs, lost connections, 5xx, fewer bytes than asked for) is tried
 again, with exponentially growing pauses, and counted in `RETRIES`; a missing file, a refused

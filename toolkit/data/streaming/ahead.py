@@ -1,10 +1,10 @@
 """Processes of each machine that tokenise chunks before training needs them.
 
-`AheadWorkers` is the side of the run. A process (`python -m toolkit.data.ahead`) reads from its
-standard input, pickled, the sources and then lists of chunks, the newest of which counts. It
-shares nothing with the run but the cache: one that is killed is replaced, and meanwhile the
-ranks tokenise what they need. It ends when its input closes or its parent is gone, whatever
-either is doing.
+`AheadWorkers` is the side of the run. Each process (`python -m toolkit.data.streaming.ahead`)
+reads from its standard input, pickled, the sources and then lists of chunks, the newest of
+which counts. It shares nothing with the run but the cache: one that is killed is replaced, and
+meanwhile the ranks tokenise what they need. It ends when its input closes or its parent is
+gone, whatever either is doing.
 """
 
 import logging
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Self, TypeAlias
 
-from toolkit.data.streaming import ChunkedSource
+from toolkit.data.streaming.source import ChunkedSource
 from toolkit.errors import DataError, DmtError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class AheadWorkers:
         _write(self._processes[number].stdin, wanted)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "toolkit.data.ahead"]
+        command = [sys.executable, "-m", "toolkit.data.streaming.ahead"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         _write(process.stdin, pickle.dumps(self._sources))
         return process

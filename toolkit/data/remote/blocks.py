@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toolkit.data.files import damage_hash
-from toolkit.data.remote import RemoteFile, RemoteStream, read_range
+from toolkit.data.remote.store import RemoteFile, RemoteStream, read_range
 
 logger = logging.getLogger(__name__)
 
