@@ -139,7 +139,9 @@ def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RecipeError, match=r"training\.stepz"):
         planned_for_launcher(str(TINY), ["training.stepz=3"])
-    with pytest.raises(PlanError, match=r"optimizer\.name is muon, which Trainer"):
+    with pytest.raises(
+        PlanError, match=r"optimizer\.name is muon, which is not exported to Trainer"
+    ):
         training_arguments(TINY, ["optimizer.name=muon"], output_dir="out")
     with pytest.raises(PlanError, match="megatron-core's model"):
         planned_for_launcher(Path(TINY), ["parallel.model=megatron"])

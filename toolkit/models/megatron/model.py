@@ -144,15 +144,17 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             real = real.chunk(ranks, dim=1)[rank]
         return ~real
 
-    def _postprocess(self, hidden_states: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, labels: Tensor | None, **options: Any
+    ) -> Tensor:
         """Under sequence parallel a rank has a run of the positions of its group; then a chunk
         is a part of every rank's run."""
         finish = partial(super()._postprocess, **options)
         chunks = 1
-        if self.post_process:
+        if self.post_process and labels is not None:
             share = self.output_layer.output_size_per_partition
             chunks = loss_chunks(self.loss_kernel, labels.numel(), share)
-        if chunks == 1:
+        if chunks == 1 or labels is None:
             output: Tensor = finish(hidden_states, labels=labels)
             return output
         positions = len(hidden_states)
