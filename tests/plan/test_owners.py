@@ -123,6 +123,18 @@ def test_adafactor_moves_memory() -> None:
     assert added(Layout(pp=2)) < total
 
 
+def test_8_bit_moves_memory() -> None:
+    """All but the embedding, which is the head here, too."""
+    train = workload(LLAMA, "adamw_8bit")
+    gpu = device(CLUSTER.gpu, train, DEFAULT)
+    with_rule, without = (
+        step_time(one, Layout(), CLUSTER).optimizer_s
+        for one in (train, replace(train, updates=None))
+    )
+    owned = train.spec.parameters.total - LLAMA["vocab_size"] * 1024
+    assert (with_rule - without) * gpu.memory / 28 == pytest.approx(owned)
+
+
 def test_frozen_matrices_cost_nothing() -> None:
     frozen = owner_updates(LLAMA, ("model.layers.*",), "muon", 5)
     assert frozen is not None

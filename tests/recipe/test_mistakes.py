@@ -230,6 +230,11 @@ MISTAKES = {
         "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: adafactor",
         "optimizer.name", "set optimizer.name to adamw", at="name: adafactor",
     ),
+    "8-bit AdamW with adapters": M(
+        "optimizer:\n  name: adamw",
+        "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: adamw_8bit",
+        "optimizer.name", "set optimizer.name to adamw", at="name: adamw_8bit",
+    ),
     "Muon with adapters": M(
         "optimizer:\n  name: adamw", "adapter: {rank: 4, alpha: 8}\noptimizer:\n  name: muon",
         "optimizer.name", "set optimizer.name to adamw", at="name: muon",

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from toolkit.checkpoint.manifest import FileRecord, Manifest, file_in
 from toolkit.checkpoint.saved_state import SavedState, is_state_file
-from toolkit.checkpoint.shards import block_shape, key_of, whole_quantity
+from toolkit.checkpoint.shards import block_shape, dtype_of, key_of, whole_quantity
 from toolkit.checkpoint.store import STEP, folder_name, sync_folder, write_synced
 from toolkit.errors import CheckpointError
 from toolkit.models.convert import appearing, check_destination
@@ -78,7 +76,7 @@ def _entries(state: SavedState) -> Iterator[TensorToWrite]:
             whole = whole_quantity(quantity, tensor, shape)
             yield TensorToWrite(
                 key_of(quantity, whole),
-                torch.float32,
+                dtype_of(quantity),
                 block_shape(whole),
                 partial(state.in_pieces, quantity, tensor),
             )

@@ -18,6 +18,7 @@ from toolkit.checkpoint.shards import (
     block_numel,
     block_shape,
     cut,
+    dtype_of,
     parameter_blocks,
     parse_key,
     whole_quantity,
@@ -95,12 +96,11 @@ class SavedState:
     @property
     def nbytes(self) -> int:
         """Bytes of all whole tensors, moments included."""
-        numel = sum(
-            block_numel(whole_quantity(quantity, tensor, shape))
+        return sum(
+            block_numel(whole_quantity(quantity, tensor, shape)) * dtype_of(quantity).itemsize
             for tensor, shape in self.shapes.items()
             for quantity in self.quantities(tensor)
         )
-        return numel * torch.float32.itemsize
 
     def quantities(self, tensor: str) -> list[str]:
         """What is stored of a tensor: its weight alone where it does not train."""
@@ -136,7 +136,7 @@ class SavedState:
             if block_numel(common) == block_numel(block):
                 return part
             if values is None:
-                values = torch.empty(block_shape(block))
+                values = torch.empty(block_shape(block), dtype=dtype_of(quantity))
             values[_inside(common, block)] = part
             found += block_numel(common)
         if values is None or found != block_numel(block):

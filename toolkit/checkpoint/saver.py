@@ -23,6 +23,7 @@ from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.shards import (
     StateShard,
     block_shape,
+    dtype_of,
     key_of,
     stored_values,
     with_offsets,
@@ -157,7 +158,7 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToW
                 stored = block.stored
                 pieces = partial(values.pieces, block, offset)
                 yield TensorToWrite(
-                    key_of(quantity, stored), torch.float32, block_shape(stored), pieces
+                    key_of(quantity, stored), dtype_of(quantity), block_shape(stored), pieces
                 )
 
 
@@ -177,7 +178,7 @@ class _Values:
     def pieces(self, block: Block, offset: int) -> list[Tensor]:
         """One block's values on the host."""
         flat = self._shard.get(self._quantity) if self._kept is None else self._kept
-        assert flat.dtype == torch.float32, "master weights and moments are fp32"
+        assert flat.dtype == dtype_of(self._quantity), "master weights and moments are fp32"
         return [_finite(stored_values(block, offset, flat)).cpu()]
 
 

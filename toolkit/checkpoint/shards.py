@@ -2,7 +2,8 @@
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
 weight and Adam's two moments, of which Muon's matrices have the first alone, and Adafactor's
-one vector for the rows and one for the columns in their place. A rank holds some
+one vector for the rows and one for the columns in their place; 8-bit moments are codes with
+fp32 scales. A rank holds some
 elements of them. An engine says which: a `StateShard` is a run of elements with the rectangles
 (`Block`) of the checkpoint tensors that they are. Saving writes the rectangles under names that
 say what they are; loading asks for the rectangles that the new layout needs. So every
@@ -14,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from toolkit.models.families.tensors import Block, ends
-from toolkit.models.matrices import is_layer_matrix
+from toolkit.models.matrices import has_codes, is_layer_matrix, scale_count
 from toolkit.models.weights import checkpoint_names, correction_biases
 
 QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
@@ -25,7 +27,11 @@ QUANTITIES = ("weight", "exp_avg", "exp_avg_sq")
 
 FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
 """Adafactor's averages of a matrix [rows, columns]: one per row, one per column."""
-STORED = (*QUANTITIES, *FACTORS)
+CODES = ("exp_avg_code", "exp_avg_sq_code")
+"""8-bit moments: uint8, in the form of the tensor."""
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+"""What the numbers that codes mean are multiplied by: one per block of the flattened tensor."""
+STORED = (*QUANTITIES, *FACTORS, *CODES, *SCALES)
 """Every quantity."""
 
 _KEY = re.compile(rf"({'|'.join(STORED)})/(.+)\[([\d:]+)(?:,([\d:]+))?\]")
@@ -58,11 +64,11 @@ class StateShard:
         return len(self.quantities) > 1
 
     def get(self, quantity: str) -> Tensor:
-        """The fp32 values of `quantity`, flat; elements beyond the blocks are padding.
+        """The values of `quantity`, flat; elements beyond the blocks are padding.
 
         A copy where a weight does not train and is kept in 16 bits.
         """
-        return self._values[quantity].detach().view(-1).float()
+        return self._values[quantity].detach().view(-1).to(dtype_of(quantity))
 
     def put(self, quantity: str, values: Tensor) -> None:
         """Replace the values of `quantity`; `values` [elements of the blocks] is flat."""
@@ -105,6 +111,8 @@ def whole_block(tensor: str, shape: Sequence[int]) -> Block:
 
 def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
     """The quantities of a tensor that trains, with the optimizer of this name."""
+    if optimizer == "adamw_8bit" and has_codes(tensor, shape):
+        return ("weight", *CODES, *SCALES)
     if optimizer == "adafactor":
         return ("weight", *FACTORS) if len(shape) > 1 else ("weight", "exp_avg_sq")
     return (
@@ -114,11 +122,18 @@ def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
     )
 
 
+def dtype_of(quantity: str) -> torch.dtype:
+    """In which a quantity is kept and stored."""
+    return torch.uint8 if quantity in CODES else torch.float32
+
+
 def whole_quantity(quantity: str, tensor: str, shape: Sequence[int]) -> Block:
     """All of a quantity of a checkpoint tensor of this shape."""
     if quantity in FACTORS:
         axis = FACTORS.index(quantity)
         shape = stored_shape(shape)[axis : axis + 1]
+    elif quantity in SCALES:
+        shape = (scale_count(shape),)
     return whole_block(tensor, shape)
 
 

@@ -138,6 +138,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "megatron-core", f"parallel.model: {model}"
     if recipe.adapter is not None:
         yield "peft", "adapter"
+    if recipe.optimizer.name == "adamw_8bit":
+        yield "bitsandbytes", "optimizer.name: adamw_8bit"
     for _, source in recipe.data.named_sources:
         if isinstance(source, RowsSource):
             yield "datasets", f"data: kind: {source.kind}"

@@ -50,6 +50,7 @@ PACKAGES = (
     Package("safetensors", "safetensors"),
     Package("tensorboard", "tensorboard"),
     Package("ray", "ray", extra="train"),
+    Package("bitsandbytes", "bitsandbytes"),
     Package("s3fs", "s3fs"),
     Package("gcsfs", "gcsfs"),
     Package("transformer-engine", "transformer_engine", compiled=True, extra="pytorch"),
@@ -58,6 +59,7 @@ PACKAGES = (
 _OPTIONAL: Mapping[str, str] = {
     "tensorboard": "`logging.tensorboard` needs it",
     "ray": "`launch.launcher: ray` needs it",
+    "bitsandbytes": "`optimizer.name: adamw_8bit` needs it",
     "s3fs": "data on s3:// needs it",
     "gcsfs": "data on gs:// needs it",
     "transformer-engine": "megatron-core is faster on GPUs with it",

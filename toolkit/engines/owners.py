@@ -1,10 +1,10 @@
 """Optimizers whose updates need whole tensors: each is computed by one rank, its owner.
 
-A `UpdateRule` (`adafactor.py`, `muon.py`) says which tensors of the Hugging Face checkpoint it
-updates, and how. What is element-wise in it runs on the elements that a rank holds, whatever
-the layout. The rest runs on the tensor's owner: the other holders send it their rectangles of
-the gradient, and every holder gets back the same update. So the number that a weight gets
-depends neither on how its tensor is spread nor on who holds copies.
+A `UpdateRule` (`adafactor.py`, `adamw_8bit.py`, `muon.py`) says which tensors of the Hugging
+Face checkpoint it updates, and how. What is element-wise in it runs on the elements that a rank
+holds, whatever the layout. The rest runs on the tensor's owner: the other holders send it
+their rectangles of the gradient, and every holder gets back the same update. So the number that
+a weight gets depends neither on how its tensor is spread nor on who holds copies.
 """
 
 from bisect import bisect
@@ -23,10 +23,12 @@ from toolkit.checkpoint.shards import (
     StateShard,
     block_numel,
     stored_values,
+    whole_block,
     with_offsets,
 )
 from toolkit.engines import optimizer as adam
 from toolkit.engines.adafactor import Adafactor
+from toolkit.engines.adamw_8bit import AdamW8bit
 from toolkit.engines.muon import Muon
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families.tensors import Block
@@ -77,6 +79,7 @@ class UpdateRule(Protocol):
 
 RULES: dict[str, Callable[[OptimizerSection], UpdateRule]] = {
     "adafactor": Adafactor,
+    "adamw_8bit": AdamW8bit,
     "muon": Muon,
 }
 """By `optimizer.name`."""
@@ -368,7 +371,7 @@ def owner_shards(optimizers: Iterable[object]) -> Iterator[StateShard]:
     for unit in dict.fromkeys(unit for one in found for unit in one.units.values()):
         for tensor, states in unit.rule.states.items():
             for quantity, values in states.items():
-                block = Block(tensor, (0, len(values)), None, transposed=False)
+                block = whole_block(tensor, values.shape)
                 mine = tensor in unit.exchange.owned
                 yield StateShard([block], {quantity: values}, saved_here=mine)
 

@@ -141,6 +141,7 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 
 _NO_ADAPTER = {
+    "adamw_8bit": "the states of so few parameters are small, there is nothing to save",
     "adafactor": "the states of so few parameters are small, there is nothing to factor",
     "muon": "what is trained is a product of two matrices, and to orthogonalise each factor is "
     "not to orthogonalise the update",

@@ -60,8 +60,13 @@ def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
     embeddings 0, the first decoder layer 1, the last `layers`; final norm and head one more.
     """
     match = _LAYER.search(tensor)
-    depth = int(match[1]) + 1 if match else 0 if _EMBEDDING.search(tensor) else layers + 1
+    depth = int(match[1]) + 1 if match else 0 if is_embedding(tensor) else layers + 1
     return float(decay ** (layers + 1 - depth))
+
+
+def is_embedding(tensor: str) -> bool:
+    """Is this checkpoint tensor an embedding, of tokens or positions?"""
+    return _LAYER.search(tensor) is None and _EMBEDDING.search(tensor) is not None
 
 
 def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:

@@ -105,7 +105,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     if optimizer.name == "adafactor":
         yield "Adafactor", "whole tensors of the checkpoint are updated, each on one rank"
     kinds = {"muon": "Muon and AdamW", "adafactor": "Adafactor"}.get(optimizer.name, "AdamW")
-    yield "optimizer states", f"{kinds} with fp32 weights and moments"
+    kept = "moments of 8 bits" if optimizer.name == "adamw_8bit" else "moments"
+    yield "optimizer states", f"{kinds} with fp32 weights and {kept}"
     if plan.attention is not None:
         yield "attention", f"{plan.attention} in every engine and model implementation"
     if layout.recompute != "none":
@@ -139,6 +140,12 @@ def _approximated(
         yield (
             "Newton-Schulz in bf16",
             "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
+        )
+    if recipe.optimizer.name == "adamw_8bit":
+        yield (
+            "8-bit states",
+            "moments are rounded to 8 bits in every step, in blocks of whole tensors of the "
+            "checkpoint; another last digit of a gradient may flip a code",
         )
     if plan.model == "megatron":
         yield "kernels", "megatron-core computes transformers' function, in other last digits"

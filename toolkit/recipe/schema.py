@@ -597,7 +597,7 @@ class AdafactorSection(Section):
     """Largest root mean square of the update of a tensor, before the learning rate."""
 
 
-OptimizerName: TypeAlias = Literal["adamw", "adafactor", "muon"]
+OptimizerName: TypeAlias = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
 
 
 class OptimizerSection(Section):
@@ -606,7 +606,8 @@ class OptimizerSection(Section):
     name: OptimizerName = "adamw"
     """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
     embeddings, head, norms and biases are AdamW's, with the same learning rate. `adafactor`
-    keeps an average per row and per column of a matrix in place of two moments."""
+    keeps an average per row and per column of a matrix in place of two moments. `adamw_8bit`
+    is bitsandbytes' AdamW with moments of 8 bits, but for embeddings."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)

@@ -139,7 +139,8 @@ def _depth(name: str, layers: int) -> int:
 
 def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
     """torch's AdamW, with weight decay for matrices but not for norms and biases, and where the
-    recipe has it torch's Muon for the matrices inside of layers, or transformers' Adafactor;
+    recipe has it torch's Muon for the matrices inside of layers, transformers' Adafactor, or
+    bitsandbytes' AdamW with 8 bits for all but embeddings;
     every parameter with the multipliers of the first group of `optimizer.groups` that names it,
     and of `optimizer.layer_decay`."""
     layers = len(hf.decoder_layers(model))
@@ -166,6 +167,8 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
             parts = _parts(parameter, split) if settings.name != "adamw" else parts
         found = {"params": parts, "lr": rate, "weight_decay": decay}
         (matrices if muon else others).append(found)
+    if settings.name == "adamw_8bit":
+        return _in_8_bits(model, others, settings)
     if settings.name == "adafactor":
         factored = settings.adafactor_settings
         return [
@@ -191,6 +194,23 @@ def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.opti
             ns_steps=own.ns_steps,
             adjust_lr_fn=own.adjust_lr,
         ),
+    ]
+
+
+def _in_8_bits(
+    model: nn.Module, groups: list[dict[str, Any]], settings: OptimizerSection
+) -> list[torch.optim.Optimizer]:
+    """bitsandbytes' AdamW, as transformers' Trainer has it: embeddings in 32 bits."""
+    from bitsandbytes.optim import AdamW8bit, AdamW32bit
+
+    tables = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    apart: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for group in groups:
+        apart[group["params"][0] in tables].append(group)
+    return [
+        kind(members, betas=settings.betas, eps=settings.eps)
+        for kind, members in zip((AdamW8bit, AdamW32bit), apart, strict=True)
+        if members
     ]
 
 

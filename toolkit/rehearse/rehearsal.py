@@ -179,7 +179,8 @@ def run(
     """Run the reference, then each chosen layout in turn; yields each when it is done.
 
     The first item is the reference's record. Every layout works under `folder`. Raises
-    RunFailed when the reference fails: there is nothing to compare with then.
+    RunFailed when the reference fails: there is nothing to compare with then;
+    BackendUnavailable without a package that the optimizer needs.
     """
     reference = _run_reference(rehearsal, options, folder / "reference")
     yield reference
@@ -188,6 +189,10 @@ def run(
 
 
 def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
+    if rehearsal.recipe.optimizer.name == "adamw_8bit":
+        from toolkit.engines.adamw_8bit import operators
+
+        operators()  # one clear error where it is missing
     # A loop of its own trains it: any engine that reads no configuration stands for it.
     plain = next(name for name in BACKENDS.names if not BACKENDS[name].configured)
     section = ParallelSection(engine=plain, model="hf")

@@ -82,8 +82,8 @@ def run_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             "optimizer.name",
             recipe.optimizer.name,
-            "in Megatron-LM's pretrain_gpt.py, adamw: it has no Adafactor, and its own Muon "
-            "keeps other matrices together and scales them differently",
+            "in Megatron-LM's pretrain_gpt.py, adamw: it has no Adafactor and no 8-bit "
+            "AdamW, and its own Muon keeps other matrices together and scales them differently",
             "set optimizer.name to adamw, or start the run with `dmt launch`",
         )
     yield from _data_problems(recipe.data)

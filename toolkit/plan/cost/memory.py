@@ -13,7 +13,7 @@ from toolkit.layout import Layout, LossKernel, Recompute, loss_chunks, padded_vo
 from toolkit.models.matrices import EXCHANGED_AT_ONCE
 from toolkit.plan.cost.activations import compute_bytes, layer_activations
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
-from toolkit.plan.cost.owners import by_replicas, factored_bytes
+from toolkit.plan.cost.owners import by_replicas, owned_bytes
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.workload import Workload
 
@@ -220,7 +220,11 @@ def _states(
     if updates and updates.optimizer == "muon":  # no second moment of the layers' matrices
         saved = held(FP32_BYTES, 1, trained._replace(vocabulary=0.0))
     elif updates:
-        saved = held(2 * FP32_BYTES, 1, trained) - factored_bytes(workload, layout, share.stage)
+        owned = trained
+        if updates.optimizer == "adamw_8bit":  # embeddings, a tied head too, keep two moments
+            untied = not workload.spec.tied_embeddings
+            owned = trained._replace(vocabulary=trained.output if untied else 0.0)
+        saved = held(2 * FP32_BYTES, 1, owned) - owned_bytes(workload, layout, share.stage)
     away = layout.offload_optimizer != "none"
     sharded = workload.cost.sharded_weights_from
     return (
@@ -281,7 +285,7 @@ def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
     trained, updates = share.trained, workload.updates
     if updates is None:
         return 0.0
-    if updates.optimizer == "adafactor":  # fp32, and embeddings may be larger than one exchange
+    if updates.optimizer != "muon":  # fp32, and embeddings may be larger than one exchange
         own = 2 * updates.largest
         if by_replicas(layout):
             return FP32_BYTES * own

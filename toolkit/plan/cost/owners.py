@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.layout import Layout, stage_layers
 from toolkit.models.families import mapped
 from toolkit.models.frozen import matching
-from toolkit.models.matrices import is_layer_matrix
+from toolkit.models.matrices import MIN_8BIT_SIZE, is_layer_matrix, scale_count
+from toolkit.models.parameter_groups import is_embedding
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device, matmul_s
 from toolkit.plan.cost.traffic import PlacedLayout
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from toolkit.plan.cost.workload import Workload
 
 
-FACTORED_BYTES = 48
-"""Bytes that Adafactor's owner moves per element: the gradient squared (8) and averaged over
-both axes (8), the factors' product (4) times the gradient (12), its norm (4), the division (8),
-the copy of the result (4)."""
+MOVED_BYTES = {"adafactor": 48, "adamw_8bit": 28}
+"""Bytes that an owner moves per element. Adafactor's: the gradient squared (8) and averaged
+over both axes (8), the factors' product (4) times the gradient (12), its norm (4), the division
+(8), the copy of the result (4). 8-bit AdamW's: the update cleared (4), read and written (8),
+gradient (4) and codes (4), the copy of the result (8)."""
 
 
 class OwnedTensor(NamedTuple):
@@ -70,11 +72,16 @@ def owner_updates(
     counts = Counter(
         tensor
         for name, tensor in shapes.items()
-        if name not in frozen
-        and (optimizer == "adafactor" or is_layer_matrix(name, len(tensor.shape)))
+        if name not in frozen and _updated(optimizer, name, tensor)
     )
     largest = max((prod(tensor.shape) for tensor in counts), default=0)
     return OwnerUpdates(optimizer, steps, tuple(counts.items()), largest)
+
+
+def _updated(optimizer: OptimizerName, name: str, tensor: OwnedTensor) -> bool:
+    if optimizer == "muon":
+        return is_layer_matrix(name, len(tensor.shape))
+    return optimizer == "adafactor" or not is_embedding(name)
 
 
 def _shapes(config: Mapping[str, object]) -> dict[str, OwnedTensor]:
@@ -100,25 +107,37 @@ def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
     if updates is None:
         return 0.0
     ranks = layout.world // layout.pp
-    if updates.optimizer == "adafactor" and by_replicas(layout):
+    if updates.optimizer != "muon" and by_replicas(layout):
         ranks = layout.ep
     chunks = tuple(stage_layers(place.workload.spec.layers, layout.pp, layout.vpp))
     return _owner_s(updates, chunks, layout.pp, stage, ranks, layout.ep, device)
 
 
 def by_replicas(layout: Layout) -> bool:
-    """Does every rank that holds a tensor hold all of it? Then Adafactor sends nothing."""
+    """Does every rank that holds a tensor hold all of it? Then only Muon sends any."""
     return layout.zero_stage == 0 and layout.tp == 1
 
 
-def factored_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
-    """Bytes of Adafactor's averages on one rank of a stage: a row and a column of every matrix,
-    a vector as it is, spread over the ranks."""
+def owned_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
+    """Bytes of owners' states on one rank of a stage, spread over the ranks. Adafactor's: a row
+    and a column of every matrix, a vector as it is. 8-bit AdamW's: codes and their scales, of
+    small tensors two moments."""
     assert workload.updates is not None
     chunks = tuple(stage_layers(workload.spec.layers, layout.pp, layout.vpp))
     tensors = workload.updates.of_stage(chunks, layout.pp, stage)
-    held = sum(FP32_BYTES * count * sum(tensor.shape) for tensor, count in tensors.items())
+    each = _coded_bytes if workload.updates.optimizer == "adamw_8bit" else _factored_bytes
+    held = sum(count * each(tensor.shape) for tensor, count in tensors.items())
     return held if by_replicas(layout) else held / (layout.world // layout.pp)
+
+
+def _factored_bytes(shape: tuple[int, ...]) -> int:
+    return FP32_BYTES * sum(shape)
+
+
+def _coded_bytes(shape: tuple[int, ...]) -> int:
+    if prod(shape) < MIN_8BIT_SIZE:
+        return 2 * FP32_BYTES * prod(shape)
+    return 2 * (prod(shape) + FP32_BYTES * scale_count(shape))
 
 
 @lru_cache(maxsize=4096)
@@ -146,8 +165,8 @@ def _owner_s(
 
 
 def _update_s(shape: tuple[int, ...], updates: OwnerUpdates, device: Device) -> float:
-    if updates.optimizer == "adafactor":
-        return FACTORED_BYTES * prod(shape) / device.memory
+    if moved := MOVED_BYTES.get(updates.optimizer):
+        return moved * prod(shape) / device.memory
     return newton_schulz_s(shape, updates.steps, device)
 
 

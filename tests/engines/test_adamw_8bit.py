@@ -1,0 +1,215 @@
+"""`optimizer.name: adamw_8bit`: in every layout the run of transformers with bitsandbytes' own
+AdamW8bit in one process."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.optim import AdamW8bit as Theirs
+from bitsandbytes.optim import AdamW32bit
+from torch import nn
+
+from tests.checkpoint.reshape_worker import SAVED_AT
+from tests.checkpoint.reshaping import around, write_all
+from tests.checkpoint.reshaping import check as check_reshape
+from tests.engines.cases import MIXTRAL
+from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
+from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.store import folder_name
+from toolkit.checkpoint.verify import coverage_problems
+from toolkit.engines.adamw_8bit import AdamW8bit
+from toolkit.errors import BackendUnavailable
+from toolkit.recipe.schema import OptimizerSection
+
+RATE = 1e-4
+OTHER = {"betas": [0.8, 0.99], "eps": 1e-6}
+
+
+def eight(case: Case, **settings: Any) -> Case:
+    optimizer = {"name": "adamw_8bit", "learning_rate": RATE, **settings}
+    return replace(case, optimizer=optimizer, steps=min(case.steps, STEPS))
+
+
+class InEightBits(Parts):
+    """bitsandbytes' AdamW8bit, as Hugging Face's Trainer sets it up: embeddings in 32 bits;
+    experts that transformers stacks are matrices each."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+        found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                stacked = parameter.ndim == 3
+                parts = self.experts(name, parameter) if stacked else [parameter]
+                decay = 0.1 if parameter.ndim > 1 else 0.0
+                found.setdefault((parameter in embeddings, decay), []).extend(parts)
+        settings = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": RATE} | settings
+        self.optimizers = [
+            (AdamW32bit if whole else Theirs)(parameters, weight_decay=decay, **settings)
+            for (whole, decay), parameters in found.items()
+        ]
+
+
+@cache
+def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
+    def frozen(name: str) -> bool:
+        return bool(freeze) and ("embed" in name or ".layers.0." in name)
+
+    model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
+    return plain_loop(model, InEightBits(model, **dict(settings)))  # type: ignore[arg-type]
+
+
+def reference_of(case: Case) -> Any:
+    settings = {key: case.optimizer[key] for key in OTHER if key in case.optimizer}
+    pairs = tuple((key, tuple(v) if key == "betas" else v) for key, v in settings.items())
+    return reference(tuple(case.family.items()), pairs, case.freeze)
+
+
+TWO = [
+    eight(Case("ddp", 2)),
+    eight(Case("fsdp", 2, 2)),
+    eight(Case("fsdp", 2, 3)),
+    *(eight(deepspeed(stage)) for stage in (0, 1, 2, 3)),
+    eight(small(tensor=2)),
+    eight(small(pipeline=2)),
+    eight(small(stage=1)),
+    eight(small(expert=2, family=MIXTRAL)),
+]
+MORE = [
+    eight(Case("fsdp", 2, 3, family=MIXTRAL)),
+    eight(deepspeed(2, family=MIXTRAL), **OTHER),
+    eight(small(tensor=2, family=GPT2)),
+    eight(small(tensor=2, sequence=True), **OTHER),
+    replace(eight(small(pipeline=2)), freeze=BOTTOM),
+    replace(eight(deepspeed(3)), freeze=BOTTOM),
+    replace(eight(Case("fsdp", 2, 3)), freeze=BOTTOM),
+]
+FOUR = [
+    eight(small(tensor=2, pipeline=2, stage=1)),
+    eight(small(tensor=2, expert=2, stage=1, family=MIXTRAL)),
+    *(
+        eight(replace(deepspeed(stage), parallel={"model": "megatron", "tensor": 2}))
+        for stage in (1, 3)
+    ),
+]
+HALF = [
+    replace(eight(case), precision=precision, steps=5)
+    for case, precision in (
+        (Case("ddp", 2), "fp16"),
+        (Case("fsdp", 2, 3), "bf16"),
+        *((deepspeed(stage), "bf16") for stage in (0, 1, 2, 3)),
+        (small(tensor=2), "bf16"),
+        (small(stage=1), "bf16"),
+    )
+]
+
+
+@pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])
+def test_the_rule(shape: tuple[int, ...]) -> None:
+    """Codes and scales to the bit; also of a last block that is shorter."""
+    rule = AdamW8bit(OptimizerSection(learning_rate=1.0))
+    rule.own("a", shape, torch.device("cpu"))
+    weight = nn.Parameter(torch.zeros(shape))
+    theirs = Theirs([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 5):
+        weight.data.zero_()
+        weight.grad = torch.randn(shape, generator=generator) * step**3
+        theirs.step()
+        assert torch.equal(rule.update("a", weight.grad, step), -weight)
+    state = theirs.state[weight]
+    names = ["state1", "state2", "absmax1", "absmax2"][: len(rule.states["a"])]
+    for ours, name in zip(rule.states["a"].values(), names, strict=True):
+        assert ours.dtype == state[name].dtype
+        assert torch.equal(ours, state[name]), name
+    assert (len(names) == 4) == (len(torch.empty(shape).flatten()) >= 4096)
+
+
+def test_one_process() -> None:
+    check([eight(Case("ddp", 8)), eight(Case("ddp", 4), **OTHER)], 1, reference_of)
+
+
+def test_two_processes() -> None:
+    check(TWO, 2, reference_of)
+
+
+@pytest.mark.slow
+def test_more_layouts() -> None:
+    check([replace(case, steps=10) for case in MORE], 2, reference_of)
+
+
+@pytest.mark.slow
+def test_four_processes() -> None:
+    check([replace(case, steps=10) for case in FOUR], 4, reference_of)
+
+
+@pytest.mark.slow
+def test_16_bits() -> None:
+    check(HALF, 2, reference_of, 3e-2)
+
+
+@pytest.mark.slow
+def test_reshape(tmp_path: Path) -> None:
+    """Saved in each layout, continued in another one with the same losses, and in itself to
+    the bit; the weights and codes that it saves again are the same to the bit."""
+    layouts = {
+        "ddp": (2, eight(Case("ddp", 2))),
+        "zero1": (2, eight(deepspeed(1))),
+        "tp2": (2, eight(small(tensor=2))),
+        "zero2": (2, eight(deepspeed(2))),
+        "pp2": (2, eight(small(pipeline=2))),
+        "distributed": (2, eight(small(stage=1))),
+        "fsdp3": (2, eight(Case("fsdp", 2, 3))),
+        "zero0": (2, eight(deepspeed(0))),
+        "fsdp2": (2, eight(Case("fsdp", 2, 2))),
+        "zero3": (2, eight(deepspeed(3))),
+    }
+    itself = [(name, name) for name in layouts]
+    unbroken = write_all(tmp_path, layouts)
+    state = SavedState(tmp_path / "tp2" / folder_name(SAVED_AT))
+    assert state.quantities("model.layers.1.mlp.up_proj.weight") == [
+        "weight", "exp_avg_code", "exp_avg_sq_code", "exp_avg_scale", "exp_avg_sq_scale",
+    ]  # fmt: skip
+    for small_or_embedding in ("model.norm.weight", "model.embed_tokens.weight"):
+        assert state.quantities(small_or_embedding) == ["weight", "exp_avg", "exp_avg_sq"]
+    assert [*coverage_problems(state, optimizer="adamw_8bit")] == []
+    assert "which adamw does not keep" in next(coverage_problems(state))
+    check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
+
+
+@pytest.mark.slow
+def test_reshape_experts(tmp_path: Path) -> None:
+    layouts = {
+        "ep2": (2, eight(small(expert=2, family=MIXTRAL))),
+        "zero3": (2, eight(deepspeed(3, family=MIXTRAL))),
+        "tp2": (2, eight(small(tensor=2, sequence=True, family=MIXTRAL))),
+    }
+    itself = [(name, name) for name in layouts]
+    unbroken = write_all(tmp_path, layouts)
+    check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
+
+
+@pytest.mark.parametrize("command", ["launch", "rehearse"])
+def test_without_bitsandbytes(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One error with a fix, no traceback."""
+    (tmp_path / "bitsandbytes.py").write_text("raise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', Path.cwd())}")
+    recipe = Path("recipes/tiny/llama-adamw-8bit.yaml").resolve()
+    told = subprocess.run(
+        [sys.executable, "-m", "toolkit.cli.main", command, recipe],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert told.returncode == BackendUnavailable.exit_code
+    assert "bitsandbytes cannot be imported (not here)" in told.stderr
+    assert "pip install 'dmt[8bit]'" in told.stderr
+    assert "Traceback" not in told.stderr + told.stdout
