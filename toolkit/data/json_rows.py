@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError
+from toolkit.errors import BackendUnavailable, DataError
 
 OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
@@ -39,6 +39,31 @@ def is_json(file: Path) -> bool:
 def open_json(file: Path) -> Any:
     """The file's bytes, not compressed."""
     return OPENERS.get(file.suffix, open)(file, "rb")
+
+
+def opener_of(ending: str, what: object) -> Callable[..., Any] | None:
+    """How files of the ending are opened; None for those that are not compressed.
+
+    Raises BackendUnavailable, naming `what` is to be read, where a package is missing.
+    """
+    if ending != ".zst":
+        return OPENERS.get(ending)
+    try:
+        import zstandard  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{what} needs the package `zstandard`", fix="pip install zstandard"
+        ) from error
+    return zstandard.open  # type: ignore[no-any-return]
+
+
+def undecodable() -> tuple[type[Exception], ...]:
+    """What reading compressed files raises."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return UNREADABLE
+    return (*UNREADABLE, ZstdError)
 
 
 def count_lines(file: Path) -> int:

@@ -14,6 +14,7 @@ from toolkit.data.chat.conversations import check_columns, check_mapped, needs_t
 from toolkit.data.chat.named import stated_template
 from toolkit.data.files import find_files
 from toolkit.data.json_rows import OPENERS, is_json, open_json
+from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
 from toolkit.data.remote.store import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.streaming.chunks import list_files
@@ -171,6 +172,8 @@ def _columns(files: list[Path]) -> tuple[dict[str, str], bool]:
     """Columns of the first files, with what they hold, empty where that is not known; and
     whether no row has others."""
     columns: dict[str, str] = {}
+    if files and files[0].name == MDS_INDEX and is_mds(files[0].parent):
+        return columns_of(read_mds(files[0].parent)), True
     if any(file.name == "README.md" for file in files):
         return columns, False  # The card decides which files are read.
     all_seen = len(files) <= _FILES_OF_A_FOLDER

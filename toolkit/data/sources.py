@@ -20,6 +20,7 @@ from toolkit.data.files import (
     read_blocks,
 )
 from toolkit.data.json_rows import count_lines, first_wrong_text, is_json, json_rows, wrong_text
+from toolkit.data.mds import MDS_INDEX, MdsDocuments, columns_of, is_mds, read_mds
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote.copies import with_copies
 from toolkit.errors import BackendUnavailable, DataError
@@ -86,6 +87,10 @@ def open_source(
         parts = ["hf", contents, source.name, source.split, source.text_field]
         if source.malformed == "drop":
             parts.append(f"at most {source.malformed_limit} dropped")
+        if is_mds(folder := _local_path(source, base)):
+            shards = read_mds(folder)
+            check_column(source, columns_of(shards))
+            return MdsDocuments(source, shards, fingerprint_of(parts))
         return HfDocuments(source, base, tuple(files), fingerprint_of(parts))
     return _hub_documents(source, base)
 
@@ -242,7 +247,15 @@ def local_files(source: RowsSource, base: Path) -> list[Path] | None:
             f"`revision: {source.revision}` is given, but `{source.path}` is a local path",
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
-    if not _local_path(source, base).is_dir() and not _OF_FILES.match(source.split):
+    path = _local_path(source, base)
+    if is_mds(path):
+        wanted = {"kind": "hf", "split": "train", "name": None}
+        for key in (key for key, value in wanted.items() if getattr(source, key) != value):
+            raise DataError(
+                f"`{key}: {getattr(source, key)}` is given for MDS shards (`{source.path}`)",
+                fix="read them with `kind: hf`, without `split` and `name`",
+            )
+    elif not path.is_dir() and not _OF_FILES.match(source.split):
         raise DataError(
             f"`split: {source.split}` is given, but the rows of `{source.path}` are `train`",
             fix="write `split: train` next to `path`; folders and hub ids have other splits",
@@ -254,6 +267,8 @@ def _local_files(source: RowsSource, base: Path) -> list[Path] | None:
     if is_remote(source.path):
         return None
     path = _local_path(source, base)
+    if is_mds(path):
+        return [path / MDS_INDEX, *(file for file, _ in read_mds(path))]
     if path.is_dir():
         files = [file for file in matching_paths("**/*", path) if builder_of(file)]
         if _is_saved(path):
@@ -365,7 +380,8 @@ def _load_arguments(source: RowsSource, base: Path, files: tuple[Path, ...]) -> 
     if builders or builder is None:
         raise DataError(
             f"`{source.path}` names files of different or unknown kinds, e.g. {files[0].name}",
-            fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
+            fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt; MDS shards "
+            "by their folder",
         )
     names = [str(file) for file in files]
     return {"path": builder, "name": source.name, "data_files": {"train": names}}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from toolkit.data.files import find_files, unreadable
+from toolkit.data.mds import is_mds
 from toolkit.data.remote.store import RemoteFile, RemoteStream, read_range, shown
 from toolkit.data.remote.store import list_files as stored_files
 from toolkit.data.sources import builder_of, local_files
@@ -114,7 +115,9 @@ def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, .
 
 def _files_of_rows(source: HfSource, base: Path) -> list[Path]:
     fix = "name its files by a glob, e.g. `path: FOLDER/**/*.parquet`, or do not stream it"
-    if (base / Path(source.path).expanduser()).is_dir():
+    if (folder := base / Path(source.path).expanduser()).is_dir():
+        if is_mds(folder):
+            fix = "do not stream it, or write its texts as .jsonl or .parquet"
         raise DataError(f"`data.streaming`: `{source.path}` is a folder, not files", fix=fix)
     paths = local_files(source, base)
     if paths is None:

@@ -13,14 +13,15 @@ from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import unreadable
 from toolkit.data.json_rows import (
     OPENERS,
-    UNREADABLE,
     lines_of,
+    opener_of,
     rows_of_list,
+    undecodable,
     wrong_text,
 )
 from toolkit.data.sources import TEXT, arrow_kinds, builder_of, check_column, decoded
 from toolkit.data.streaming.chunks import FileRange, ListedFile
-from toolkit.errors import BackendUnavailable, DataError
+from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
 
 logger = logging.getLogger(__name__)
@@ -54,31 +55,13 @@ def texts(source: TextSource | HfSource, part: FileRange) -> Iterator[Iterable[s
 @contextmanager
 def _open(file: ListedFile) -> Iterator[Any]:
     """The file's bytes, not compressed."""
-    opener = _zstandard(file) if file.path.suffix == ".zst" else OPENERS.get(file.path.suffix)
+    opener = opener_of(file.path.suffix, file)
     with file.open() as stream:
         if opener is None:
             yield stream
             return
         with opener(stream, "rb") as plain:
             yield plain
-
-
-def _zstandard(file: ListedFile) -> Any:
-    try:
-        import zstandard  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"{file} needs the package `zstandard`", fix="pip install zstandard"
-        ) from error
-    return zstandard.open
-
-
-def _unreadable() -> tuple[type[Exception], ...]:
-    try:
-        from zstandard import ZstdError
-    except ImportError:
-        return UNREADABLE
-    return (*UNREADABLE, ZstdError)
 
 
 def _blocks(part: FileRange) -> Iterator[tuple[int, bytes]]:
@@ -99,7 +82,7 @@ def _blocks(part: FileRange) -> Iterator[tuple[int, bytes]]:
                     block += stream.readline()
                 yield at, block
                 at += len(block)
-    except _unreadable() as error:
+    except undecodable() as error:
         raise DataError(
             f"cannot read {part.file}: {error}", fix="check that the file is whole"
         ) from error
