@@ -49,12 +49,12 @@ def opener_of(ending: str, what: object) -> Callable[..., Any] | None:
     if ending != ".zst":
         return OPENERS.get(ending)
     try:
-        import zstandard  # type: ignore[import-not-found]
+        import zstandard
     except ImportError as error:
         raise BackendUnavailable(
             f"{what} needs the package `zstandard`", fix="pip install zstandard"
         ) from error
-    return zstandard.open  # type: ignore[no-any-return]
+    return zstandard.open
 
 
 def undecodable() -> tuple[type[Exception], ...]:
