@@ -21,7 +21,9 @@ from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
 from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
 from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
+from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
 from toolkit.engines.adamw_8bit import AdamW8bit
@@ -195,6 +197,24 @@ def test_reshape_experts(tmp_path: Path) -> None:
     itself = [(name, name) for name in layouts]
     unbroken = write_all(tmp_path, layouts)
     check_reshape(tmp_path, unbroken, layouts, [*around(layouts), *itself])
+
+
+@pytest.mark.slow
+def test_convert(tmp_path: Path) -> None:
+    """Whole codes and scales, in their own types, and as many bytes as were announced."""
+    write_all(tmp_path, {"zero2": (2, eight(deepspeed(2)))})
+    src, dst = tmp_path / "zero2" / folder_name(SAVED_AT), tmp_path / "whole"
+    written: list[int] = []
+    convert(src, dst, written.append)
+    before, after = SavedState(src), SavedState(dst)
+    assert sum(written) == before.nbytes == after.nbytes
+    assert [*coverage_problems(after, optimizer="adamw_8bit")] == []
+    for tensor, shape in before.shapes.items():
+        for quantity in before.quantities(tensor):
+            whole = whole_quantity(quantity, tensor, shape)
+            found = after.read(quantity, whole)
+            assert torch.equal(before.read(quantity, whole), found), (quantity, tensor)
+            assert found.dtype == (torch.uint8 if "code" in quantity else torch.float32)
 
 
 @pytest.mark.parametrize("command", ["launch", "rehearse"])
