@@ -39,7 +39,7 @@ TRAINER = {
     "bf16": True,
     "fp16": False,
     "max_grad_norm": 0.0,
-    "optim": "adafactor",
+    "optim": "lion_32bit",
     "eval_strategy": "no",
     "save_strategy": "epoch",
     "save_steps": 500,
