@@ -207,6 +207,7 @@ def _have_accelerator() -> None:
     """What is asked for elsewhere in torch."""
     _replace(torch.cuda, default_generators=(_Generator(),))
     _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
+    _replace(torch._C, _cuda_getCurrentRawStream=lambda _: 0)
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
         torch,
