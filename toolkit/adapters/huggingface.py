@@ -1,9 +1,23 @@
 """Adapters of transformers models: PEFT's own layers."""
 
-from peft import LoraConfig, inject_adapter_in_model
+import logging
+from typing import TYPE_CHECKING, Any
+
 from transformers import PreTrainedModel
 
 from toolkit.adapters.lora import Lora
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def import_peft() -> Any:
+    """PEFT, when it is needed: it imports bitsandbytes where that is installed, which takes
+    seconds and complains that a kernel for 4 bits is missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    import peft
+
+    return peft
 
 
 def inject(model: PreTrainedModel, lora: Lora | None) -> None:
@@ -13,13 +27,13 @@ def inject(model: PreTrainedModel, lora: Lora | None) -> None:
     `toolkit.models.huggingface.named_parameters` gives all parameters their checkpoint names.
     """
     if lora is not None:
-        inject_adapter_in_model(peft_config(lora), model)
+        import_peft().inject_adapter_in_model(peft_config(lora), model)
 
 
-def peft_config(lora: Lora, base: str | None = None) -> LoraConfig:
+def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
     """The adapters in PEFT's words; `base` is the hub id or folder of their model."""
     section = lora.section
-    return LoraConfig(
+    config: LoraConfig = import_peft().LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=section.rank,
@@ -31,3 +45,4 @@ def peft_config(lora: Lora, base: str | None = None) -> LoraConfig:
         target_modules=list(lora.short_targets),
         fan_in_fan_out=lora.transposed,
     )
+    return config

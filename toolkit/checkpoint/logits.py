@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from transformers.utils import logging
 
-from toolkit.adapters.huggingface import inject
+from toolkit.adapters.huggingface import import_peft, inject
 from toolkit.adapters.imported import PEFT_WEIGHTS
 from toolkit.adapters.weights import AdaptedWeights
 from toolkit.checkpoint.adapters import base_weights, saved_lora
@@ -47,7 +46,7 @@ def compare(folder: Path, exported: Path) -> Agreement:
         tolerance = TOLERANCE
         plain = hf.empty_model(config, torch.device("cpu"))
         hf.fill(plain, base)
-        found = _logits(PeftModel.from_pretrained(plain, exported), tokens)
+        found = _logits(import_peft().PeftModel.from_pretrained(plain, exported), tokens)
     else:
         found = huggingface_logits(exported, tokens)
     result = Agreement.of(expected, found, tolerance)
