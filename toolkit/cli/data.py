@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -73,6 +73,11 @@ class _Side:
             fed += len(part) * part.rows_per_sample * part.sequence_length
         return cls(documents, tokens, samples, tokens_per_epoch=fed)
 
+    @classmethod
+    def joined(cls, sides: "Iterable[_Side]") -> Self:
+        """All of them together."""
+        return cls(*map(sum, zip(*map(astuple, sides), strict=True)))
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -123,10 +128,11 @@ def _prepare(recipe: Recipe) -> _Summary:
     data = _build(recipe)
     if data.streams is not None:
         _tokenise_chunks(data.streams)
+    sides = [_Side.of(_parts(source)) for source in data.sources]
     return _Summary(
-        train=_Side.of(part for source in data.sources for part in _parts(source)),
+        train=_Side.joined(sides),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
-        sources=tuple(_sources(recipe, data)),
+        sources=tuple(_sources(recipe, data, sides)),
         sequence_length=recipe.training.sequence_length,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
@@ -157,7 +163,9 @@ def _parts(source: "SourceData") -> "Iterable[TokenisedSamples]":
     return train.every_chunk() if isinstance(train, StreamedSamples) else [train]
 
 
-def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
+def _sources(
+    recipe: Recipe, data: "TrainingData", sides: "Iterable[_Side]"
+) -> "Iterator[_Source]":
     from toolkit.data.blend import Blended
     from toolkit.intake.checks import steps_with
 
@@ -165,8 +173,7 @@ def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
         return
     steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
     seen = data.order.counts(steps * recipe.training.global_batch_size)
-    for source, count in zip(data.sources, seen.tolist(), strict=True):
-        side = _Side.of(_parts(source))
+    for source, side, count in zip(data.sources, sides, seen.tolist(), strict=True):
         yield _Source(source.title, side, count / sum(seen.tolist()), count / side.samples)
 
 
@@ -211,7 +218,8 @@ def stats(
         fix = "add --set data.streaming=null, which tokenises all of it first"
         raise DataError("`dmt data stats` needs all data, which the recipe streams", fix=fix)
     data = _build(loaded)
-    shares = {source.title: source.share for source in _sources(loaded, data)}
+    sides = (_Side.of(_parts(source)) for source in data.sources)
+    shares = {source.title: source.share for source in _sources(loaded, data, sides)}
     parts = {source.title: tokenised(source.train) for source in data.sources}
     found = {title: source_statistics(part) for title, part in parts.items()}
     if as_json:

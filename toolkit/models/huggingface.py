@@ -280,8 +280,6 @@ def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
         if targets is None:
             return plain(**inputs)
         chunks = loss_chunks(kernel, targets.numel(), vocabulary)
-        if chunks == 1:
-            return label_log_probs(plain(**inputs).logits, targets)
         decoded = _Decoded(model._modules[body](**inputs))
 
         def compute(places: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]
 Degree: TypeAlias = Annotated[int, Field(ge=1, le=65536)]
-NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -261,7 +260,7 @@ class RowsSource(SourceSection):
     malformed: Literal["error", "drop"] = "error"
     """A row that is no document, conversation or pair: an error that names file and row, or
     drop and count."""
-    malformed_limit: NonNegativeInt | None = None
+    malformed_limit: Count | None = None
     """With `drop`: an error once more rows than this are dropped. Default: no limit."""
 
     @property

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
-from toolkit.layout import Layout, loss_chunks
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import TrainingSection
 
@@ -68,11 +67,6 @@ class Workload:
     def sample_tokens(self) -> int:
         """Tokens of a sample."""
         return self.rows_per_sample * self.sequence_length
-
-    def loss_chunks(self, layout: Layout) -> int:
-        """In how many chunks a rank computes the loss of a micro batch."""
-        tokens = layout.micro_batch * self.sample_tokens // layout.cp
-        return loss_chunks(layout.loss, tokens, self.spec.vocab, layout.tp)
 
     @property
     def cost(self) -> "EngineCost":
