@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.engines.cases import TOLERANCE, megatron, run
-from tests.engines.parity_worker import STEPS, Case
+from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
+from tests.engines.parity_worker import STEPS, Case, reference_model
 
 GPT2 = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128,
@@ -27,6 +27,42 @@ def small(**parallel: Any) -> Case:
 
 def deepspeed(stage: int, **more: Any) -> Case:
     return Case("deepspeed", 2, stage, **more)
+
+
+def in_four(optimized: Callable[[Case], Case]) -> list[Case]:
+    """Layouts of four processes."""
+    return [
+        optimized(small(tensor=2, pipeline=2, stage=1)),
+        optimized(small(tensor=2, expert=2, stage=1, family=MIXTRAL)),
+        *(
+            optimized(replace(deepspeed(stage), parallel={"model": "megatron", "tensor": 2}))
+            for stage in (1, 3)
+        ),
+    ]
+
+
+def in_16_bits(optimized: Callable[[Case], Case]) -> list[Case]:
+    """Layouts of two processes."""
+    return [
+        replace(optimized(case), precision=precision, steps=5)
+        for case, precision in (
+            (Case("ddp", 2), "fp16"),
+            (Case("fsdp", 2, 3), "bf16"),
+            *((deepspeed(stage), "bf16") for stage in (0, 1, 2, 3)),
+            (small(tensor=2), "bf16"),
+            (small(stage=1), "bf16"),
+        )
+    ]
+
+
+def plain_model(family: Any, freeze: tuple[str, ...]) -> nn.Module:
+    """transformers' model with the first weights, of which `BOTTOM` is frozen or nothing."""
+
+    def frozen(name: str) -> bool:
+        return bool(freeze) and ("embed" in name or ".layers.0." in name)
+
+    model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
+    return model
 
 
 class Parts:

@@ -15,8 +15,18 @@ from tests.checkpoint.reshape_worker import SAVED_AT
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
-from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
-from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
+from tests.engines.owner_cases import (
+    BOTTOM,
+    GPT2,
+    Parts,
+    check,
+    deepspeed,
+    in_16_bits,
+    in_four,
+    plain_model,
+    small,
+)
+from tests.engines.parity_worker import STEPS, Case, plain_loop
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import coverage_problems
@@ -58,10 +68,7 @@ class Factored(Parts):
 
 @cache
 def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
-    def frozen(name: str) -> bool:
-        return bool(freeze) and ("embed" in name or ".layers.0." in name)
-
-    model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
+    model = plain_model(family, freeze)
     return plain_loop(model, Factored(model, **dict(settings)))  # type: ignore[arg-type]
 
 
@@ -90,24 +97,8 @@ MORE = [
     replace(adafactor(deepspeed(3)), freeze=BOTTOM),
     replace(adafactor(Case("fsdp", 2, 3)), freeze=BOTTOM),
 ]
-FOUR = [
-    adafactor(small(tensor=2, pipeline=2, stage=1)),
-    adafactor(small(tensor=2, expert=2, stage=1, family=MIXTRAL)),
-    *(
-        adafactor(replace(deepspeed(stage), parallel={"model": "megatron", "tensor": 2}))
-        for stage in (1, 3)
-    ),
-]
-HALF = [
-    replace(adafactor(case), precision=precision, steps=5)
-    for case, precision in (
-        (Case("ddp", 2), "fp16"),
-        (Case("fsdp", 2, 3), "bf16"),
-        *((deepspeed(stage), "bf16") for stage in (0, 1, 2, 3)),
-        (small(tensor=2), "bf16"),
-        (small(stage=1), "bf16"),
-    )
-]
+FOUR = in_four(adafactor)
+HALF = in_16_bits(adafactor)
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (9,)])

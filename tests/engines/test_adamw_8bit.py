@@ -19,8 +19,18 @@ from tests.checkpoint.reshape_worker import SAVED_AT
 from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
-from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
-from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
+from tests.engines.owner_cases import (
+    BOTTOM,
+    GPT2,
+    Parts,
+    check,
+    deepspeed,
+    in_16_bits,
+    in_four,
+    plain_model,
+    small,
+)
+from tests.engines.parity_worker import STEPS, Case, plain_loop
 from toolkit.checkpoint.convert import convert
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
@@ -62,10 +72,7 @@ class InEightBits(Parts):
 
 @cache
 def reference(family: Any, settings: Any, freeze: tuple[str, ...]) -> Any:
-    def frozen(name: str) -> bool:
-        return bool(freeze) and ("embed" in name or ".layers.0." in name)
-
-    model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
+    model = plain_model(family, freeze)
     return plain_loop(model, InEightBits(model, **dict(settings)))  # type: ignore[arg-type]
 
 
@@ -94,24 +101,8 @@ MORE = [
     replace(eight(deepspeed(3)), freeze=BOTTOM),
     replace(eight(Case("fsdp", 2, 3)), freeze=BOTTOM),
 ]
-FOUR = [
-    eight(small(tensor=2, pipeline=2, stage=1)),
-    eight(small(tensor=2, expert=2, stage=1, family=MIXTRAL)),
-    *(
-        eight(replace(deepspeed(stage), parallel={"model": "megatron", "tensor": 2}))
-        for stage in (1, 3)
-    ),
-]
-HALF = [
-    replace(eight(case), precision=precision, steps=5)
-    for case, precision in (
-        (Case("ddp", 2), "fp16"),
-        (Case("fsdp", 2, 3), "bf16"),
-        *((deepspeed(stage), "bf16") for stage in (0, 1, 2, 3)),
-        (small(tensor=2), "bf16"),
-        (small(stage=1), "bf16"),
-    )
-]
+FOUR = in_four(eight)
+HALF = in_16_bits(eight)
 
 
 @pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])

@@ -15,8 +15,18 @@ from tests.checkpoint.reshaping import around, write_all
 from tests.checkpoint.reshaping import check as check_reshape
 from tests.engines.cases import MIXTRAL
 from tests.engines.muon_worker import orthogonalized
-from tests.engines.owner_cases import BOTTOM, GPT2, Parts, check, deepspeed, small
-from tests.engines.parity_worker import STEPS, Case, plain_loop, reference_model
+from tests.engines.owner_cases import (
+    BOTTOM,
+    GPT2,
+    Parts,
+    check,
+    deepspeed,
+    in_16_bits,
+    in_four,
+    plain_model,
+    small,
+)
+from tests.engines.parity_worker import STEPS, Case, plain_loop
 from tests.forked import run_ranks
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
@@ -71,10 +81,7 @@ class Both(Parts):
 
 @cache
 def reference(family: Any, settings: Any, freeze: tuple[str, ...], grouped: bool) -> Any:
-    def frozen(name: str) -> bool:
-        return bool(freeze) and ("embed" in name or ".layers.0." in name)
-
-    model, _ = reference_model(Case("ddp", 8, family=dict(family)), frozen)
+    model = plain_model(family, freeze)
     optimizer: Any = Both(model, grouped=grouped, **dict(settings))
     return plain_loop(model, optimizer)
 
@@ -106,21 +113,8 @@ MORE = [
         for case in (Case("ddp", 2), deepspeed(2), deepspeed(3), small(tensor=2))
     ),
 ]
-FOUR = [
-    muon(small(tensor=2, pipeline=2, stage=1)),
-    muon(small(tensor=2, expert=2, stage=1, family=MIXTRAL)),
-    *(muon(replace(deepspeed(s), parallel={"model": "megatron", "tensor": 2})) for s in (1, 3)),
-]
-HALF = [
-    replace(muon(case), precision=precision, steps=5)
-    for case, precision in (
-        (Case("ddp", 2), "fp16"),
-        (Case("fsdp", 2, 3), "bf16"),
-        *((deepspeed(stage), "bf16") for stage in (0, 1, 2, 3)),
-        (small(tensor=2), "bf16"),
-        (small(stage=1), "bf16"),
-    )
-]
+FOUR = in_four(muon)
+HALF = in_16_bits(muon)
 
 
 def test_one_process() -> None:
