@@ -10,7 +10,7 @@ from toolkit.backend import BACKENDS
 ROOT = Path(toolkit.__file__).parent
 MOST = 10
 ALLOWED = {
-    "plan/cost/memory.py: _bytes_per_logit": "the model implementation megatron",
+    "plan/cost/workload.py: Workload": "the model implementation megatron",
     "plan/ledger.py: _approximated": "the model implementation megatron",
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "backend.py: BACKENDS": "the registry",

@@ -69,14 +69,20 @@ class Support:
     """Does the engine read `parallel.zero.config` and `extra`, which are DeepSpeed's?"""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
+    replicate: int = 1
+    """Largest number of copies of all shards (hybrid sharding)."""
     offload_together: bool = False
     """Are optimizer states and parameters always in the same place?"""
+    without_overlap: bool = False
+    """Can it communicate without computing meanwhile (`parallel.overlap: none`)?"""
     only_when_asked: bool = False
     """Does `engine: auto` leave it out?"""
     recompute: tuple[Recompute, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
     """What it computes in, where the device can."""
+    fp8_stages: tuple[Stage, ...] = ()
+    """In which ZeRO stages the products of decoder layers may be in 8 bits."""
 
 
 class Rehearsed(NamedTuple):
@@ -118,6 +124,11 @@ class Backend:
     """In which layouts `dmt rehearse` tries it."""
     cost: "ClassVar[EngineCost]"
     """Its memory, traffic and time terms."""
+
+    def rehearsed_alone(self, precision: Precision) -> bool:
+        """Is a rank on a GPU that is not there run as if it were the only one? Where what
+        reduces gradients reads tensors in C++."""
+        return False
 
     def adopt(self, recipe: "Recipe") -> "Recipe":
         """The recipe with what the engine's own file, which the recipe names, decides."""

@@ -7,6 +7,7 @@ from typing import Literal
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 LossKernel = Literal["whole", "chunked"]
+AttentionKernel = Literal["sdpa", "cudnn", "flash"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
@@ -24,6 +25,8 @@ class Layout:
     ep: int = 1
     sequence_parallel: bool = False
     zero_stage: Literal[0, 1, 2, 3] = 0
+    replicate: int = 1
+    """How often all shards are there (FSDP2's hybrid sharding); it divides dp."""
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
@@ -70,6 +73,7 @@ def degrees_text(engine: str, model: str, layout: Layout) -> str:
     ]
     words += ["sp"] * layout.sequence_parallel
     words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
+    words += [f"replicate{layout.replicate}"] if layout.replicate > 1 else []
     for what in ("optimizer", "parameters"):
         if (place := values[f"offload_{what}"]) != "none":
             words.append(f"{what}:{place}")

@@ -35,7 +35,7 @@ from toolkit.plan.planner import model_config as plan_model_config
 from toolkit.recipe.schema import MegatronSource, ModelSection, TextSource
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide, read_assignment, write
-from toolkit.track.wandb_follower import PostedState
+from toolkit.track.follower import PostedState
 
 TOOLKIT = Path(verify.__code__.co_filename).parents[1]
 

@@ -36,6 +36,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = [json.dumps({"messages": CHAT}), "{", json.dumps({"messages": CHAT, "fns": None})]
     (tmp_path / "malformed.jsonl").write_text("\n".join(lines))
     (tmp_path / "folder").mkdir()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
     (tmp_path / "folder" / "train.jsonl").write_text(json.dumps(rows["text"][1]))
     (tmp_path / "half.bin").touch()
     (tmp_path / "empty").mkdir()
@@ -107,7 +109,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     ),
     *(
         ((f"data.train={{kind: hf, path: {path}}}", *STREAMED), TRAIN_PATH, says)
-        for path, says in (("org/name", "is a hub id"), ("./folder", "is a folder"))
+        for path, says in (("./saved", "`save_to_disk` writes"), ("./*.*", "unknown kinds"))
     ),
 ]  # fmt: skip
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from toolkit.data.streaming.chunks import Chunks, ListedFile, identities, list_files
+from toolkit.data.streaming.chunks import Chunks, ListedFile, identities
+from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.ranges import texts
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
@@ -209,8 +210,9 @@ def test_a_file_that_has_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"path": "org/name"}, "is a hub id"),
-        ({"path": "folder"}, "is a folder"),
+        ({"path": "org/name"}, "cannot load `org/name`"),
+        ({"path": "folder", "split": "train[:1%]"}, "`split: train[:1%]` is given, but"),
+        ({"path": "memory://none"}, "no file matches memory://none"),
         ({"path": "a.jsonl", "split": "train[:1%]"}, "`split: train[:1%]` with files"),
         ({"path": "a.jsonl", "name": "en"}, "`name: en` with files"),
         ({"path": "a.*"}, "different or unknown kinds"),

@@ -229,3 +229,23 @@ def test_a_malformed_row_in_mid_run(streamed: Project) -> None:
     assert ended.code == 2
     assert ended.err.count("bad.jsonl:151: `text` holds a number, not text") == 1, ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+def test_a_malformed_row_that_a_rank_finds_while_it_trains(tmp_path: Path) -> None:
+    """The first thing that the user reads is where it is, not that a rank is gone."""
+    write_project(tmp_path)
+    rows = [json.dumps({"text": f"document {number} of many"}) for number in range(400)]
+    rows[300] = json.dumps({"text": [1, 2]})
+    (tmp_path / "web.jsonl").write_text("\n".join(rows))
+    train = {"kind": "hf", "path": "web.jsonl"}
+    streaming = STREAMING | {"shuffled_chunks": 1, "workers": 0}
+    changes = STREAMED | {"data.train": train, "data.streaming": streaming}
+    ended = Project(tmp_path).launch("run", changes | {"training.steps": 400})
+    assert ended.code == 2, ended.err
+    assert steps_logged(tmp_path / "run") > 0, "in mid-run"
+    _, first = ended.err.split("error: ", 1)
+    assert first.startswith(f"{tmp_path}/web.jsonl:301: `text` holds a list, not text")
+    assert ended.err.count("web.jsonl:301") == 1 and "lost contact" not in ended.err
+    ends = events(tmp_path / "run", "end")
+    assert any("web.jsonl:301" in event["error"] for event in ends)

@@ -21,11 +21,16 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.engine import FsdpEngine
 from toolkit.models import huggingface as hf
 
-COLLECTIVES = {"_allgather_base_": "gathered", "_reduce_scatter_base_": "reduced"}
+COLLECTIVES = {
+    "_allgather_base_": "gathered",
+    "_reduce_scatter_base_": "reduced",
+    "allreduce_": "summed",
+}
 
 
 class Counted(TorchDispatchMode):
-    """How often parameters are gathered and gradients reduced, by type of what is sent."""
+    """How often parameters are gathered, and gradients reduced and, over copies of the shards,
+    summed, by type of what is sent. Losses and norms are summed in fp64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +38,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         if word := COLLECTIVES.get(func.overloadpacket.__name__):
-            self.found[word][str(args[0].dtype)] += 1
+            sent = args[0][0] if word == "summed" else args[0]
+            if sent.dtype != torch.float64:
+                self.found[word][str(sent.dtype)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -58,6 +65,7 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
     with Counted() as in_evaluation:
         engine.evaluate(batches)
     held = [shard.get("weight").numel() for shard in engine.state()]
+    saved = sum(s.get("weight").numel() for s in engine.state() if s.saved_here)
     moments = [shard.get("exp_avg").dtype for shard in engine.state()]
     result = {
         "while_built": while_built.found,
@@ -66,9 +74,11 @@ def look(case: Case, ranks: Ranks) -> dict[str, Any]:
         "sharded": [after_step, sharded(engine)],
         "buffers": all(torch.equal(a, b) for a, b in buffers),
         "held": [None] * ranks.world,
+        "saved": [None] * ranks.world,
         "whole": sum(p.numel() for p in reference.parameters()),
         "moments": sorted({str(dtype) for dtype in moments}),
     }
     dist.all_gather_object(result["held"], sum(held))
+    dist.all_gather_object(result["saved"], saved)
     engine.close()
     return result

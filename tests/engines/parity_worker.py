@@ -88,6 +88,10 @@ class Case:
     """Further settings of the recipe's `optimizer`."""
     loss: str = "auto"
     """The recipe's `kernels.loss`."""
+    fp8: dict[str, Any] | None = None
+    """The recipe's `fp8`."""
+    bucket: int | None = None
+    """Gradients that megatron-core reduces at once, instead of its 40 million."""
 
     @property
     def learning_rate(self) -> float:
@@ -103,9 +107,11 @@ class Case:
         parts += [f"{len(self.groups)} groups"] if self.groups else []
         parts += [f"balance {self.balance['kind']}"] if self.balance else []
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
+        parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
+        resumed += ["in buckets"] * (self.bucket is not None)
         return "-".join([*parts, self.precision, f"micro{self.micro_batch}", *resumed])
 
 
@@ -155,6 +161,7 @@ def recipe(case: Case, world: int) -> Recipe:
                 },
             },
             "kernels": {"loss": case.loss},
+            "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},
         }
     )
@@ -323,6 +330,8 @@ def new_engine(
     if saved is not None:
         weights = SavedWeights(saved, hf.parameter_shapes(config))
     rendered = plan.backend.render(wanted, plan.layout)
+    if case.bucket is not None:
+        rendered["ddp"]["bucket_size"] = case.bucket
     setup = EngineSetup.of(wanted, plan, rendered, ranks, config, weights)
     if case.weighted:
         setup = replace(setup, objective=Watched())

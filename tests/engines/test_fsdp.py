@@ -3,14 +3,17 @@
 That it computes what the other engines compute is in test_parity.py.
 """
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig
 
+from tests.engines.cases import TOLERANCE, run
 from tests.engines.fsdp_worker import look
-from tests.engines.parity_worker import CONFIG, Case, each_case
+from tests.engines.parity_worker import CONFIG, Case, each_case, reference
 from tests.forked import run_ranks
 from toolkit.engines.fsdp.config import render
 from toolkit.layout import Layout
@@ -20,6 +23,7 @@ from toolkit.models.families import FAMILIES
 LAYERS = CONFIG["num_hidden_layers"]
 UNITS = LAYERS + 1
 """Decoder layers, and the rest of the model."""
+UNTIED = {"tie_word_embeddings": False}
 MICRO_BATCHES = 4
 CASES = [
     Case("fsdp", 1, stage=3),
@@ -31,6 +35,8 @@ CASES = [
 def test_stage_precision_and_offload_are_said_in_torchs_words() -> None:
     config = render(Layout(dp=2, zero_stage=3), "bf16")
     assert config["reshard_after_forward"] is True
+    assert config["replicate"] == 1
+    assert render(Layout(dp=4, replicate=2), "bf16")["replicate"] == 2
     assert config["mp_policy"] == {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     assert config["offload_policy"] is None
     away = Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
@@ -41,7 +47,7 @@ def test_stage_precision_and_offload_are_said_in_torchs_words() -> None:
 def test_the_words_are_those_of_the_installed_torch() -> None:
     config = render(Layout(zero_stage=3), "fp32")
     names = fully_shard.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
-    assert {key for key in config if "prefetch" not in key} <= names.keys()
+    assert {k for k in config if "prefetch" not in k} - {"replicate"} <= names.keys()
     MixedPrecisionPolicy(**config["mp_policy"])
 
 
@@ -62,7 +68,7 @@ def seen() -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_no_rank_ever_holds_the_whole_model(seen: dict[str, Any], case: Case) -> None:
     found = seen[case.name]
-    assert found["while_built"] == {"gathered": {}, "reduced": {}}
+    assert found["while_built"] == {"gathered": {}, "reduced": {}, "summed": {}}
     assert sum(found["held"]) == found["whole"]
     assert max(found["held"]) < 0.51 * found["whole"]
     assert found["sharded"] == [True, True], "after a step and after an evaluation"
@@ -80,6 +86,44 @@ def test_what_is_gathered_and_reduced_in_a_step(seen: dict[str, Any], case: Case
     assert found["in_step"] == {
         "gathered": {computed_in: gathered},
         "reduced": {"torch.float32": MICRO_BATCHES * UNITS},
+        "summed": {},
     }
     evaluated = UNITS if case.stage == 2 else 1 + MICRO_BATCHES * LAYERS
     assert found["in_evaluation"]["gathered"] == {computed_in: evaluated}
+
+
+@pytest.mark.slow
+def test_embedding_and_head_are_gathered_by_themselves() -> None:
+    """The backward pass needs no embedding, and at once the head. One that runs in chunks would
+    be reduced after each of them."""
+    whole = Case("fsdp", 1, stage=3, family=UNTIED, loss="whole")
+    chunked = Case("fsdp", 1, stage=3, family=UNTIED, loss="chunked")
+    found = run_ranks(each_case, 2, look, [whole, chunked])[0]
+    for case, units in ((whole, LAYERS + 3), (chunked, LAYERS + 2)):
+        assert found[case.name]["in_step"] == {
+            "gathered": {"torch.float32": MICRO_BATCHES * (units + LAYERS)},
+            "reduced": {"torch.float32": MICRO_BATCHES * units},
+            "summed": {},
+        }
+
+
+@pytest.mark.slow
+def test_copies_of_shards_sum_their_gradients_once_a_step(tmp_path: Path) -> None:
+    """Every shard is saved once, and the losses are those of other layouts."""
+    case = Case("fsdp", 1, stage=3, parallel={"replicate": 2})
+    found = run_ranks(each_case, 4, look, [case])[0][case.name]
+    micro_batches = MICRO_BATCHES // 2
+    assert found["in_step"] == {
+        "gathered": {"torch.float32": micro_batches * (UNITS + LAYERS)},
+        "reduced": {"torch.float32": micro_batches * UNITS},
+        "summed": {"torch.float32": UNITS},
+    }
+    assert sum(found["held"]) == 2 * found["whole"]
+    assert sum(found["saved"]) == found["whole"]
+    pairs = found["saved"], found["held"]
+    assert all(0 < saved < held for saved, held in zip(*pairs, strict=True))
+    resumed = replace(case, resume_in=str(tmp_path))
+    expected = reference()
+    for result in run([case, resumed], world=4).values():
+        assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)

@@ -22,8 +22,10 @@ from tests.engines.cases import (
     run,
     zero,
 )
-from tests.engines.parity_worker import Case, reference
+from tests.engines.parity_worker import Case, recipe, reference
 from tests.models.configs import config_of
+from toolkit.backend import BACKENDS
+from toolkit.plan.planner import plan_recipe
 
 PADDED = LAYERS | {"pad_token_id": 7}
 """transformers gives the input embedding of token 7 no gradient."""
@@ -60,6 +62,7 @@ BIASED = [
 """Biases of projections, of MLPs, of experts, and a router's."""
 
 
+EIGHT = {"num_hidden_layers": 8}
 TWO = [
     megatron(4, tensor=2),
     megatron(pipeline=2),
@@ -118,6 +121,12 @@ def assert_equals_reference(case: Case, result: dict[str, Any], tolerance: float
         assert result[quantity] == pytest.approx(wanted, rel=tolerance)
 
 
+def rendered_config(case: Case) -> dict[str, Any]:
+    """`megatron.json` of a case on four ranks."""
+    wanted = recipe(case, 4)
+    return BACKENDS["megatron"].render(wanted, plan_recipe(wanted).layout)
+
+
 def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[str, Any]:
     results = run(cases, world=world)
     for case in cases:
@@ -136,6 +145,39 @@ def test_two_processes(cases: list[Case]) -> None:
 @pytest.mark.slow
 def test_four_processes() -> None:
     check(FOUR, world=4)
+
+
+@pytest.mark.slow
+def test_many_buckets_on_their_way(tmp_path: Path) -> None:
+    """The model is one bucket otherwise; they are reduced, and weights gathered, while others
+    are computed with. A save and a new engine come between two steps."""
+    cases = [
+        megatron(1, stage=1),
+        megatron(1, stage=0),
+        megatron(1, expert=2, family=MIXTRAL),
+        megatron(1, stage=1, overlap="none"),
+        replace(megatron(2, stage=1, recompute="full"), resume_in=str(tmp_path)),
+    ]
+    check([replace(case, bucket=3000) for case in cases], world=2)
+    rendered = rendered_config(cases[0])["ddp"]
+    assert rendered["overlap_grad_reduce"] and rendered["overlap_param_gather"]
+    assert not any(
+        value for key, value in rendered_config(cases[3])["ddp"].items() if "overlap" in key
+    )
+
+
+@pytest.mark.slow
+def test_pipeline_messages_on_their_way() -> None:
+    cases = [
+        megatron(1, pipeline=2, virtual_pipeline=2, stage=1, family=EIGHT),
+        megatron(1, pipeline=4, virtual_pipeline=2, family=EIGHT),
+        megatron(1, pipeline=4, virtual_pipeline=2, overlap="none", family=EIGHT),
+    ]
+    check(cases[:1], world=4)
+    check(cases[1:], world=4)  # megatron-core remembers which ranks shared an embedding
+    messages = [rendered_config(case)["transformer"] for case in cases]
+    assert [one.get("overlap_p2p_comm") for one in messages] == [True, True, None]
+    assert [one["deallocate_pipeline_outputs"] for one in messages] == [False, False, True]
 
 
 @pytest.mark.slow

@@ -151,6 +151,7 @@ def test_bf16_stages_agree() -> None:
         Case("deepspeed", 2, stage=stage, precision="bf16", steps=5) for stage in (0, 1, 2, 3)
     ]
     cases.append(Case("fsdp", 2, stage=3, precision="bf16", steps=5))
+    cases.append(Case("ddp", 2, precision="bf16", steps=5))
     results = list(run(cases, world=2).values())
     expected = _reference()
     for result in results:
@@ -159,6 +160,7 @@ def test_bf16_stages_agree() -> None:
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-4)
     assert results[2]["loss"] == pytest.approx(results[3]["loss"], rel=1e-5)
     assert results[4]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "FSDP2"
+    assert results[5]["loss"] == pytest.approx(results[3]["loss"], rel=1e-4), "DDP"
 
 
 def test_masks_are_uneven() -> None:

@@ -9,11 +9,22 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, explore, plan_recipe
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Search, search
-from toolkit.recipe.schema import ClusterSection, ParallelSection, Recipe
+from toolkit.recipe.schema import (
+    ClusterSection,
+    OptimizerName,
+    OptimizerSection,
+    ParallelSection,
+    Recipe,
+)
 
 
 def intent(**settings: Any) -> ParallelSection:
     return ParallelSection.model_validate(settings)
+
+
+def optimizer_of(name: OptimizerName) -> OptimizerSection:
+    """Its defaults."""
+    return OptimizerSection(name=name, learning_rate=1.0)
 
 
 RECIPES = Path(__file__).parents[2] / "recipes"

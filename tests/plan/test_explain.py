@@ -9,7 +9,6 @@ import pytest
 from tests.plan.making import MIXTRAL, found, llama_8b, on, recipe, tiny
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
-from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.explain import SHOWN, Decision, decisions
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.remedies import over, prices, remedies
@@ -31,7 +30,7 @@ def with_changes(chosen: Search, **changes: Any) -> Any:
     dp = layout.world // (layout.tp * layout.pp) if "dp" not in changes else layout.dp
     share = job.training.global_batch_size // dp
     layout = replace(layout, dp=dp, gradient_accumulation=share // layout.micro_batch)
-    workload = planned_workload(job.spec, job.training, best.pair)
+    workload = job.workload(best.pair)
     return evaluate(best.pair, workload, layout, chosen.cluster)
 
 
@@ -74,7 +73,7 @@ def test_what_recompute_and_zero_cost_alone() -> None:
 def test_what_a_change_brings_with_it_is_not_told() -> None:
     """Without pipeline stages there are no virtual ones, without tensor ranks no sequence
     parallel."""
-    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain", expert=8))
+    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain", expert=4))
     by_name = decided(chosen)
     (no_pipeline,) = (one for one in by_name["pipeline"].alternatives if one.split()[1] == "1")
     assert "with" in no_pipeline and "virtual" not in no_pipeline

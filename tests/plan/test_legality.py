@@ -222,6 +222,7 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
     able = table().values()
     assert offered["training.precision"] == {p for one in able for p in one.precisions}
     assert offered["parallel.recompute"] == {way for one in able for way in one.recompute}
+    assert any(one.without_overlap for one in able), "parallel.overlap: none"
     assert offered["parallel.engine"] == {pair.engine for pair in table()}
     assert offered["parallel.model"] == {pair.model for pair in table()}
     for name in ("offload_optimizer", "offload_parameters"):
@@ -231,8 +232,8 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
         for name, info in ParallelSection.model_fields.items()
         if accepts(info.annotation, int) and not accepts(info.annotation, bool)
     }
-    assert numbers == {*DEGREES}
-    assert all(any(getattr(one, name) > 1 for one in able) for name in DEGREES)
+    assert numbers == {*DEGREES, "replicate"}
+    assert all(any(getattr(one, name) > 1 for one in able) for name in numbers)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,24 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
 )
 def test_zero_stages(zero: dict[str, Any], stages: list[int]) -> None:
     assert zero_stages(intent(zero=zero), Pair("deepspeed", "hf")) == stages
+
+
+def test_copies_of_shards() -> None:
+    """Equally many ranks each, two or more, and on the device."""
+
+    def refused(**parallel: Any) -> tuple[str, str, str]:
+        (problem,) = problems(intent(**parallel), EIGHT)
+        return problem.key, problem.allowed, problem.fix
+
+    assert problems(intent(engine="fsdp", replicate=4), EIGHT) == []
+    key, allowed, fix = refused(engine="fsdp", replicate=8)
+    assert (key, fix) == ("parallel.replicate", "set parallel.replicate to 4")
+    assert allowed.startswith("1 or 2 or 4: ")
+    key, allowed, fix = refused(engine="ddp", replicate=2)
+    assert (key, allowed) == ("parallel.replicate", "1 for engine ddp with model hf")
+    assert fix == "set parallel.replicate to 1, or parallel.engine to fsdp"
+    zero = {"offload_parameters": "cpu"}
+    assert refused(engine="fsdp", replicate=2, zero=zero)[0] == "parallel.replicate"
 
 
 def test_megatrons_stages_are_its_distributed_optimizer() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plan.making import optimizer_of
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
@@ -90,7 +91,7 @@ def test_bytes_per_parameter_on_four_ranks(
 
 
 def test_muon_has_one_moment() -> None:
-    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), "muon", 5)
+    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), optimizer_of("muon"))
     train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
     total, vocabulary = UNTIED.parameters.total, 2 * EMBEDDING
     expected = 16 * vocabulary + 12 * (total - vocabulary)
@@ -104,7 +105,9 @@ def test_muon_has_one_moment() -> None:
 
 
 def test_adafactor_has_a_row_and_a_column() -> None:
-    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), "adafactor", 5)
+    updates = owner_updates(
+        SHAPE | {"tie_word_embeddings": False}, (), optimizer_of("adafactor")
+    )
     train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
     total = UNTIED.parameters.total
     factors = 2 * (512 + 64) + 6 * (4 * (64 + 64) + 3 * (64 + 128) + NORMS) + 64
@@ -123,7 +126,9 @@ def test_adafactor_has_a_row_and_a_column() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_8_bit_states(tied: bool) -> None:
     """Codes, and four bytes for 256 of them; not for embeddings and small tensors."""
-    updates = owner_updates(SHAPE | {"tie_word_embeddings": tied}, (), "adamw_8bit", 5)
+    updates = owner_updates(
+        SHAPE | {"tie_word_embeddings": tied}, (), optimizer_of("adamw_8bit")
+    )
     spec = model_spec(SHAPE | {"tie_word_embeddings": tied})
     train = workload(spec, engine="ddp", precision="fp32", updates=updates)
     norms = 6 * NORMS + 64
@@ -310,10 +315,17 @@ def test_llama_layer_by_hand() -> None:
     assert stored.qkv == 2 * (1 + 1 / 4 + 1 / 4) * unit
     assert stored.attention == 2 * unit + 4 * 32 * 4096
     assert stored.mlp == 3 * 2 * 3.5 * unit
-    # Single operators also keep the activated gate, and transformers' norms fp32 copies.
+    # Single operators also keep the activated gate, and transformers' norms fp32 copies of
+    # their inputs, and what is scaled by the weight.
     eager = workload(spec, sequence_length=4096, engine="deepspeed", fused_elementwise=False)
     assert layer_of(eager, Layout()).mlp == 4 * 2 * 3.5 * unit
-    assert layer_of(eager, Layout()).norms == 2 * (4 + 6) * unit
+    assert layer_of(eager, Layout()).norms == 2 * (4 + 2 + 2) * unit
+    # megatron-core's: a copy of up, too, and rotated queries and keys beside the plain ones.
+    core = {"engine": "megatron", "model": "megatron", "fused_elementwise": False}
+    plain = layer_of(workload(spec, sequence_length=4096, **core), Layout())
+    assert plain.mlp == 5 * 2 * 3.5 * unit
+    assert plain.qkv == 2 * (1 + 1 / 4 + 1 / 4) * unit + 2 * (1 + 1 / 4) * unit
+    assert plain.norms == stored.norms
     # torchtitan keeps the layer's input, wq, wv, attention, w1 and w2.
     operators = workload(spec, sequence_length=4096, engine="fsdp")
     chosen = layer_of(operators, Layout(recompute="selective"))
@@ -388,14 +400,20 @@ def test_logits_and_loss(fields: dict[str, Any], per_logit: float) -> None:
 def test_fsdp_holds_gathered_layers_and_unsharded_gradients() -> None:
     layer = ATTENTION + MLP + NORMS + 64 / 6
     memory = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=3))
-    gathered = 2 * (2 * EMBEDDING + 2 * layer)
-    gradients = 2 * EMBEDDING + (2 + 4) * layer
+    largest = max(layer, EMBEDDING)
+    gathered, gradients = 2 * (EMBEDDING + 2 * layer), (2 + 4) * largest
     assert memory.buffers == pytest.approx(gathered + gradients)
-    alone = peak_memory(workload(UNTIED, engine="fsdp"), Layout(zero_stage=3))
-    assert alone.buffers == 0
+    chunked = Layout(dp=4, zero_stage=3, loss="chunked")
+    root = peak_memory(workload(UNTIED, engine="fsdp"), chunked)
+    gathered, with_head = 2 * (2 * EMBEDDING + 2 * layer), 2 * EMBEDDING + (2 + 4) * layer
+    assert root.buffers == pytest.approx(gathered + with_head)
     kept = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=2))
     assert kept.buffers == pytest.approx(2 * UNTIED.parameters.total + gradients)
     assert kept.model_states == memory.model_states
+    copies = Layout(dp=4, zero_stage=3, replicate=2)
+    twice = peak_memory(workload(UNTIED, engine="fsdp"), copies)
+    assert twice.model_states == 2 * memory.model_states
+    assert twice.buffers == memory.buffers
 
 
 def test_offload_moves_states_to_the_node() -> None:
@@ -523,47 +541,20 @@ def test_masks_of_isolated_documents() -> None:
     assert added(UNTIED, waiting, **core) == pytest.approx(2 * 4), "two micro batches wait"
 
 
-def _saved_matrices() -> int:
-    """Bytes of 16-bit weights that autograd keeps of a frozen model under autocast."""
-    torch = pytest.importorskip("torch")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**SHAPE, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
-    shapes = {tuple(weight.shape) for weight in model.parameters() if weight.ndim == 2}
-    saved = {}
-
-    def keep(tensor: Any) -> Any:
-        shape = tuple(tensor.shape)
-        if tensor.dtype == torch.bfloat16 and (shape in shapes or shape[::-1] in shapes):
-            saved[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    inputs = torch.zeros(1, 7, 64, requires_grad=True)  # 7 tokens: no weight has such a shape
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        kept = model(inputs_embeds=inputs)
-    assert kept.logits.requires_grad
-    return sum(saved.values())
-
-
-def test_autocast_keeps_frozen_matrices_in_16_bits() -> None:
+def test_ddp_computes_with_a_16_bit_copy() -> None:
+    """Of all weights, frozen ones too; of the largest unit, here a layer, gradients twice."""
+    layer = ATTENTION + MLP + NORMS + 64 / 6
+    memory = peak_memory(workload(UNTIED, engine="ddp"), Layout(dp=2))
+    total = UNTIED.parameters.total
+    assert memory.buffers == pytest.approx(2 * total + (2 + 4) * layer)
+    assert memory.model_states == 16 * total
+    alone = peak_memory(workload(UNTIED, engine="ddp"), Layout())
+    assert alone.buffers == memory.buffers, "also where nothing is reduced"
     lora = replace(UNTIED, adapters=AdapterParameters(split=1, whole=1))
-
-    def added(layout: Layout, **fields: Any) -> float:
-        whole, adapters = (
-            peak_memory(workload(spec, **{"engine": "ddp"} | fields), layout)
-            for spec in (UNTIED, lora)
-        )
-        return adapters.activations - whole.activations
-
-    assert added(Layout()) == pytest.approx(_saved_matrices(), rel=0.01), "norms are counted"
-    assert added(Layout(recompute="full")) == pytest.approx(2 * EMBEDDING), "the head"
-    assert added(Layout(), precision="fp32") == 0
-    assert added(Layout(zero_stage=3), engine="fsdp") == 0
-    assert added(Layout(), engine="deepspeed") == 0
+    frozen = peak_memory(workload(lora, engine="ddp"), Layout())
+    assert frozen.buffers == pytest.approx(memory.buffers, rel=0.01)
+    fp32 = peak_memory(workload(UNTIED, engine="ddp", precision="fp32"), Layout(dp=2))
+    assert fp32.buffers == 0, "gradients are views of the buckets"
 
 
 DEEPSEEK = {

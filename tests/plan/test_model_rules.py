@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 
 from tests.plan.families import GEMMA, LLAMA, MIXTRAL
-from tests.plan.making import intent
+from tests.plan.making import intent, optimizer_of
 from toolkit.backend import Pair
 from toolkit.errors import Problem
 from toolkit.models.config_check import check_config
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, able_pairs, problems
 from toolkit.plan.space import fallbacks, partial_layouts
-from toolkit.recipe.schema import ClusterSection, TrainingSection
+from toolkit.recipe.schema import ClusterSection, Fp8Section, LayersInBf16, TrainingSection
+
+MUON = optimizer_of("muon")
 
 ZERO_MEGATRON = Pair("deepspeed", "megatron")
 HF = [Pair("deepspeed", "hf"), Pair("ddp", "hf")]
@@ -189,10 +191,10 @@ def test_muon_stays_on_the_device() -> None:
         ("deepspeed", {"stage": 3, "offload_parameters": "cpu"}),
         ("auto", {"offload_optimizer": "cpu"}),
     ):
-        problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), optimizer="muon"))
+        problem = only(replace(job(LLAMA, 4, engine=engine, zero=zero), optimizer=MUON))
         assert problem.key == f"parallel.zero.{[*zero][-1]}"
         assert "optimizer.name to adamw" in problem.fix
-    open_places = replace(job(LLAMA, 4), optimizer="muon")
+    open_places = replace(job(LLAMA, 4), optimizer=MUON)
     assert problems(open_places) == []
     for fallback in fallbacks(open_places, 4):
         places = {
@@ -204,11 +206,11 @@ def test_muon_stays_on_the_device() -> None:
 def test_muon_in_fp16() -> None:
     """megatron-core's optimizers do not all agree on the step of an overflow."""
     asked = replace(
-        job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), optimizer="muon"
+        job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), optimizer=MUON
     )
     assert only(asked).found == "fp16 with optimizer.name: muon on engine megatron"
     other = job(LLAMA, 4, precision="fp16", engine="deepspeed", zero={"stage": 2})
-    assert problems(replace(other, optimizer="muon")) == []
+    assert problems(replace(other, optimizer=MUON)) == []
 
 
 def test_a_layer_per_chunk() -> None:
@@ -257,3 +259,24 @@ def test_several_mistakes_are_all_reported() -> None:
     assert [problem.key for problem in found] == [
         "parallel.expert", "parallel.tensor", "parallel.sequence", "parallel.pipeline",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "key"),
+    [
+        (LLAMA, {"engine": "megatron"}, "fp8"),
+        (LLAMA, {"engine": "deepspeed", "zero": {"stage": 3}}, "parallel.zero.stage"),
+        (MIXTRAL, {"engine": "ddp"}, "fp8"),
+        (LLAMA | {"num_hidden_layers": 3}, {"engine": "fsdp"}, "fp8.layers_in_bf16"),
+    ],
+)
+def test_where_products_are_not_in_8_bits(
+    config: dict[str, Any], asked: dict[str, Any], key: str
+) -> None:
+    fp8 = Fp8Section(layers_in_bf16=LayersInBf16(first=2, last=1))
+    assert only(replace(job(config, 4, precision="bf16", **asked), fp8=fp8)).key == key
+
+
+def test_auto_finds_where_they_are() -> None:
+    wanted = replace(job(LLAMA, 4, precision="bf16"), fp8=Fp8Section())
+    assert {pair.engine for pair in able_pairs(wanted)} == {"deepspeed", "ddp"}

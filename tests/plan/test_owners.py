@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from tests.plan.making import TINY
+from tests.plan.making import TINY, optimizer_of
 from toolkit.hardware.cluster import default_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
@@ -18,6 +18,7 @@ from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.owners import busiest, newton_schulz_s, owner_updates
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
+from toolkit.recipe.schema import OptimizerName
 
 LLAMA = TINY | {
     "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
@@ -29,8 +30,8 @@ ATTENTION = [(1024, 1024), (1024, 256), (1024, 256), (1024, 1024)]
 MLP = [(1024, 4096)] * 3
 
 
-def workload(config: Mapping[str, object], optimizer: str = "muon") -> Workload:
-    updates = owner_updates(config, (), optimizer, 5)  # type: ignore[arg-type]
+def workload(config: Mapping[str, object], optimizer: OptimizerName = "muon") -> Workload:
+    updates = owner_updates(config, (), optimizer_of(optimizer))
     return Workload(model_spec(config), 1024, "bf16", "ddp", updates=updates)
 
 
@@ -136,7 +137,7 @@ def test_8_bit_moves_memory() -> None:
 
 
 def test_frozen_matrices_cost_nothing() -> None:
-    frozen = owner_updates(LLAMA, ("model.layers.*",), "muon", 5)
+    frozen = owner_updates(LLAMA, ("model.layers.*",), optimizer_of("muon"))
     assert frozen is not None
     assert frozen.tensors == ()
     assert newton_schulz_s((8, 8), 0, device(CLUSTER.gpu, workload(LLAMA), DEFAULT)) == 0

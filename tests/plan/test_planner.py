@@ -24,14 +24,14 @@ PSI_8B = 8_030_261_248
 def test_every_decision_has_a_reason() -> None:
     plan = llama_8b(engine="deepspeed", model="hf")
     asked = "engine deepspeed with model hf: asked for"
-    words = (asked, "zero ", "micro batch ", "recompute ", "loss ")
+    words = (asked, "zero ", "micro batch ", "recompute ", "loss ", "attention ")
     for reason, begin in zip(plan.reasons, words, strict=True):
         assert reason.startswith(begin)
     assert llama_8b(engine="deepspeed").reasons[0].partition(": ")[2].startswith("engine asked")
     nvme = {"offload_optimizer": "nvme"}
     assert "the only one" in llama_8b(zero=nvme).reasons[0]
     assert "zero 1: asked for" in llama_8b(zero={"stage": 1}).reasons
-    assert llama_8b(recompute="none").reasons[-2] == "recompute none: asked for"
+    assert llama_8b(recompute="none").reasons[-3] == "recompute none: asked for"
     both = llama_8b(engine="megatron", tensor=2)
     assert "tensor 2: asked for" in both.reasons
 

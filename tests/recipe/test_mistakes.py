@@ -496,9 +496,9 @@ MISTAKES = {
         "to 16",
         at="global_batch_size: 8",
     ),
-    "fp8": M("precision: fp32", "precision: fp8", "training.precision", "not in this release"),
+    "fp8": M("precision: fp32", "precision: fp8", "training.precision", "`fp8: {recipe: row"),
     "torchao's name": M(
-        "precision: fp32", "precision: float8", "training.precision", "not in this release"
+        "precision: fp32", "precision: float8", "training.precision", "`fp8: {recipe: rowwise}`"
     ),
     "context": M("engine: auto", "context: 2", "parallel.context", "not in this release"),
     "Megatron's context": M(
@@ -568,8 +568,62 @@ MISTAKES = {
     "stages of one source": M(
         "  tokenizer: bytes",
         "  stages: [{from_step: 5, weights: {a: 1}}]",
-        "data.stages",
+        "data.stages[0].weights",
         "list of sources",
+    ),
+    "a stage that changes nothing": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5}]",
+        "data.stages[0]",
+        "or `sequence_length: N`",
+    ),
+    "a length that is no part of the longest": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, sequence_length: 96}]",
+        "training.sequence_length",
+        "set it to 48",
+        at="sequence_length: 64",
+    ),
+    "a stage behind the positions": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, sequence_length: 256}]",
+        "data.stages[0].sequence_length",
+        "set data.stages[0].sequence_length to 128",
+    ),
+    "a stage scaled by the sequences before": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, sequence_length: 128}]",
+        "data.stages[0].sequence_length",
+        "train with one length",
+    ),
+    "a stage that tensor cannot split": M(
+        GOOD[GOOD.index("  tokenizer:") : GOOD.index("  global_batch_size:")],
+        "  stages: [{from_step: 5, sequence_length: 126}]\ntraining:\n  steps: 100\n"
+        "  sequence_length: 63\n",
+        "parallel.sequence",
+        "choose lengths that 2 divides",
+        at="sequence: true",
+    ),
+    "lengths of conversations": M(
+        '    kind: text\n    files: ["{stdlib}/*.py"]\n',
+        "    kind: chat\n    path: org/chats\n"
+        "  stages: [{from_step: 5, sequence_length: 128}]\n  chat_template: chatml\n",
+        "data.stages[0].sequence_length",
+        "remove sequence_length from data.stages",
+        at="stages:",
+    ),
+    "lengths of fitted rows": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, sequence_length: 128}]\n  packing: best_fit",
+        "data.stages[0].sequence_length",
+        "set data.packing to none",
+    ),
+    "too many parts": M(
+        "  tokenizer: bytes",
+        "  stages: [{from_step: 5, sequence_length: 2}, "
+        "{from_step: 6, sequence_length: 65536}]",
+        "data.stages",
+        "raise the shortest length",
     ),
     "source without a weight": M(
         *blend("weight: 1", "label: b"), "data.train[1].weight", "add e.g. `weight: 1`", at=":"
@@ -589,8 +643,23 @@ MISTAKES = {
     "sources of two kinds": M(
         *blend("weight: 1", "weight: 1", "{kind: chat, path: org/chats, weight: 1}"),
         "data.train[2].kind",
-        "kind: text",
+        "objective to sft",
         at="org/chats",
+    ),
+    "conversations and preferences": M(
+        *blend("weight: 1", "weight: 1", "{kind: preference, path: org/pairs, weight: 1}"),
+        "data.train[2].kind",
+        "one after the other",
+        at="org/pairs",
+    ),
+    "packed conversations and documents that are not isolated": M(
+        *blend("weight: 1", "weight: 1", "{kind: chat, path: org/chats, weight: 1}"),
+        "data.isolate_documents",
+        "set it to true",
+        at="data:",
+    ),
+    "documents alone for conversations": M(
+        "seed: 1", "objective: sft\n  seed: 1", "data.train.kind", "pretrain", at="kind: text"
     ),
     "misspelt key of a listed source": M(
         *blend("weight: 1", "wieght: 1"), "data.train[1].wieght", "`weight`", at="wieght"
@@ -681,7 +750,7 @@ MISTAKES = {
             "epochs: 1",
             stages="[{from_step: 5, weights: {a.txt: 1, b.txt: 2}}]",
         ),
-        "data.stages",
+        "data.stages[0].weights",
         "weight",
         at="stages:",
     ),
@@ -808,7 +877,18 @@ EXTRA = {
         "data:\n",
         "data:\n  isolate_documents: true\n",
     ),
+    "a stage scaled by the sequences before": (
+        "    max_position_embeddings: 128\n",
+        "    max_position_embeddings: 64\n    rope_scaling: {type: dynamic, factor: 4.0}\n",
+    ),
+    "a stage that tensor cannot split": ("sequence: auto", "sequence: true\n  tensor: 2"),
+    "lengths of conversations": ("seed: 1", "objective: sft\n  seed: 1"),
+    "too many parts": ("max_position_embeddings: 128", "max_position_embeddings: 65536"),
     "text to validate chats": ("seed: 1", "objective: sft\n  seed: 1"),
+    "packed conversations and documents that are not isolated": (
+        "training:\n",
+        "  packing: greedy\ntraining:\n  objective: sft\n",
+    ),
     "ZeRO with ddp": ("engine: auto", "engine: ddp"),
     "fsdp with half an offload": ("engine: auto", "engine: fsdp"),
     "megatron with ZeRO 2": ("engine: auto", "engine: megatron"),

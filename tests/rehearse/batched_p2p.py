@@ -14,7 +14,7 @@ def build_engine(name: str, setup: Any) -> Any:
     engine: Any = _build_engine(name, setup)
     config = engine.chunks[0].config  # the one that the schedule reads
     assert not config.batch_p2p_comm, "the product's own setting"
-    config.batch_p2p_comm = True
+    config.batch_p2p_comm, config.overlap_p2p_comm = True, False
     return engine
 
 

@@ -33,7 +33,8 @@ def _megatron(engine: Any, bug: ExitStack) -> None:
         bug.enter_context(patch.dict(finalize_model_grads.__globals__, reduction))
     for replica in engine.replicas:
         for group in replica.bucket_groups:
-            bug.enter_context(patch.object(group, "start_grad_sync", _nothing))
+            for part in ("start_grad_sync", "finish_grad_sync"):
+                bug.enter_context(patch.object(group, part, _nothing))
 
 
 BUGS = {"DdpEngine": _ddp, "DeepSpeedEngine": _deepspeed, "MegatronEngine": _megatron}

@@ -84,8 +84,26 @@ def run(case: dict[str, object], world: int, rank: int, bug: str) -> dict[str, o
     wanted = recipe(Case(**case), world)  # type: ignore[arg-type]
     cluster = wanted.cluster.model_copy(update={"gpu": "h100-80gb"})
     assignment = decide(wanted.model_copy(update={"cluster": cluster}), None)
-    found = rehearse(assignment, rank, MODE, BUGS[bug])
-    return {**asdict(found), "engine": assignment.plan.engine}
+    engines: list[Engine] = []
+
+    def change(engine: Engine) -> None:
+        engines.append(engine)
+        BUGS[bug](engine)
+
+    found = rehearse(assignment, rank, MODE, change)
+    return {**asdict(found), "engine": assignment.plan.engine, **_adamw(engines[0])}
+
+
+def _adamw(engine: Any) -> dict[str, object]:
+    """Whether AdamW is one kernel, and where it counts its steps."""
+    parts = getattr(engine.optimizer, "chained_optimizers", [engine])
+    adams = [part.optimizer for part in parts if hasattr(part.optimizer, "param_groups")]
+    groups = [group for adam in adams for group in adam.param_groups]
+    states = [state for adam in adams for state in adam.state.values()]
+    return {
+        "fused": sorted({bool(group.get("fused")) for group in groups}),
+        "counters": sorted({str(state["step"].device) for state in states if "step" in state}),
+    }
 
 
 def main() -> None:

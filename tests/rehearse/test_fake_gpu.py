@@ -36,9 +36,11 @@ TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
 FSDP = case("fsdp", stage=3)
 BUGS = ("host", "scaled", "looked_at", "printed")
 RANKS = {
-    "ddp": (case("ddp"), 1, 0, ""),
+    "ddp": (case("ddp"), 2, 1, ""),
+    "ddp-fp32": (case("ddp", precision="fp32"), 1, 0, ""),
     "fsdp2": (case("fsdp", stage=2), 2, 0, ""),
     "fsdp3": (FSDP, 2, 1, ""),
+    "fsdp3-replicate": (case("fsdp", 1, stage=3, parallel={"replicate": 2}), 4, 3, ""),
     "fsdp3-fp32": (case("fsdp", precision="fp32", stage=3), 2, 0, ""),
     "fsdp3-offload": (case("fsdp", precision="fp16", stage=3, offload="cpu"), 2, 1, ""),
     "tp2": (TP2, 4, 0, ""),
@@ -68,9 +70,21 @@ WAITED = {
     "vpp": MCORE,
     # Its dispatcher sends each expert as many tokens as were routed to it.
     "ep2": MCORE | {"token_dispatcher.py _maybe_dtoh_and_synchronize", "moe_utils.py permute"},
-    "zero0": {"utils.py has_overflow", "utils.py has_overflow_serial"},
-    "zero1": {"utils.py mask_nan_or_inf_with_val_inplace", "utils.py is_invalid_grad_norm"},
-    "zero2": {"stage_1_and_2.py has_overflow"},
+    "zero0": {
+        "utils.py has_overflow",
+        "utils.py has_overflow_serial",
+        "utils.py get_weight_norm",
+    },
+    "zero1": {
+        "utils.py mask_nan_or_inf_with_val_inplace",
+        "utils.py is_invalid_grad_norm",
+        "utils.py clip_tensors_by_global_norm",
+    },
+    "zero2": {
+        "stage_1_and_2.py has_overflow",
+        "utils.py mask_nan_or_inf_with_val_inplace",
+        "utils.py is_invalid_grad_norm",
+    },
     "zero3": {"stage3.py get_grad_norm_direct", "utils.py is_invalid_grad_norm"},
 }
 """Where libraries let the host wait in a step; the engines themselves do it in one place."""
@@ -130,9 +144,15 @@ def test_a_step_waits_for_the_gpu_once(found: dict[str, Any], name: str) -> None
 
 @pytest.mark.parametrize("name", SOUND)
 def test_activations_stay_in_16_bits(found: dict[str, Any], name: str) -> None:
-    """Except with ddp, whose weights are fp32: autocast leaves the residual stream in fp32."""
-    widened = places(found[name], WIDENED, "step", "evaluate")
-    assert bool(widened) == (name == "ddp")
+    assert places(found[name], WIDENED, "step", "evaluate") == set()
+
+
+@pytest.mark.parametrize("name", [name for name in SOUND if not name.startswith("zero")])
+def test_adamw_is_one_kernel(found: dict[str, Any], name: str) -> None:
+    """Whose step counters, of a resumed run too, are where it looks for them."""
+    where = "cpu" if name == "fsdp3-offload" else "cuda:0"
+    assert found[name]["fused"] == [True]
+    assert found[name]["counters"] == [where]
 
 
 @pytest.mark.parametrize("model", ["fsdp", "tp2"])

@@ -17,6 +17,7 @@ from tests.report.logs import write_run as write
 from toolkit.cli.main import main
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe.layers import stated_in
 from toolkit.report.page import page, page_data
 from toolkit.report.page.thinning import Curves, kept
 from toolkit.report.record import read_record
@@ -138,6 +139,27 @@ def test_recipe_next_to_its_defaults(tmp_path: Path) -> None:
     (run / "recipe.yaml").write_text("name: x\nnot: known\n")
     found = section(data_of(run), "Recipe")
     assert "This release does not read it" in found["note"] and "not: known" in found["text"]
+
+
+def test_recipe_next_to_its_base(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", KILLED_AND_RESTARTED, [])
+    (tmp_path / "base.yaml").write_text((ROOT / "recipes/tiny/llama-bytes.yaml").read_text())
+    own = tmp_path / "own.yaml"
+    own.write_text("extends: base.yaml\nname: own\noptimizer: {learning_rate: 0.25}\n")
+    overrides = ["training.seed=5"]
+    (run / "recipe.yaml").write_text(dump_recipe(load_recipe(own, overrides)))
+    (run / "stated_in.json").write_text(json.dumps(stated_in(own, overrides)))
+    head, *rows = section(data_of(run), "Recipe")["table"]
+    assert head == ["setting", "value", "stated in"]
+    places = {name: (value, Path(place).name) for name, value, place in rows}
+    assert places["optimizer.learning_rate"] == ("0.25", "own.yaml")
+    assert places["training.seed"] == ("5", "--set")
+    assert places["training.sequence_length"][1] == "base.yaml"
+    files = [place for _, place in places.values()]
+    assert set(files[:3]) == {"own.yaml", "--set"}, "what differs from the base comes first"
+    assert "own.yaml" not in files[3:]
+    (run / "stated_in.json").write_text('{"name": ["x"], "a": {}}')
+    assert len(section(data_of(run), "Recipe")["table"]) == len(rows) + 1
 
 
 def test_damage_is_stated(tmp_path: Path) -> None:

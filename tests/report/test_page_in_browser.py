@@ -107,6 +107,13 @@ def test_a_million_steps(tab: Tab, tmp_path: Path) -> None:
     for rank in range(8):
         beat = {"rank": rank, "step": 1_000_000, "trained_s": 5e5}
         (run / f"heartbeats/rank-{rank}.json").write_text(json.dumps(beat))
+    (run / "ranks").mkdir()
+    for rank in range(8):
+        waits = (
+            f'{{"step": {step}, "data_wait_s": 0.01, "core_wait_s": {rank / 1e3}}}\n'
+            for step in range(10, 1_000_001, 10)
+        )
+        (run / f"ranks/rank-{rank}.jsonl").write_text("".join(waits))
     address = report(tmp_path / "out.html", run)
     assert (tmp_path / "out.html").stat().st_size < LARGEST_BYTES
     tab.open(address)

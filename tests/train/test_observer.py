@@ -1,5 +1,6 @@
 """What the observer tells the watchdog, and when it begins to save."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 from toolkit.engines.base import StepResult
+from toolkit.recipe.lengths import SequenceLengths
+from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.observer import HeartbeatBatches, Observer
 
@@ -35,14 +38,23 @@ class Saves:
         self.steps.append(progress.step)
 
 
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Saves, "directory", RunDirectory(tmp_path), raising=False)
+
+
 def new_observer(saves: Saves, device: str = "cpu") -> Observer:
     """Of a run that saves every second step."""
     section = SimpleNamespace(every_steps=2)
-    plan = SimpleNamespace(layout=SimpleNamespace(world=1, model_rank=int))
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(world=1, model_rank=int), flops_per_token_at=lambda _: 1.0
+    )
     recipe = SimpleNamespace(
         checkpoint=section,
         logging=SimpleNamespace(every_steps=100, samples=False),
         guard=SimpleNamespace(replica_check_every_steps=None),
+        lengths=SequenceLengths.of([], 16, 8),
+        trained_lengths=(16,),
     )
     checkpoints = saves
     saves.saved_at = 0  # type: ignore[attr-defined]

@@ -19,13 +19,14 @@ from wandb.proto import wandb_internal_pb2
 
 from tests.processes import HANG_S, wait_until
 from toolkit.plan.cost.prediction import Prediction
-from toolkit.recipe.schema import WandbSection
+from toolkit.recipe.schema import LoggingSection, WandbSection
 from toolkit.run import jsonl
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.track.metrics import Metrics, MetricsLog
-from toolkit.track.wandb_service import WandbFollower
+from toolkit.track.service import TrackerFollower
+from toolkit.track.trackers import wanted
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,8 @@ class Trainer:
         self.run.logs.mkdir(exist_ok=True)
         self.events = EventLog(self.run.events)
         self.metrics = MetricsLog.resume(self.run.metrics, resume, self.events)
-        self.follower = WandbFollower.start(self.run, section, "a run", self.events)
+        settings = section.model_dump()
+        self.follower = TrackerFollower(self.run, "wandb", settings, "a run", self.events)
 
     def step(self, step: int, loss: float = 1.0) -> None:
         self.metrics.write(
@@ -136,7 +138,7 @@ def test_offline_run_and_its_resume(tmp_path, monkeypatch):
     second.events.write("evaluation", step=5, loss=0.125)
     assert second.finish() is None
 
-    sync = second.follower.to_sync()
+    sync = second.follower.afterwards()
     assert sync is not None and "all 2 starts of the run" in sync
     command = shlex.split(sync.partition(": ")[2])
     assert command == ["wandb", "sync", str(tmp_path / "wandb")]
@@ -188,7 +190,7 @@ def test_prediction_is_in_the_summary(tmp_path):
 def test_points_are_posted_while_the_run_goes_on(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.step(1)
-    state = trainer.run.wandb_state
+    state = trainer.run.tracker_state("wandb")
     wait_until(
         lambda: state.exists() and json.loads(state.read_text())["posted_step"] == 1, "a point"
     )
@@ -341,7 +343,5 @@ def test_a_killed_trainer_leaves_no_follower(tmp_path):
         trainer.stdout.close()
 
 
-def test_disabled_starts_nothing(tmp_path):
-    trainer = Trainer(tmp_path, section=WandbSection(mode="disabled"))
-    assert trainer.finish() is None
-    assert not trainer.run.wandb_state.exists()
+def test_disabled_starts_nothing():
+    assert [*wanted(LoggingSection(wandb=WandbSection(mode="disabled")))] == []

@@ -77,6 +77,11 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     Raises PlanError where it has no words for it, with the nearest plan that it has words for.
     """
     words = plan.backend.accelerate
+    if (copies := plan.layout.replicate) > 1:
+        raise PlanError(
+            f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",
+            fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
+        )
     if plan.model == "hf" and words is not None:
         return words
     able = next(name for name in BACKENDS.names if BACKENDS[name].accelerate is not None)

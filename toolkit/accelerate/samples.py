@@ -47,6 +47,12 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
                 "the recipe streams its data, whose samples must be read one after the other",
                 fix="set data.streaming to null, or train with `dmt launch`",
             )
+        if len(recipe.lengths.all) > 1:
+            raise DataError(
+                "the recipe's data.stages change the length of sequences, which a loop outside "
+                "`dmt launch` may not do at the same step",
+                fix="remove sequence_length from data.stages, or train with `dmt launch`",
+            )
         training = recipe.training
         data = build_data(
             recipe.data,

@@ -42,6 +42,12 @@ def arguments_of(
             f"optimizer.name is {recipe.optimizer.name}, which is not exported to Trainer",
             fix="set optimizer.name to adamw, or train with `dmt launch`",
         )
+    if len(recipe.lengths.all) > 1:
+        raise PlanError(
+            "the recipe's data.stages change the length of sequences, which TrainingArguments "
+            "cannot state",
+            fix="remove sequence_length from data.stages, or train with `dmt launch`",
+        )
     for name in _ENGINE:
         if name in more:
             raise PlanError(
@@ -181,7 +187,7 @@ def _schedule(recipe: Recipe, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(recipe: Recipe) -> dict[str, Any]:
-    steps = recipe.training.total_steps()
+    steps = recipe.total_steps()
     if steps is not None:
         return {"max_steps": steps}
     return {"num_train_epochs": recipe.training.epochs}

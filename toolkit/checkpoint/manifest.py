@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
-from toolkit.recipe.schema import Count
+from toolkit.recipe.lengths import SequenceLengths
+from toolkit.recipe.schema import Count, StageSection, TrainingSection
 from toolkit.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
@@ -73,6 +74,18 @@ class Manifest:
     def with_files(self, files: dict[str, FileRecord]) -> "Manifest":
         """The finished manifest."""
         return replace(self, files=dict(sorted(files.items())))
+
+    @property
+    def lengths(self) -> SequenceLengths:
+        """How long the sequences of the recipe's steps are."""
+        training = TrainingSection(**self.recipe["training"])
+        stages = self.recipe["data"].get("stages", ())
+        return SequenceLengths.of(
+            [StageSection(**one) for one in stages],
+            training.sequence_length,
+            training.global_batch_size,
+            training.rows_per_sample,
+        )
 
     @property
     def precision(self) -> str:

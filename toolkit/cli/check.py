@@ -152,7 +152,9 @@ def summary(recipe: Recipe, parameters: int | None) -> str:
     parts += [f"{human(parameters)} parameters"] if parameters else []
     parts.append(_length(recipe))
     rows = " × 2" if training.rows_per_sample == 2 else ""
-    parts.append(f"batch {training.global_batch_size}{rows} × {training.sequence_length}")
+    lengths = dict.fromkeys(stage.sequence_length for stage in recipe.lengths.stages)
+    length = " → ".join(map(str, lengths))
+    parts.append(f"batch {training.global_batch_size}{rows} × {length}")
     parts.append(training.precision)
     ranks = recipe.cluster.world_size
     parts.append(f"{ranks} × {recipe.cluster.gpu}")
@@ -168,10 +170,10 @@ def human(number: float) -> str:
 
 
 def _length(recipe: Recipe) -> str:
-    training, steps = recipe.training, recipe.training.total_steps()
+    training, steps = recipe.training, recipe.total_steps()
     if steps is None:
         return f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
-    tokens = steps * training.global_batch_tokens
+    tokens = recipe.lengths.tokens(steps)
     return f"{human(tokens)} tokens in {steps} steps"
 
 

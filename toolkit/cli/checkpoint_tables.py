@@ -40,10 +40,12 @@ def facts(manifest: Manifest, held: Sequence[Held]) -> Iterator[tuple[str, str]]
     recipe, training = manifest.recipe, manifest.recipe["training"]
     yield "recipe", str(recipe["name"])
     yield "step", f"{manifest.step:,}, of which {manifest.optimizer_steps:,} made an update"
-    length = training["sequence_length"]
+    stage = manifest.lengths.stage_of(max(manifest.step - 1, 0))
+    length = stage.sequence_length
     counted = manifest.consumed_tokens
     tokens = "" if counted is None else f", {counted:,} trained tokens"
-    yield "consumed", f"{manifest.consumed_samples:,} samples of {length:,}{tokens}"
+    last = ", the last" if stage.first_step else ""
+    yield "consumed", f"{manifest.consumed_samples:,} samples{last} of {length:,}{tokens}"
     yield "layout", layout_text(manifest.engine, manifest.model, manifest.layout)
     ranks = manifest.layout.world
     yield "ranks", f"{ranks:,}"

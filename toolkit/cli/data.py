@@ -133,7 +133,7 @@ def _prepare(recipe: Recipe) -> _Summary:
         train=_Side.joined(sides),
         validation=_Side.of([*data.validation.values()]) if data.validation else None,
         sources=tuple(_sources(recipe, data, sides)),
-        sequence_length=recipe.training.sequence_length,
+        sequence_length=data.lengths.longest,
         vocab_size=len(data.tokenizer),
         unigram_entropy_nats=data.unigram_entropy_nats(),
         fingerprint=data.fingerprint,
@@ -172,9 +172,9 @@ def _sources(
     if not isinstance(data.order, Blended):
         return
     steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
-    seen = data.order.counts(steps * recipe.training.global_batch_size)
-    for source, side, count in zip(data.sources, sides, seen.tolist(), strict=True):
-        yield _Source(source.title, side, count / sum(seen.tolist()), count / side.samples)
+    seen = data.counts(steps)
+    for source, side, count in zip(data.sources, sides, seen, strict=True):
+        yield _Source(source.title, side, count / sum(seen), count / side.samples)
 
 
 @app.command(epilog="Example: dmt data show recipes/tiny/llama-bytes.yaml --samples 1")

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,7 @@ from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
+from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.directory import RunDirectory, refuse_other_run
@@ -76,7 +78,8 @@ def launch(
         return
     assignments.check_local_files(assignment.recipe, recipe, overrides)
     if oversees:
-        code = _oversee(chosen, assignment, spec, loaded, where)
+        places = stated_in(recipe, overrides)
+        code = _oversee(chosen, assignment, spec, loaded, where, places)
     else:
         code = _hand_over(chosen, assignment, spec)
     raise typer.Exit(code)
@@ -88,13 +91,14 @@ def _oversee(
     spec: LaunchSpec,
     loaded: Recipe,
     where: Cluster | None,
+    places: Mapping[str, str],
 ) -> int:
     """Write the run directory, start the ranks, and look after them to the end."""
 
     from toolkit.run import assignment as assignments
 
     assignment.plan.backend.prepare(assignment.engine_config, tell)
-    run = assignments.write(assignment, ["dmt", *sys.argv[1:]])
+    run = assignments.write(assignment, ["dmt", *sys.argv[1:]], places)
     show_run_directory(run)
     EventLog(run.events).write("launch", time=time.time() - process_age_s())
     section = assignment.recipe

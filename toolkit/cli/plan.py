@@ -15,7 +15,8 @@ from toolkit.cli.bars import bars, memory_lines, show
 from toolkit.cli.check import human
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides, load_on
-from toolkit.errors import PlanError
+from toolkit.cli.rehearse_gpu import CheckMemory, check_ranks, print_memory, rank_output
+from toolkit.errors import EXIT_FAILED, PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
@@ -38,6 +39,7 @@ _DEGREES = {
     "pipeline": "pp",
     "virtual pipeline": "vpp",
     "expert": "ep",
+    "copies of shards": "replicate",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
@@ -59,9 +61,9 @@ class Planned:
     @property
     def job(self) -> PlannedRun:
         """What has to be saved, how often and where."""
-        steps, every = self.recipe.training.total_steps(), self.recipe.checkpoint.every_steps
-        step_s = self.plan.step_time_s
-        plan = self.plan
+        steps, every = self.recipe.total_steps(), self.recipe.checkpoint.every_steps
+        plan, run = self.plan, self.run
+        step_s = plan.step_time_s if run is None else run.step_s
         trained = plan.parameters - plan.frozen_parameters
         # Checkpoints of adapters do not hold what is frozen.
         frozen = 0 if self.recipe.adapter is not None else plan.frozen_parameters
@@ -70,10 +72,11 @@ class Planned:
     @property
     def run(self) -> "plan_tables.Run | None":
         """How long the whole run takes; None where its steps are not known yet."""
-        steps = self.recipe.training.total_steps()
-        if steps is None or self.plan.step_time_s is None:
+        steps = self.recipe.total_steps()
+        total_s = None if steps is None else self.plan.run_s(self.recipe.lengths, steps)
+        if steps is None or total_s is None:
             return None
-        return plan_tables.Run(steps, self.plan.step_time_s, self.cluster)
+        return plan_tables.Run(steps, total_s / steps, self.cluster)
 
 
 def plan(
@@ -96,6 +99,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
+    check_memory: CheckMemory = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
     ] = None,
@@ -113,22 +117,28 @@ def plan(
     if plot is not None:
         _check_plot(plot, several)
     assumed = plan_goodput.assumptions(mtbf, checkpoint_gbps, restart_minutes)
-    if assumed is not None and several:
-        raise PlanError(
-            "--mtbf: one recipe on one cluster", fix="plan them one after the other"
-        )
+    if several and (assumed is not None or check_memory):
+        option = "--check-memory" if check_memory else "--mtbf"
+        fix = "plan them one after the other"
+        raise PlanError(f"{option}: one recipe on one cluster", fix=fix)
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
+    checked = check_ranks(planned[0].recipe, planned[0].cluster) if check_memory else []
     if as_json:
         found = [_machine_output(one, top, explain, assumed) for one in planned]
+        if check_memory:
+            found[0]["memory_check"] = [rank_output(one) for one in checked]
         typer.echo(json.dumps(found[0] if len(found) == 1 else {"comparison": found}))
     elif len(planned) == 1:
         _print(planned[0], top, explain, assumed)
+        print_memory(checked)
     else:
         _print_comparison(planned)
     if plot is not None:
         _draw(planned[0], plot)
+    if not all(one.fits for one in checked):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
@@ -296,6 +306,9 @@ def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
             f"({time.mfu_full:.1%}, {time.hfu_full:.1%} in full)"
         )
     yield from bars(time_parts(time), time.total_s, "s")
+    for one in planned.plan.lengths[:-1]:
+        said = f"{seconds(one.step_time_s)} with sequences of {one.sequence_length:,}"
+        yield Text.assemble(("  step", "dim"), f"  {said}")
     if run is not None:
         yield Text.assemble(("  run", "dim"), f"  {run}")
 

@@ -21,6 +21,7 @@ class Run:
 
     steps: int
     step_s: float
+    """On average."""
     cluster: Cluster
 
     @property

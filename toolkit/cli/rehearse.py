@@ -12,6 +12,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides, RecipePath
+from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.handlers import handling
 from toolkit.intake.load import load_recipe
@@ -40,6 +41,8 @@ def rehearse(
     time_limit: Annotated[
         float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
     ] = 300,
+    gpu: OnGpus = False,
+    ranks: RanksOfGpus = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model of the recipe's kind in every legal layout and compare.
@@ -48,17 +51,21 @@ def rehearse(
     a few steps on made-up tokens with uneven masks. Loss and gradient norm of every step
     must be those of a plain transformers loop; exit 4 when a layout differs or none can run.
 
+    With --gpu nothing is computed: tensors have shapes and no elements. Exit 4 when a rank
+    mixes devices, widens 16-bit activations or does not fit.
+
     Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
     """
+    if gpu or ranks:
+        dress_rehearsal(recipe, overrides, ranks, layouts, as_json, gpu=gpu)
+        return
     options = Options(steps, processes, time_limit)
     rehearsal = prepare(load_recipe(recipe, overrides), options)
     patterns = [part.strip() for part in layouts.split(",")] if layouts else []
     chosen = select(rehearsal.layouts, patterns)
     kept = summary(ledger_of(rehearsal.original, rehearsal.plan))
     out = Console(stderr=as_json)
-    out.print(shrunk(rehearsal), soft_wrap=True)
-    if note := rehearsal.layouts[0].note:
-        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
+    _announce(rehearsal, out)
     reference, outcomes = _run(rehearsal, chosen, options)
     if as_json:
         typer.echo(json.dumps(machine_output(reference, outcomes)))
@@ -77,6 +84,13 @@ def rehearse(
         raise RunFailed("no layout was compared: every chosen one was skipped")
     if "diverged" in verdicts:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _announce(rehearsal: Rehearsal, out: Console) -> None:
+    """What is rehearsed."""
+    out.print(shrunk(rehearsal), soft_wrap=True)
+    if note := rehearsal.layouts[0].note:
+        out.print(f"the recipe's own layout: {note}", soft_wrap=True)
 
 
 def _run(

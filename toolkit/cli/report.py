@@ -16,11 +16,9 @@ from toolkit.errors import DataError
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.page import write_page
-from toolkit.report.record import find_runs, read_record
-from toolkit.report.summary import Summary
+from toolkit.report.record import RunRecord, find_runs, read_record
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
-from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell
 from toolkit.units import duration
 
@@ -56,20 +54,21 @@ def report(
             f"{len(records)} runs: the text is of one", fix="add --html FILE, or `dmt compare`"
         )
     (record,) = records
-    run, summary, spent = record.run, record.summary, record.spent
     if as_json:
-        typer.echo(json.dumps(jsonl.plain(machine_output(run, summary, spent))))
+        typer.echo(json.dumps(jsonl.plain(machine_output(record))))
         return
-    show(Console(), _lines(run, summary, spent))
+    show(Console(), _lines(record))
 
 
-def machine_output(run: RunDirectory, summary: Summary, spent: Goodput) -> dict[str, Any]:
+def machine_output(record: RunRecord) -> dict[str, Any]:
     """What `--json` prints; a part of the time is null where the run did not record it."""
+    summary, spent = record.summary, record.spent
     fields = asdict(summary)
     first, last = summary.losses or (None, None)
     prediction = summary.prediction
     return fields | {
-        "run": str(run.path),
+        "run": str(record.run.path),
+        "pace": record.pace,
         "goodput": spent.share,
         "total_s": spent.total_s,
         "idle_s": spent.idle_s,
@@ -79,12 +78,12 @@ def machine_output(run: RunDirectory, summary: Summary, spent: Goodput) -> dict[
     }
 
 
-def _lines(run: RunDirectory, summary: Summary, spent: Goodput) -> Iterator[Text]:
-    yield Text(str(run.path), "bold")
-    for label, value in rows(run, summary):
+def _lines(record: RunRecord) -> Iterator[Text]:
+    yield Text(str(record.run.path), "bold")
+    for label, value in rows(record.run, record.summary, record.pace):
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
-    yield from _time_lines(spent)
+    yield from _time_lines(record.spent)
 
 
 def _time_lines(spent: Goodput) -> Iterator[Text]:

@@ -1,15 +1,20 @@
 """`dmt watch`: the page of a run in the browser, live."""
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from toolkit.cli.console import Console
+from toolkit.cli.dashboard import show_live
 from toolkit.errors import DataError
 from toolkit.report.record import find_runs
 from toolkit.report.serve import LivePage, PageServer
 from toolkit.terminal import tell
+
+LOWEST_PRIORITY = 19
 
 
 def watch(
@@ -22,12 +27,18 @@ def watch(
                           "let everyone read who reaches it.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 0,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show it here instead, until q or Ctrl-C.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Serve the page of `dmt report --html`, with new steps as they come, until Ctrl-C.
 
     Example: `dmt watch runs/tiny-llama-bytes --port 8265`
     """
     live = LivePage(run_dirs or find_runs(Path("runs"))[:1])
+    if terminal:
+        show_live(live, Console())
+        return
     try:
         server = PageServer(live, host, port)
     except OSError as error:
@@ -38,6 +49,7 @@ def watch(
     tell(f"watch {server.url} (Ctrl-C ends it)")
     if not _is_own(host):
         tell(f"warning: everyone who can reach {host} can read these runs")
+    os.nice(LOWEST_PRIORITY)  # ranks on the same machine come first
     with server:
         try:
             server.serve_forever()

@@ -84,7 +84,8 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     if plan is not None:
         derived[ACCUMULATION] = plan.layout.gradient_accumulation
         derived[DATA_PARALLEL] = plan.layout.dp
-        derived[SHARDS] = plan.layout.dp if plan.layout.zero_stage else 1
+        shards = plan.layout.dp // plan.layout.replicate
+        derived[SHARDS] = shards if plan.layout.zero_stage else 1
         derived[REPLICAS] = plan.layout.dp // derived[SHARDS]
     found |= {key: Fact(value, f"derived: {DERIVED[key]}") for key, value in derived.items()}
     found |= _composed(recipe, found)
@@ -114,6 +115,7 @@ def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
     yield "parallel.virtual_pipeline", layout.vpp
     yield "parallel.expert", layout.ep
     yield "parallel.sequence", layout.sequence_parallel
+    yield "parallel.replicate", layout.replicate
     yield "parallel.zero.stage", layout.zero_stage
     yield "parallel.zero.offload_optimizer", layout.offload_optimizer
     yield "parallel.zero.offload_parameters", layout.offload_parameters
@@ -127,12 +129,19 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
     for index, beta in enumerate(recipe.optimizer.betas):
         composed[f"optimizer.betas[{index}]"] = Fact(beta, betas.origin)
     if recipe.training.tokens is not None:
-        steps = recipe.training.total_steps()
+        steps = recipe.total_steps()
         composed["training.steps"] = Fact(steps, "derived: training.tokens")
     wandb = recipe.logging.wandb
     on = wandb is not None and wandb.mode != "disabled"
     mode = found.get("logging.wandb.mode") or found["logging.wandb"]
     composed["logging.wandb"] = Fact(on, mode.origin)
+    for key, section in (
+        ("logging.mlflow.experiment", recipe.logging.mlflow),
+        ("logging.trackio.project", recipe.logging.trackio),
+    ):
+        name = key.rpartition(".")[0]
+        origin = (found.get(key) or found[name]).origin
+        composed[name] = Fact(section is not None, origin)
     return composed
 
 

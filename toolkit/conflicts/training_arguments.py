@@ -192,6 +192,8 @@ class _Reader:
             for tool, target in (
                 ("wandb", "logging.wandb"),
                 ("tensorboard", "logging.tensorboard"),
+                ("mlflow", "logging.mlflow"),
+                ("trackio", "logging.trackio"),
             ):
                 if tool in named or "all" in named:
                     yield self._stated(target, True, "report_to")

@@ -10,8 +10,10 @@ import numpy.typing as npt
 import torch
 
 from toolkit.batch import MicroBatch
+from toolkit.data.lengths import CutOrder, cut
 from toolkit.data.order import Order
 from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
+from toolkit.recipe.lengths import SequenceLengths
 
 _PADDING = -1
 """Stands for a sample that is fully masked."""
@@ -22,9 +24,16 @@ _ORDERED_AT_ONCE = 1024
 class GlobalBatches:
     """The endless sequence of global batches of training; epochs follow without a seam."""
 
-    def __init__(self, dataset: Samples, order: Order, global_batch_size: int) -> None:
-        self._dataset = dataset
-        self._order = order
+    def __init__(
+        self,
+        dataset: Samples,
+        order: Order,
+        global_batch_size: int,
+        lengths: SequenceLengths | None = None,
+    ) -> None:
+        """`lengths`: of the steps, where they differ; `dataset` then has the longest."""
+        self._dataset, self._lengths = dataset, lengths
+        self._order = order if lengths is None else CutOrder(order, lengths)
         self._global_batch_size = global_batch_size
         self._first, self._ordered = 0, np.zeros(0, dtype=np.int64)
         """Some of the endless order of samples, from place `_first` on."""
@@ -38,12 +47,21 @@ class GlobalBatches:
         `dp_size` and `micro_batch_size`. `global_batch_size` must be a multiple of their
         product.
         """
-        share = _share(self._indices(consumed_samples), dp_rank, dp_size, micro_batch_size)
-        if isinstance(self._dataset, ReadAhead):
-            coming = self._indices(consumed_samples + self._global_batch_size)
-            later = _share(coming, dp_rank, dp_size, micro_batch_size)
-            self._dataset.expect(np.concatenate([share, later]))
-        return _micro_batches(self._dataset, share, micro_batch_size)
+        shares = []
+        for position in (consumed_samples, consumed_samples + self._global_batch_size):
+            dataset = self._dataset_at(position)
+            share = _share(self._indices(position), dp_rank, dp_size, micro_batch_size)
+            shares.append((dataset, share))
+            if isinstance(dataset, ReadAhead):
+                dataset.expect(share)
+        return _micro_batches(*shares[0], micro_batch_size)
+
+    def _dataset_at(self, position: int) -> Samples:
+        """The samples that the global batch at `position` is numbered by."""
+        if self._lengths is None:
+            return self._dataset
+        stage = self._lengths.stage_of(position // self._global_batch_size)
+        return cut(self._dataset, stage.parts)
 
     def _indices(self, position: int) -> Int64Array:
         """The samples of the global batch that starts at `position`.

@@ -19,7 +19,7 @@ from toolkit.data.packing import FittedDataset, PackedDataset, TokenStream, fitt
 from toolkit.data.progress import Track, untracked
 from toolkit.data.rows import Int64Array, Samples
 from toolkit.data.split import held_out_documents
-from toolkit.data.streaming.chunks import list_files
+from toolkit.data.streaming.listing import list_files
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.data.streaming.samples import MIB, StreamedSamples
 from toolkit.data.streaming.source import ChunkedSource
@@ -31,6 +31,7 @@ from toolkit.data.tokenizers import (
     tokenizer_fingerprint,
 )
 from toolkit.errors import DataError
+from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import (
     ChatRowsSource,
     ChatSource,
@@ -39,7 +40,6 @@ from toolkit.recipe.schema import (
     HfSource,
     PreferenceSource,
     Source,
-    StageSection,
     StreamingSection,
     TextSource,
 )
@@ -79,9 +79,11 @@ class TrainingData:
     sources: tuple[SourceData, ...]
     """One, or those of a blend."""
     train: Samples
-    """Their samples; of a blend, one source after the other."""
+    """Their samples, of the longest length; of a blend, one source after the other."""
     order: Order
     """In which order these are seen."""
+    lengths: SequenceLengths
+    """In how many parts each step sees them."""
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
@@ -96,28 +98,41 @@ class TrainingData:
     isolated: with what sample *i* is."""
 
     def fingerprint_at(self, samples: int) -> str:
-        """What a checkpoint's cursor of so many samples is meaningful with: `fingerprint`, and
-        of a blend the weights until then. What comes later may still be changed."""
-        if not isinstance(self.order, Blended):
-            return self.fingerprint
-        return fingerprint_of([self.fingerprint, self.order.begun(samples)])
+        """What a checkpoint's cursor of so many samples is meaningful with: `fingerprint`, the
+        lengths of stages until then, and of a blend the weights. What comes later may still be
+        changed."""
+        found: list[object] = [self.fingerprint]
+        if isinstance(self.order, Blended):
+            found.append(self.order.begun(self.lengths.blocks(samples)))
+        if begun := self.lengths.begun(samples):
+            found.append(begun)
+        return fingerprint_of(found) if len(found) > 1 else self.fingerprint
 
     def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
         """Where each streamed source is after so many samples, for a checkpoint."""
-        return () if self.streams is None else self.streams.places_at(samples)
+        block = self.lengths.block_of(samples)
+        return () if self.streams is None else self.streams.places_at(block)
 
     @property
     def ends_after(self) -> int | None:
-        """Samples after which the run ends, whatever its length is."""
+        """Samples of the longest length after which the run ends, whatever its length is."""
         return None if self.end is None else self.end[1]
 
-    def notes(self, steps: int, wanted: int | None, global_batch_size: int) -> Iterator[str]:
+    def counts(self, steps: int) -> list[int]:
+        """How many samples of the longest length `steps` steps see of each source."""
+        blocks = self.lengths.blocks(steps * self.lengths.global_batch_size)
+        return (
+            self.order.counts(blocks).tolist() if isinstance(self.order, Blended) else [blocks]
+        )
+
+    def notes(self, steps: int, wanted: int | None) -> Iterator[str]:
         """What a user may not expect of a run of `steps` instead of the `wanted` ones."""
         if self.end is not None and wanted is not None and steps < wanted:
             yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
+        for step, tokens in self.lengths.skipped(steps):
+            yield f"data: {tokens:,} tokens are skipped where a stage begins after step {step}"
         if isinstance(self.order, Blended):
-            counts = self.order.counts(steps * global_batch_size).tolist()
-            for source, count in zip(self.sources, counts, strict=True):
+            for source, count in zip(self.sources, self.counts(steps), strict=True):
                 if count > len(source.train):
                     times = count / len(source.train)
                     yield f"data: `{source.title}` is seen {times:.1f} times in this run"
@@ -149,18 +164,20 @@ def build_data(
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
-    `vocab_size` is the model's, None when unknown; `base` is where relative paths start.
-    `track` shows progress of long work.
+    `sequence_length` is that of the first steps, which `data.stages` may change, `vocab_size`
+    the model's, None when unknown; relative paths start at `base`; `track` shows progress.
 
     Raises DataError when the data or the tokenizer is missing, does not fit the model, or
     is too small for one global batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
-    if isinstance(data.sources[0], ChatRowsSource):
+    if any(isinstance(source, ChatRowsSource) for source in data.sources):
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
         tokenizer.chat_template = template_text(data.chat_template, tokenizer, base)
-    builder = _Builder(data, tokenizer, sequence_length, vocab_size, seed, base, track)
+    rows = 2 if data.kind == "preference" else 1
+    lengths = SequenceLengths.of(data.stages, sequence_length, global_batch_size, rows)
+    builder = _Builder(data, tokenizer, lengths.longest, vocab_size, seed, base, track)
     sources = [
         builder.stream(number, source, data.streaming)
         if data.streaming is not None and isinstance(source, TextSource | HfSource)
@@ -168,11 +185,10 @@ def build_data(
         for number, source in enumerate(data.sources)
     ]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
-    parts = [part for one in (*sources, *others) for part in one.identity]
-    fingerprint = fingerprint_of(parts)
+    fingerprint = fingerprint_of([part for one in (*sources, *others) for part in one.identity])
     if data.isolate_documents:
         fingerprint = fingerprint_of([fingerprint, "isolated documents"])
-    train, order, epoch = _ordered(data, sources, seed, global_batch_size, sequence_length)
+    train, order, epoch = _ordered(data, sources, seed, lengths)
     held_out = {one.title: one.held_out for one in sources if one.held_out is not None}
     validation = held_out | {one.title: tokenised(one.train) for one in others}
     # A blend may repeat a small source within a batch.
@@ -188,21 +204,18 @@ def build_data(
         tuple(sources),
         train,
         order,
+        lengths,
         epoch,
         _end(order, data.sources),
         validation,
         tokenizer,
         _streams(data, sources, order),
-        fingerprint_of([fingerprint, sequence_length]),
+        fingerprint_of([fingerprint, lengths.longest]),
     )
 
 
 def _ordered(
-    data: DataSection,
-    sources: Sequence[SourceData],
-    seed: int,
-    global_batch_size: int,
-    sequence_length: int,
+    data: DataSection, sources: Sequence[SourceData], seed: int, lengths: SequenceLengths
 ) -> tuple[Samples, Order, int]:
     """The samples of all sources, the order in which they are seen, and samples of an epoch."""
     if not isinstance(data.train, tuple):
@@ -216,14 +229,14 @@ def _ordered(
     passes = [times * size for times, size in zip(epochs, sizes, strict=True)]
     weights = [exact(source.weight or 0.0) for source in data.sources]
     first = Stage(0, Interleaving(passes if any(passes) else weights))
-    titles = [source.title for source in data.sources]
-
-    def later(stage: StageSection) -> Stage:
-        steps = stage.first_step(global_batch_size * sequence_length * joined.rows_per_sample)
-        shares = [exact(stage.weights[title]) for title in titles]
-        return Stage(steps * global_batch_size, Interleaving(shares))
-
-    order = Blended(seed, sizes, [first, *map(later, data.stages)])
+    stages = [
+        Stage(
+            begins.first_block, Interleaving([exact(named[one.title]) for one in data.sources])
+        )
+        for begins, stage in zip(lengths.stages[1:], data.stages, strict=True)
+        if (named := stage.weights) is not None
+    ]
+    order = Blended(seed, sizes, [first, *stages])
     return joined, order, max(round(sum(passes)), 1)
 
 
@@ -292,6 +305,7 @@ class _Builder:
                 length,
                 rows_per_sample=2 if pairs else 1,
                 packing=data.packing,
+                isolates=data.isolate_documents,
                 part=part,
                 cache=self.cache,
             )

@@ -17,7 +17,7 @@ from toolkit.data.json_rows import OPENERS, is_json, open_json
 from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
 from toolkit.data.remote.store import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
-from toolkit.data.streaming.chunks import list_files
+from toolkit.data.streaming.listing import list_files, needs_datasets
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
 from toolkit.models.safetensors_folder import INDEX, SINGLE
@@ -143,6 +143,8 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
 def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:
     # What a store holds is found out when the data is built.
     here = not any(map(is_remote, source.places))
+    if isinstance(source, HfSource):
+        here = here and not needs_datasets(source, Path.cwd())
     if here and isinstance(source, TextSource | HfSource):
         setting = "path" if isinstance(source, HfSource) else "files"
         try:

@@ -11,7 +11,7 @@ the column of text is decoded; the others are skipped, so nothing is executed.
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
@@ -73,8 +73,12 @@ def is_mds(folder: Path) -> bool:
     """Whether a folder holds MDS shards, or their index."""
     index = folder / MDS_INDEX
     beginning = next(read_blocks(index), b"") if index.is_file() else b""
-    said = b'"shards"' in beginning and b'"mds"' in beginning
-    return said or (folder.is_dir() and any(folder.glob("*.mds*")))
+    return is_mds_index(beginning) or (folder.is_dir() and any(folder.glob("*.mds*")))
+
+
+def is_mds_index(beginning: bytes) -> bool:
+    """Whether a file that begins so is an index of MDS shards."""
+    return b'"shards"' in beginning and b'"mds"' in beginning
 
 
 def read_mds(folder: Path) -> list[tuple[Path, MdsShard]]:
@@ -83,18 +87,32 @@ def read_mds(folder: Path) -> list[tuple[Path, MdsShard]]:
     Raises DataError where the index is wrong, a file is missing or has another size, or a
     column holds code.
     """
-    index = folder / MDS_INDEX
+
+    def size(name: str) -> int | None:
+        path = folder / name
+        return path.stat().st_size if path.is_file() else None
+
+    shards = shards_of(str(folder), read_bytes(folder / MDS_INDEX), size)
+    return [(folder / name, shard) for name, shard in shards]
+
+
+def shards_of(
+    folder: str, index: bytes, size: Callable[[str], int | None]
+) -> list[tuple[str, MdsShard]]:
+    """As `read_mds`, with the name of each file in `folder`, which is what messages say; `size`
+    gives that of such a name, None where there is no file."""
     try:
-        shards = _MdsIndex.model_validate_json(read_bytes(index)).shards
+        shards = _MdsIndex.model_validate_json(index).shards
     except ValidationError as error:
         first = error.errors()[0]
         said = f"{'.'.join(map(str, first['loc'])) or 'all'}: {first['msg']}"
-        raise _damaged(index, f"it is no index of MDS shards ({said})") from error
-    return [(_file_of(shard, folder), shard) for shard in shards]
+        place = f"{folder}/{MDS_INDEX}"
+        raise _damaged(place, f"it is no index of MDS shards ({said})") from error
+    return [(_file_of(shard, folder, size), shard) for shard in shards]
 
 
-def _file_of(shard: MdsShard, folder: Path) -> Path:
-    index, name = folder / MDS_INDEX, shard.raw_data.basename
+def _file_of(shard: MdsShard, folder: str, size: Callable[[str], int | None]) -> str:
+    index, name = f"{folder}/{MDS_INDEX}", shard.raw_data.basename
     lists = (shard.columns, shard.column_names, shard.column_encodings, shard.column_sizes)
     if len({*map(len, lists)}) > 1:
         raise _damaged(index, f"{name} has not one encoding and size for each column")
@@ -106,10 +124,10 @@ def _file_of(shard: MdsShard, folder: Path) -> Path:
                 fix="write the shards without this column",
             )
     for file in filter(None, (shard.raw_data, shard.zip_data)):
-        if (path := folder / file.basename).is_file():
-            _check_size(path, path.stat().st_size, file)
-            return path
-    raise _damaged(folder / name, f"it is missing, and {MDS_INDEX} names it")
+        if (found := size(file.basename)) is not None:
+            _check_size(f"{folder}/{file.basename}", found, file)
+            return file.basename
+    raise _damaged(f"{folder}/{name}", f"it is missing, and {MDS_INDEX} names it")
 
 
 def columns_of(shards: Iterable[tuple[Path, MdsShard]]) -> dict[str, str]:
@@ -131,13 +149,9 @@ class MdsDocuments:
         return sum(shard.samples for _, shard in self.shards)
 
     def __iter__(self) -> Iterator[str]:
-        column, dropped = self.source.text_field, DroppedRows(self.source)
+        dropped = DroppedRows(self.source)
         for path, shard in self.shards:
-            for number, text in enumerate(_values(path, shard, column), start=1):
-                try:
-                    yield text.decode()
-                except UnicodeDecodeError:
-                    dropped.add(f"{path}, document {number:,}: `{column}` is not UTF-8")
+            yield from texts_of(str(path), read_bytes(path), shard, self.source, dropped)
         dropped.report()
 
     def in_parts(self) -> Iterator[Iterable[str]]:
@@ -145,9 +159,21 @@ class MdsDocuments:
         return ((text,) for text in self)
 
 
-def _values(path: Path, shard: MdsShard, column: str) -> Iterator[bytes]:
+def texts_of(
+    path: str, content: bytes, shard: MdsShard, source: HfSource, dropped: DroppedRows
+) -> Iterator[str]:
+    """The texts of a shard, whose file has this content."""
+    column = source.text_field
+    for number, text in enumerate(_values(path, content, shard, column), start=1):
+        try:
+            yield text.decode()
+        except UnicodeDecodeError:
+            dropped.add(f"{path}, document {number:,}: `{column}` is not UTF-8")
+
+
+def _values(path: str, content: bytes, shard: MdsShard, column: str) -> Iterator[bytes]:
     """A column of a shard. Raises DataError where the shard is not what the index says."""
-    content, count = _content(path, shard), shard.samples
+    content, count = _plain(path, content, shard), shard.samples
     table = 4 * (count + 2)
     if (found := int.from_bytes(content[:4], "little")) != count or len(content) < table:
         raise _damaged(path, f"it holds {found:,} documents, {MDS_INDEX} says {count:,}")
@@ -171,12 +197,13 @@ def _values(path: Path, shard: MdsShard, column: str) -> Iterator[bytes]:
         yield content[first : first + sizes[at]]
 
 
-def _content(path: Path, shard: MdsShard) -> bytes:
+def _plain(path: str, content: bytes, shard: MdsShard) -> bytes:
     """A shard, not compressed; sizes and hashes are those of the index."""
-    content, zipped = read_bytes(path), shard.zip_data
-    if zipped is not None and str(path).endswith(zipped.basename):
+    zipped = shard.zip_data
+    if zipped is not None and path.endswith(zipped.basename):
         _check(path, content, zipped)
-        opener = opener_of(_ENDINGS.get(str(shard.compression).partition(":")[0], ""), path)
+        ending = _ENDINGS.get(str(shard.compression).partition(":")[0], "")
+        opener = opener_of(ending, path)
         if opener is None:
             found = f"{path}: its compression `{shard.compression}` is not read"
             raise DataError(found, fix="write the shards with zstd, gz, bz2, or without")
@@ -189,7 +216,7 @@ def _content(path: Path, shard: MdsShard) -> bytes:
     return content
 
 
-def _check(path: Path, content: bytes, stated: MdsFile) -> None:
+def _check(path: str, content: bytes, stated: MdsFile) -> None:
     _check_size(path, len(content), stated)
     for name, expected in stated.hashes.items():
         if name in xxhash.algorithms_available:
@@ -202,11 +229,11 @@ def _check(path: Path, content: bytes, stated: MdsFile) -> None:
             raise _damaged(path, f"its {name} is {found}, {MDS_INDEX} says {expected}")
 
 
-def _check_size(path: Path, size: int, stated: MdsFile) -> None:
+def _check_size(path: str, size: int, stated: MdsFile) -> None:
     if size != stated.bytes:
-        how = "" if str(path).endswith(stated.basename) else " when decompressed"
+        how = "" if path.endswith(stated.basename) else " when decompressed"
         raise _damaged(path, f"it has {size:,} bytes{how}, {MDS_INDEX} says {stated.bytes:,}")
 
 
-def _damaged(path: Path, why: str) -> DataError:
+def _damaged(path: str, why: str) -> DataError:
     return DataError(f"cannot read {path}: {why}", fix="copy or write the shards again")

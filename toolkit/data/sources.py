@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _BUILDERS = {
     ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
-_SAVED = ("state.json", "dataset_dict.json")
+SAVED = ("state.json", "dataset_dict.json")
 """What `save_to_disk` of `datasets` writes into a folder of one split, or of several."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
@@ -301,23 +301,13 @@ def load_rows(
     Raises DataError where it cannot read them; with `text_field`, it names the row of a JSON
     file in which that column is not text.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"data of `kind: {source.kind}` needs the package `datasets`",
-            fix="pip install datasets",
-        ) from error
+    datasets = _datasets(source)
     zipped = any(file.suffix == ".zst" for file in files)
     if zipped and not datasets.config.ZSTANDARD_AVAILABLE:
         raise BackendUnavailable(
             f"`{source.path}` names .zst files, which needs the package `zstandard`",
             fix="pip install zstandard",
         )
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    # What its readers log as an error they raise as well.
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     arguments = _load_arguments(source, base, files)
     try:
         if _is_saved(path := _local_path(source, base)):
@@ -330,6 +320,45 @@ def load_rows(
         if text_field is not None:
             _look_for_wrong_text(files, text_field)
         raise _cannot_load(source, files, error) from error
+
+
+def _datasets(source: RowsSource) -> Any:
+    """The package, which says nothing on its own. Raises BackendUnavailable without it."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"data of `kind: {source.kind}` needs the package `datasets`",
+            fix="pip install datasets",
+        ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    # What its readers log as an error they raise as well.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    return datasets
+
+
+def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
+    """Paths or URLs of the files of the split: of a local folder, else of the hub id.
+
+    Raises DataError where `datasets` finds none, or would read parts of them.
+    """
+    where = source.path if folder is None else str(folder)
+    try:
+        builder = _datasets(source).load_dataset_builder(
+            where, name=source.name, revision=source.revision
+        )
+    except BackendUnavailable:
+        raise
+    except Exception as error:  # what it raises depends on the file's kind
+        raise _cannot_load(source, (), error) from error
+    for setting, default in (("field", None), ("sample_by", "line"), ("filters", None)):
+        if (found := getattr(builder.config, setting, default)) != default:
+            raise DataError(
+                f"`{source.path}` has `{setting}: {found}` in its card, which is not streamed",
+                fix="remove `data.streaming`",
+            )
+    return [str(file) for file in of_split(source, builder.config.data_files or {})]
 
 
 def _look_for_wrong_text(files: tuple[Path, ...], column: str) -> None:
@@ -354,17 +383,24 @@ def _look_for_unreadable_parquet(files: tuple[Path, ...]) -> None:
 
 
 def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _SAVED)
+    return any((folder / name).is_file() for name in SAVED)
 
 
 def _saved_split(source: RowsSource, saved: Any) -> Any:
     """The split of what `save_to_disk` wrote: one, or several by name."""
-    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    return of_split(
+        source, saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    )
+
+
+def of_split(source: RowsSource, splits: Mapping[str, Any]) -> Any:
+    """What `splits` has for the source's. Raises DataError where that is not one of them."""
     if source.split not in splits:
         raise DataError(
             f"`split: {source.split}` is given, but `{source.path}` was saved with "
-            f"{', '.join(splits)}",
-            fix="name a whole split of it; slices are for files and hub ids",
+            f"{', '.join(map(str, splits)) or 'none'}",
+            fix="name a whole split of it; slices are for files and hub ids that are not "
+            "streamed",
         )
     return splits[source.split]
 

@@ -138,6 +138,8 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "megatron-core", f"parallel.model: {model}"
     if recipe.adapter is not None:
         yield "peft", "adapter"
+    if recipe.fp8 is not None:
+        yield "torchao", "fp8"
     if recipe.optimizer.name == "adamw_8bit":
         yield "bitsandbytes", "optimizer.name: adamw_8bit"
     for _, source in recipe.data.named_sources:
@@ -152,6 +154,11 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
         yield "wandb", f"logging.wandb.mode: {wandb.mode}"
     if recipe.logging.tensorboard:
         yield "tensorboard", "logging.tensorboard: true"
+    if recipe.logging.mlflow is not None:
+        for package in ("mlflow-skinny", "sqlalchemy", "alembic"):
+            yield package, "logging.mlflow"
+    if recipe.logging.trackio is not None:
+        yield "trackio", "logging.trackio"
 
 
 def _ops(assignment: Assignment | None) -> dict[str, str]:

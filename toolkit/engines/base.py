@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Names and compute weights that this rank holds as completely as its replicas.
 
         Its replicas are the ranks of equal `Layout.model_rank`. Nothing where the weights
-        are sharded over them (ZeRO-3). Not collective.
+        are sharded over them (ZeRO-3).
         """
         ...
 

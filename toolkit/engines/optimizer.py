@@ -65,7 +65,7 @@ def moments(
             # torch counts in a tensor, which its fused kernel wants on the weight's device;
             # DeepSpeed's implementations in a number.
             own = isinstance(optimizer, torch.optim.AdamW)
-            fused = own and optimizer.defaults["fused"]
+            fused = own and optimizer.param_groups[0]["fused"]
             device = weight.device if fused else torch.device("cpu")
             state["step"] = torch.zeros((), device=device) if own else 0
         for quantity in kept:

@@ -271,16 +271,14 @@ class OwnerOptimizer(torch.optim.AdamW):
     what they are, those of the rule stay as they are.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], settings: OptimizerSection, **implementation: Any
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSection) -> None:
         super().__init__(
             groups,
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            **implementation,
+            fused=True,
         )
         self.units: dict[Tensor, Unit] = {}
         """By parameter, what is updated together with it."""
@@ -315,7 +313,6 @@ def new_optimizer(
     groups: Iterable[dict[str, Any]],
     placed: Iterable[tuple[nn.Parameter, Iterable[Block]]],
     settings: OptimizerSection,
-    **implementation: Any,
 ) -> OwnerOptimizer:
     """The recipe's optimizer, with the rule's parameters in groups of their own; `placed` are
     the model's parameters with what they are made of."""
@@ -326,7 +323,7 @@ def new_optimizer(
         for owned in (True, False):
             params = [p for p in group["params"] if (p in taken) == owned]
             found += [{**group, "params": params, "owned": owned}] if params else []
-    return OwnerOptimizer(found, settings, **implementation)
+    return OwnerOptimizer(found, settings)
 
 
 class Unit:

@@ -9,14 +9,14 @@ from toolkit.backend import BACKENDS, ModelName
 from toolkit.engines.base import Engine
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
-from toolkit.layout import Layout
+from toolkit.layout import AttentionKernel, Layout
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.parameter_groups import layer_count
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.planner import Plan
-from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
+from toolkit.recipe.schema import BalanceSection, Fp8Section, OptimizerSection, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,6 +52,9 @@ class EngineSetup:
     """The model's adapters, whose base is `frozen`."""
     balance: BalanceSection | None = None
     """The recipe's `model.balance`."""
+    fp8: Fp8Section | None = None
+    attention_kernel: AttentionKernel = "sdpa"
+    """See `Plan.attention_kernel`."""
 
     @property
     def layers(self) -> int:
@@ -107,6 +110,8 @@ class EngineSetup:
             isolates=recipe.data.isolates,
             lora=lora,
             balance=recipe.model.balance,
+            fp8=recipe.fp8,
+            attention_kernel=plan.attention_kernel,
         )
 
 
@@ -121,8 +126,22 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
         cpu.before_import()
     module, _, attribute = BACKENDS[name].engine.partition(":")
     engine: Engine = getattr(import_module(module), attribute)(setup)
+    _try_first(setup.attention_kernel, engine)
     if setup.isolates:
         from toolkit.engines.isolation import check_isolation
 
         check_isolation(engine, setup)
     return engine
+
+
+def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
+    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
+    if kernel == "sdpa":
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    rest = (*names.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    order = list(dict.fromkeys((names[kernel], *rest)))
+    for name in ("train_step", "evaluate", "sequence_log_probs"):
+        setattr(engine, name, sdpa_kernel(order, set_priority=True)(getattr(engine, name)))

@@ -1,4 +1,4 @@
-"""Sources: settings that need others, and weights, stages and titles of lists of them."""
+"""Sources: settings that need others, and weights and titles of lists of them."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,8 @@ def blend_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from _no_shares(key, source)
         yield from _no_limit(key, source)
     if not isinstance(data.train, tuple):
-        if data.stages:
-            fix = "remove it, or give `data.train` as a list of sources with weights"
-            yield Problem(
-                "data.stages", f"{len(data.stages)} stages", "none of one source", fix
-            )
         return
     yield from _shares(recipe)
-    yield from _stages(recipe)
 
 
 def _no_shares(key: str, source: Source) -> Iterator[Problem]:
@@ -66,37 +60,3 @@ def _shares(recipe: Recipe) -> Iterator[Problem]:
         fix = "write training.steps or training.tokens, or `epochs` instead of `weight`"
         found = f"{recipe.training.epochs:g} of sources with weights"
         yield Problem("training.epochs", found, "null: they do not end together", fix)
-
-
-def _stages(recipe: Recipe) -> Iterator[Problem]:
-    """Stages begin one after the other, with a weight for every source."""
-    data, before = recipe.data, 0
-    if data.stages and data.sources[0].epochs is not None:
-        fix = "write `weight` instead of `epochs` in data.train, or remove the stages"
-        found = f"{len(data.stages)} stages of sources with epochs"
-        yield Problem("data.stages", found, "stages of sources with weights", fix)
-        return
-    titles = {source.title for source in data.sources}
-    for number, stage in enumerate(data.stages):
-        key = f"data.stages[{number}]"
-        if (stage.from_step is None) == (stage.from_tokens is None):
-            fix = "write `from_step: N` or `from_tokens: N`"
-            yield Problem(key, "both or neither", "one of from_step and from_tokens", fix)
-            continue
-        first = stage.first_step(recipe.training.global_batch_tokens)
-        if first <= before:
-            allowed = f"a step after {before}"
-            yield Problem(key, f"a stage from step {first}", allowed, "put stages in order")
-        before = first
-        if stage.weights.keys() != titles:
-            missing, unknown = titles - stage.weights.keys(), stage.weights.keys() - titles
-            found = " and ".join(
-                f"{what} {', '.join(sorted(names))}"
-                for what, names in (("nothing for", missing), ("unknown sources", unknown))
-                if names
-            )
-            allowed = f"a weight for each of {', '.join(sorted(titles))}"
-            fix = "name every source once (0: none of it); `label` names a source"
-            yield Problem(f"{key}.weights", found, allowed, fix)
-        elif not any(stage.weights.values()):
-            yield Problem(f"{key}.weights", "only zeros", "a sum above 0", "raise a weight")

@@ -14,16 +14,24 @@ from dataclasses import dataclass, replace
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.blends import blend_problems
+from toolkit.intake.stages import stage_problems, stated_lengths
 from toolkit.intake.streams import streaming_problems
 from toolkit.models.config_check import check_config
 from toolkit.models.families import model_spec, settings_of
 from toolkit.models.families.common import rope_of, rope_type_of
 from toolkit.models.routers import balance_problems
-from toolkit.objectives import OBJECTIVES, data_kinds
+from toolkit.objectives import OBJECTIVES, blended_kinds, data_kinds
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ChatRowsSource, Recipe, ScheduleSection
+from toolkit.recipe.schema import (
+    OBJECTIVE_SECTIONS,
+    ChatRowsSource,
+    DataSection,
+    Recipe,
+    ScheduleSection,
+    Source,
+)
 
 
 @dataclass(frozen=True)
@@ -49,16 +57,16 @@ def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]
 
 
 def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
-    """Optimizer steps of a run with so many samples of training data in an epoch, at most
-    `ends_after` of which are seen.
+    """Optimizer steps of a run with so many samples of training data, of the longest length,
+    in an epoch, at most `ends_after` of which are seen.
 
     Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
     time that their steps are known.
     """
-    steps = recipe.training.total_steps(samples)
+    steps = recipe.lengths.total_steps(recipe.training, samples)
     assert steps is not None
     if ends_after is not None:
-        steps = min(steps, ends_after // recipe.training.global_batch_size)
+        steps = min(steps, recipe.lengths.steps_of_blocks(ends_after, whole=True))
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps
@@ -81,7 +89,7 @@ def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _warmup(recipe: Recipe) -> Iterator[Problem]:
-    if (steps := recipe.training.total_steps()) is not None:
+    if (steps := recipe.total_steps()) is not None:
         yield from _schedule_in(recipe.schedule, steps)
 
 
@@ -220,34 +228,43 @@ def _balance(recipe: Recipe) -> Iterator[Problem]:
 
 def _positions(recipe: Recipe) -> Iterator[Problem]:
     """A sequence longer than the model's positions: an index error, or noise, at run time."""
-    config, length = recipe.model.config, recipe.training.sequence_length
+    config, length = recipe.model.config, recipe.lengths.longest
     if config is None or check_config(config):
         return
     spec = model_spec(config)
     if length <= spec.max_positions or (not spec.learned_positions and _rope_scaled(config)):
         return
     raise_it = "model.config's largest position"
-    fix = f"set training.sequence_length to {spec.max_positions}, or raise {raise_it}"
+    key = _key_of_longest(recipe)
+    fix = f"set {key} to {spec.max_positions}, or raise {raise_it}"
     if not spec.learned_positions:
         fix += " or configure rope scaling"
     allowed = f"at most {spec.max_positions}, the positions of this model"
-    yield Problem("training.sequence_length", str(length), allowed, fix)
+    yield Problem(key, str(length), allowed, fix)
+
+
+def _key_of_longest(recipe: Recipe) -> str:
+    """Where the longest length of the run is stated."""
+    stated = stated_lengths(recipe)
+    return max(stated, key=lambda key: stated[key])
 
 
 def _rope_scaled(config: dict[str, object]) -> bool:
     return bool(rope_type_of(rope_of(settings_of(config))) != "default")
 
 
-def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
+def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
     """transformers scales these positions by the longest document of a micro batch: the loss
-    would depend on which documents share one."""
-    config, length = recipe.model.config, recipe.training.sequence_length
-    if config is None or not recipe.data.isolates or check_config(config):
+    would depend on which documents share one. `dynamic` ones also keep the scale of a longer
+    micro batch before."""
+    config, length = recipe.model.config, recipe.lengths.longest
+    isolates, varies = recipe.data.isolates, len(recipe.lengths.all) > 1
+    if config is None or not (isolates or varies) or check_config(config):
         return
     settings = settings_of(config)
     rope = rope_of(settings)
     rope_type = rope_type_of(rope)
-    if rope_type not in ("dynamic", "longrope"):
+    if rope_type != "dynamic" and not (rope_type == "longrope" and isolates):
         return
     limit = settings["max_position_embeddings"]
     if rope_type == "longrope":
@@ -255,10 +272,15 @@ def _isolated_lengths(recipe: Recipe) -> Iterator[Problem]:
             "original_max_position_embeddings", limit
         )
     if limit is not None and length > limit:
-        allowed = f"at most {limit} with isolated documents and rope_type {rope_type}, whose \
-frequencies would depend on the longest document of a micro batch"
-        fix = f"set it to {limit}, or do not isolate documents"
-        yield Problem("training.sequence_length", str(length), allowed, fix)
+        what = "with isolated documents" if isolates else "with lengths by stage"
+        of = "document of a micro batch" if isolates else "sequence before"
+        allowed = (
+            f"at most {limit} {what} and rope_type {rope_type}, whose frequencies would depend "
+            f"on the longest {of}"
+        )
+        fix = f"set it to {limit}, or "
+        fix += "do not isolate documents" if isolates else "train with one length"
+        yield Problem(_key_of_longest(recipe), str(length), allowed, fix)
 
 
 def _parallel(recipe: Recipe) -> Iterator[Problem]:
@@ -335,6 +357,36 @@ def _precision(recipe: Recipe) -> Iterator[Problem]:
     yield Problem("training.precision", found, ", ".join(here), fix)
 
 
+def _fp8(recipe: Recipe) -> Iterator[Problem]:
+    """What products in 8 bits need; engines and models: `rules/models.py`."""
+    if recipe.fp8 is None:
+        return
+    try:
+        device = accelerator(recipe.cluster.gpu)
+    except PlanError:
+        return  # reported by `_accelerator`
+    precision = recipe.training.precision
+    on_cpu = device.generation == "cpu"
+    if precision != "bf16" and not (on_cpu and precision == "fp32"):
+        yield Problem(
+            "training.precision",
+            f"{precision} with fp8",
+            "bf16 with fp8 (on CPUs, where 8 bits are emulated, also fp32)",
+            "set training.precision to bf16, or remove fp8",
+        )
+    if not on_cpu and device.fp8 is None:
+        found, fix = f"{device.name} with fp8, for which it has no units", "remove fp8"
+        yield Problem("cluster.gpu", found, "a GPU from Ada or Hopper on", fix)
+    for key, length in stated_lengths(recipe).items():
+        if length % 16:
+            allowed = "a multiple of 16 with fp8, which GPUs multiply in blocks"
+            fix = f"set {key} to {-(-length // 16) * 16}, or remove fp8"
+            yield Problem(key, f"{length} with fp8", allowed, fix)
+    if recipe.adapter is not None:
+        found, fix = "settings with an adapter", "remove fp8, or adapter"
+        yield Problem("fp8", found, "null with an adapter", fix)
+
+
 def _computes(device: Gpu, precision: str) -> bool:
     """Does the device compute in a precision?"""
     if device.generation == "cpu":
@@ -381,40 +433,69 @@ def _objective_settings(recipe: Recipe) -> Iterator[Problem]:
 
 def _objective_data(recipe: Recipe) -> Iterator[Problem]:
     """Packed text has no pairs, and conversations have tokens that are not to be trained."""
-    objective = recipe.training.objective
-    kinds = data_kinds(objective)
-    kind = recipe.data.kind
-    if kinds and kind not in kinds:
-        others = [name for name in OBJECTIVES.names if kind in data_kinds(name)]
-        fix = f"set training.objective to {' or '.join(others)}, or use other data"
-        found = f"{kind} with `objective: {objective}`"
-        yield Problem("data.train.kind", found, ", ".join(kinds), fix)
+    objective, sources = recipe.training.objective, dict(recipe.data.named_sources)
+    kinds, blended = data_kinds(objective), blended_kinds(objective)
+    if pairs := _mixed_pairs(recipe.data):
+        yield pairs
+        return
+    trained = {key: one.kind for key, one in sources.items() if key.startswith("data.train")}
+    wrong = {key: kind for key, kind in trained.items() if kind not in (*kinds, *blended)}
+    if not wrong and not set(kinds) & set(trained.values()):
+        wrong = trained  # only what may stand next to the objective's own
+    if not kinds or not wrong:
+        return
+    key, kind = next(iter(wrong.items()))
+    others = [name for name in OBJECTIVES.names if kind in data_kinds(name)]
+    fix = f"set training.objective to {' or '.join(others)}, or use other data"
+    found = f"{kind} with `objective: {objective}`"
+    yield Problem(f"{key}.kind", found, ", ".join(kinds), fix)
+
+
+def _mixed_pairs(data: DataSection) -> Problem | None:
+    """A sample of preferences is two rows, of everything else it is one."""
+    kinds = {key: one.kind for key, one in data.named_sources if key.startswith("data.train")}
+    for key, kind in kinds.items():
+        if (kind == "preference") != (data.kind == "preference"):
+            found = f"{kind} with `kind: {data.kind}` in {next(iter(kinds))}"
+            allowed = "preferences alone, whose samples are pairs of rows, or none"
+            fix = "train on them one after the other, with objectives of their own"
+            return Problem(f"{key}.kind", found, allowed, fix)
+    return None
 
 
 def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that mean something for chats only, and sources that go together."""
-    data = recipe.data
-    kind, chats = data.kind, isinstance(data.sources[0], ChatRowsSource)
+    """Settings that mean something for chats only, or for documents, and validation data of
+    another form."""
+    data, kind = recipe.data, recipe.data.kind
+    forms = {_form(source) for source in data.sources}
+    documents, chats = "documents" in forms, forms != {"documents"}
     if data.chat_template is not None and not chats:
         fix = "remove it, or use `kind: chat`"
         yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
-    fits = {"greedy": kind == "chat", "best_fit": not chats}
+    fits = {"greedy": "chat" in forms, "best_fit": documents}
     if not fits.get(data.packing, True):
         found, allowed = (
             f"{data.packing} with `kind: {kind}`",
             "none, greedy with chats, or best_fit with documents",
         )
         yield Problem("data.packing", found, allowed, "remove it")
-    if data.isolate_documents and chats:
+    if data.isolate_documents and not documents:
         allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
         yield Problem("data.isolate_documents", "true", allowed, fix)
-    for key, source in data.named_sources[1:]:
-        if source.kind != kind and (chats or isinstance(source, ChatRowsSource)):
+    if documents and fits["greedy"] and data.packing == "greedy" and not data.isolate_documents:
+        allowed = "true: `packing: greedy` isolates conversations, and all rows have one form"
+        fix = "set it to true, or remove `packing: greedy`"
+        yield Problem("data.isolate_documents", "false with documents", allowed, fix)
+    for key, source in data.named_sources:
+        if key.startswith("data.validation") and _form(source) not in forms:
             found = f"{source.kind} with `kind: {kind}` in {data.named_sources[0][0]}"
-            fix = f"give data of `kind: {kind}`"
-            if key.startswith("data.validation"):
-                fix += ", or use `validation_fraction`"
-            yield Problem(f"{key}.kind", found, "the kind of data.train", fix)
+            fix = f"give data of `kind: {kind}`, or use `validation_fraction`"
+            yield Problem(f"{key}.kind", found, "a kind of data.train", fix)
+
+
+def _form(source: Source) -> str:
+    """What a row of the source is: a chat, a preference, or a part of documents."""
+    return source.kind if isinstance(source, ChatRowsSource) else "documents"
 
 
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
@@ -426,7 +507,8 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
 
 
 _LENGTH = ("training.steps", "training.tokens", "training.epochs")
-_STEPS = (*_LENGTH, "training.global_batch_size", "training.sequence_length")
+_SEQUENCES = ("training.sequence_length", "data.stages")
+_STEPS = (*_LENGTH, "training.global_batch_size", *_SEQUENCES)
 _SPREAD = (
     "parallel",
     "cluster.nodes",
@@ -446,8 +528,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.freeze", "adapter"), _frozen_twice),
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "model.balance", "adapter"), _balance),
-    Rule(("model.config", "training.sequence_length"), _positions),
-    Rule(("model.config", "training.sequence_length", "data"), _isolated_lengths),
+    Rule(("model.config", *_SEQUENCES), _positions),
+    Rule(("model.config", "training.sequence_length", "data"), _dynamic_frequencies),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
     Rule(
         (
@@ -458,8 +540,10 @@ RULES: tuple[Rule, ...] = (
             "optimizer.layer_decay",
             "adapter",
             "optimizer.name",
-            "training.sequence_length",
+            *_SEQUENCES,
+            *_LENGTH,
             "training.precision",
+            "fp8",
         ),
         _model_in_parallel,
     ),
@@ -470,16 +554,18 @@ RULES: tuple[Rule, ...] = (
         ("cluster.gpu", "training.precision", "parallel.engine", "parallel.model"), _precision
     ),
     Rule(
+        ("fp8", "adapter", "cluster.gpu", "training.precision", *_SEQUENCES),
+        _fp8,
+    ),
+    Rule(
         ("evaluation.every_steps", "data.validation", "data.validation_fraction"),
         _validation_data,
     ),
     Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
     Rule(("training.objective", "data.train"), _objective_data),
     Rule(("data",), _chat_settings),
-    Rule(
-        ("data", *_LENGTH, "training.global_batch_size", "training.sequence_length"),
-        blend_problems,
-    ),
+    Rule(("data", "training.epochs"), blend_problems),
+    Rule(("data", "training.global_batch_size", "training.sequence_length"), stage_problems),
     Rule(("data", "training.epochs"), streaming_problems),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

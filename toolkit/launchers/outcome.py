@@ -17,7 +17,7 @@ from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST
+from toolkit.run.ending import PEER_LOST, cause_of
 from toolkit.terminal import tell
 
 USER_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
@@ -64,6 +64,11 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
+    if failed.code in USER_CODES and _told(events, failed):
+        if not _lost_another(events, RankExit(0, failed.code)):  # else rank 0 has shown it
+            tell(f"error: {cause_of(run_dir, offset)}")
+        tell(f"{failed.describe()}; its log is {log}")
+        return Outcome(failure_code(failed.code), failed.describe())
     tail = _tail(log)
     shown = f"\n--- the end of {log} ---\n{tail}" if tail else ""
     tell(f"error: {failed.describe()}{shown}")

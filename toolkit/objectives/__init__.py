@@ -3,7 +3,7 @@
 from toolkit.objectives.base import Objective
 from toolkit.registry import Registry
 
-__all__ = ["OBJECTIVES", "Objective", "data_kinds", "rows_per_sample"]
+__all__ = ["OBJECTIVES", "Objective", "blended_kinds", "data_kinds", "rows_per_sample"]
 
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "dmt.objectives",
@@ -24,3 +24,8 @@ def rows_per_sample(name: str) -> int:
 def data_kinds(name: str) -> tuple[str, ...]:
     """`Objective.data_kinds`; empty where the objective does not restrict its data."""
     return getattr(OBJECTIVES[name], "data_kinds", ())
+
+
+def blended_kinds(name: str) -> tuple[str, ...]:
+    """`Objective.blended_kinds`, none by default."""
+    return getattr(OBJECTIVES[name], "blended_kinds", ())

@@ -32,7 +32,8 @@ class Objective(Protocol):
     is one, as keyword arguments; stateless.
 
     A class may also have `data_kinds`, the values of `data.train.kind` that it trains on (any
-    without it), and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
+    without it), `blended_kinds`, those that a list of sources may have besides (none without
+    it), and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
     """
 
     reads: tuple[str, ...]

@@ -4,6 +4,8 @@ from toolkit.objectives.pretrain import Pretrain
 
 
 class Sft(Pretrain):
-    """The loss of `pretrain`; which tokens are trained is decided by the chat data."""
+    """The loss of `pretrain`; chat data decides which of its tokens are trained. Of documents
+    in the same list, all are."""
 
     data_kinds = ("chat",)
+    blended_kinds = Pretrain.data_kinds

@@ -23,6 +23,7 @@ NAMES: Mapping[str, str] = {
     "vpp": "virtual pipeline",
     "ep": "expert",
     "zero_stage": "zero",
+    "replicate": "replicate",
     "offload_optimizer": "offload of the optimizer",
     "offload_parameters": "offload of parameters",
     "micro_batch": "micro batch",
@@ -72,6 +73,7 @@ def _is_open(search: Search, field: str) -> bool:
         "vpp": layout.pp > 1,
         "ep": support.expert > 1 and search.job.spec.moe_layers > 0,
         "zero_stage": True,
+        "replicate": support.replicate > 1 and layout.dp > 1,
         "micro_batch": True,
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
@@ -268,6 +270,7 @@ def _asked(job: PlanRequest, field: str) -> object:
         "vpp": parallel.virtual_pipeline,
         "ep": parallel.expert,
         "zero_stage": zero.stage,
+        "replicate": parallel.replicate,
         "offload_optimizer": zero.offload_optimizer,
         "offload_parameters": zero.offload_parameters,
         "micro_batch": job.training.micro_batch_size,
@@ -288,10 +291,9 @@ def _note(search: Search, field: str) -> str:
     layout, job = search.best.layout, search.job
     if field == "tp" and layout.tp > 1 and search.cluster.island % layout.tp:
         return f"; {ACROSS_NODES}"
-    if field == "sequence_parallel" and not layout.sequence_parallel:
-        length = job.training.sequence_length
-        if length % layout.tp:
-            return f"; tensor {layout.tp} does not divide {length:,} tokens"
+    uneven = job.uneven(layout.tp)
+    if field == "sequence_parallel" and uneven is not None:
+        return f"; tensor {layout.tp} does not divide {uneven:,} tokens"
     if field == "pp" and layout.pp > 1:
         return f"; {_counted(stage_layers(job.spec.layers, layout.pp, layout.vpp))} layers"
     if field == "ep" and layout.ep > 1:

@@ -14,7 +14,7 @@ from toolkit.models.config_keys import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.legality import DEGREES, table
-from toolkit.recipe.schema import ChatRowsSource, Recipe
+from toolkit.recipe.schema import ChatRowsSource, Fp8Section, Recipe
 
 Kind = Literal["exact", "approximated", "refused"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated", "refused")
@@ -83,7 +83,7 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "blended sources", "each has its share of every prefix to within one sample"
     if recipe.data.isolates:
         yield "isolated documents", "a token attends to its own only, and positions restart"
-    elif not isinstance(recipe.data.sources[0], ChatRowsSource):
+    elif not all(isinstance(one, ChatRowsSource) for one in recipe.data.sources):
         yield "packed documents", "attention crosses those of a sequence, in every layout"
     parts = layout.dp * layout.gradient_accumulation
     split = f", not of its {parts:,} parts" if parts > 1 else ""
@@ -108,7 +108,9 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     kept = "moments of 8 bits" if optimizer.name == "adamw_8bit" else "moments"
     yield "optimizer states", f"{kinds} with fp32 weights and {kept}"
     if plan.attention is not None:
-        yield "attention", f"{plan.attention} in every engine and model implementation"
+        kernel = plan.attention_kernel
+        first = "" if kernel == "sdpa" else f", {kernel}'s kernel first,"
+        yield "attention", f"{plan.attention}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
     rows = padded_vocab(spec.vocab, layout.tp)
@@ -128,6 +130,8 @@ def _approximated(
     layout, precision = plan.layout, recipe.training.precision
     if precision != "fp32":
         yield precision, f"computed in {precision}, weights updated in fp32"
+    if recipe.fp8 is not None:
+        yield "fp8", _fp8(recipe.fp8, spec.layers)
     if plan.loss_scale is not None:
         yield (
             "loss scale",
@@ -156,6 +160,17 @@ def _approximated(
         for key, strength in random.items():
             if strength:
                 yield key, f"{strength}, but its random numbers differ between layouts"
+
+
+def _fp8(fp8: Fp8Section, layers: int) -> str:
+    kept = fp8.layers_in_bf16
+    products = (
+        f"matrix products of {layers - kept.first - kept.last} of {layers} layers round their "
+        f"operands to 8 bits, scaled {fp8.recipe}"
+    )
+    if fp8.recipe == "tensorwise":
+        return f"{products}: by one number per micro batch and rank, which the layout changes"
+    return f"{products}: alike in every layout, but another last digit may flip a code"
 
 
 def _split_sums(plan: Plan) -> str:

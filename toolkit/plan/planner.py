@@ -5,26 +5,28 @@ restarts read it and never decide again. What is decided is the outcome of
 `toolkit.plan.search`.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.backend import BACKENDS, Backend, EngineName, ModelName
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
-from toolkit.layout import Layout
+from toolkit.layout import AttentionKernel, Layout
 from toolkit.models.config_check import check_config
 from toolkit.models.families import attention, published
 from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
+from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import decisions
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Search, search
+from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.untrusted import read_json
 
@@ -33,6 +35,17 @@ _LOSS_SCALE = 2.0**16
 
 class ShapeUnknown(PlanError):
     """The model's shape is only on the hub, and not reachable now."""
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """What steps of one sequence length cost."""
+
+    sequence_length: int
+    flops_per_token: float
+    """See `Plan.flops_per_token`."""
+    step_time_s: float
+    """Predicted seconds of one optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,28 @@ class Plan:
     attention: Attention | None = None
     """What computes attention in every engine and model implementation; None in plans of
     releases before this one."""
+    attention_kernel: AttentionKernel = "sdpa"
+    """Which of torch's kernels for `sdpa` is tried first."""
     loss_scale: float | None = None
     """First loss scale of fp16, of the mean loss over a rank's tokens of a step; else None."""
     remedies: tuple[str, ...] = ()
     """Where nothing fits: the smallest changes with which something does."""
+    lengths: tuple[LengthCost, ...] = ()
+    """Where `data.stages` changes the length of sequences: a step of each, in ascending order.
+    The plan's other numbers are those of the longest."""
+
+    def flops_per_token_at(self, length: int) -> float:
+        """`flops_per_token` in sequences of this length."""
+        found = {one.sequence_length: one.flops_per_token for one in self.lengths}
+        return found.get(length, self.flops_per_token)
+
+    def run_s(self, lengths: SequenceLengths, steps: int) -> float | None:
+        """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
+        if self.step_time_s is None:
+            return None
+        found = {one.sequence_length: one.step_time_s for one in self.lengths}
+        by_length = lengths.steps_by_length(steps).items()
+        return sum(n * found.get(length, self.step_time_s) for length, n in by_length)
 
     @property
     def backend(self) -> Backend:
@@ -98,6 +129,7 @@ class Plan:
                 "layout": Layout(**fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
                 "remedies": tuple(fields.get("remedies", ())),
+                "lengths": tuple(LengthCost(**one) for one in fields.get("lengths", ())),
             }
         )
 
@@ -155,12 +187,15 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
             "virtual_pipeline": layout.vpp,
             "expert": layout.ep,
             "sequence": layout.sequence_parallel,
+            "replicate": layout.replicate,
             "recompute": layout.recompute,
             "zero": zero,
         }
     )
     training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
     kernels = recipe.kernels.model_copy(update={"loss": layout.loss})
+    if plan.attention == "sdpa":
+        kernels = kernels.model_copy(update={"attention": plan.attention_kernel})
     return recipe.model_copy(
         update={"parallel": parallel, "training": training, "kernels": kernels}
     )
@@ -181,10 +216,11 @@ def plan_of(found: Search) -> Plan:
         parameters=job.spec.total,
         trainable_parameters=job.spec.trainable,
         flops_per_token=job.spec.flops_per_token_causal(training.sequence_length),
-        peak_flops_per_gpu=device.peak_flops(training.precision),
+        peak_flops_per_gpu=device.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=(
             *(one.reason for one in decisions(found)),
+            *_kernels(job),
             *_warnings(found, built),
             *(f"would fit: {change}" for change in changes),
         ),
@@ -195,9 +231,19 @@ def plan_of(found: Search) -> Plan:
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
         attention=attention(job.config),
+        attention_kernel=job.attention_kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=changes,
+        lengths=tuple(_length_costs(found, workload)),
     )
+
+
+def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
+    """See `Plan.lengths`."""
+    for length in found.job.lengths:
+        workload = replace(longest, sequence_length=length)
+        time = step_time(workload, found.best.layout, found.cluster)
+        yield LengthCost(length, found.job.spec.flops_per_token_causal(length), time.total_s)
 
 
 def first_loss_scale(precision: str) -> float | None:
@@ -208,6 +254,14 @@ def first_loss_scale(precision: str) -> float | None:
     it fits, so engines that began with different ones would skip different steps.
     """
     return _LOSS_SCALE if precision == "fp16" else None
+
+
+def _kernels(job: PlanRequest) -> tuple[str, ...]:
+    """Why another kernel than torch's own first choice computes attention."""
+    if (kernel := job.attention_kernel) == "sdpa":
+        return ()
+    why = "asked for" if job.kernels.attention != "auto" else "auto, the fastest on Hopper"
+    return (f"attention {kernel}: {why}; torch's other kernels where it cannot",)
 
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:

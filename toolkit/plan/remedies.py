@@ -84,9 +84,11 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     parallel, zero = job.parallel, job.parallel.zero
     stated: dict[str, Any] = {
         "kernels.loss": job.kernels.loss,
+        "parallel.overlap": parallel.overlap,
         "parallel.recompute": parallel.recompute,
         "training.micro_batch_size": job.training.micro_batch_size,
         "parallel.zero.stage": zero.stage,
+        "parallel.replicate": parallel.replicate,
         "parallel.zero.offload_optimizer": zero.offload_optimizer,
         "parallel.zero.offload_parameters": zero.offload_parameters,
         "parallel.sequence": parallel.sequence,

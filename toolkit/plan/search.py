@@ -291,6 +291,7 @@ def moving_parts(layout: Layout) -> int:
         sum(degree > 1 for degree in degrees)
         + layout.sequence_parallel
         + layout.zero_stage
+        + (layout.replicate > 1)
         + sum(place != "none" for place in places)
         + (layout.recompute != "none")
         + (layout.loss != "whole")

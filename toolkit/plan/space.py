@@ -151,13 +151,17 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
     for tensor, pipeline, virtual in _degrees(job, pair, fallback.largest_tensor):
         experts = _experts(job, pair, pipeline)
-        for expert, sequence, sharded in product(experts, _sequence(asked, tensor), in_stage):
+        copies = _copies(job, pair, fallback, tensor * pipeline)
+        for expert, sequence, sharded, replicate in product(
+            experts, _sequence(asked, tensor), in_stage, copies
+        ):
             update = kept | {
                 "tensor": tensor,
                 "pipeline": pipeline,
                 "virtual_pipeline": virtual,
                 "expert": expert,
                 "sequence": sequence,
+                "replicate": replicate,
                 "zero": sharded,
             }
             settled = asked.model_copy(update=update)
@@ -220,6 +224,17 @@ def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
     return (True, False) if tensor > 1 else (False,)
 
 
+def _copies(job: PlanRequest, pair: Pair, fallback: Fallback, parts: int) -> list[int]:
+    """How often all shards may be there, of a model in so many parts. What fits only away from
+    the device has no room for copies."""
+    asked = job.parallel.replicate
+    if isinstance(asked, int):
+        return [asked]
+    if table()[pair].replicate == 1 or fallback.offload != ("none", "none"):
+        return [1]
+    return legality.copies_of(job.cluster.world_size // parts)
+
+
 def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKernel], ...]:
     layers, loss = job.parallel.recompute, job.kernels.loss
     able = [one for one in _RECOMPUTE if one in table()[pair].recompute]
@@ -241,6 +256,7 @@ def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:
         vpp=int(parallel.virtual_pipeline),
         ep=int(parallel.expert),
         sequence_parallel=bool(parallel.sequence),
+        replicate=int(parallel.replicate),
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]

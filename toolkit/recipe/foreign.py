@@ -25,7 +25,7 @@ class Foreign:
         return f"write `{self.target}`" + (f" ({self.note})" if self.note else "")
 
 
-_FP8_LATER = "fp8 is not in this release: write bf16"
+_FP8 = "write bf16, and `fp8: {recipe: rowwise}` beside `training`"
 
 _NAMES = {
     # batch
@@ -63,8 +63,7 @@ _NAMES = {
     # precision and seed
     Foreign("training.precision", "one of fp32, bf16, fp16"):
         "bf16 fp16 tf32 mixed_precision torch_dtype dtype",
-    Foreign(None, "fp8 is not in this release; remove it, and set `training.precision: bf16`"):
-        "fp8 float8",
+    Foreign("fp8.recipe"): "float8 fp8_recipe float8_recipe_name enable_fp8",
     Foreign("training.seed"): "random_seed",
     # parallelism
     Foreign("parallel.tensor"):
@@ -167,7 +166,7 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 
 
 LATER_VALUES: dict[str, dict[str, str]] = {
-    "training.precision": {"fp8": _FP8_LATER, "float8": _FP8_LATER},
+    "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
 """Values, lowercase, by our setting, that this release lacks: what to write instead."""
 

@@ -5,7 +5,7 @@ an earlier one, with the overrides of the command line on top of all. Every node
 knows the file and line that state it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os.path import normpath
 from pathlib import Path
@@ -89,6 +89,26 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
         else:
             entries[key] = entry
     return Mapping(over.place, entries)
+
+
+def stated_in(path: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Dotted name of every setting that a recipe states → the file, or `--set`, that states
+    it; the recipe's own settings first, then those of the files that it extends.
+
+    Raises RecipeError when a file cannot be read.
+    """
+    layers = read_layers(path, overrides)
+    found = dict(_places(layers.root))
+    own = (layers.files[0], OVERRIDE_FILE)
+    return dict(sorted(found.items(), key=lambda one: one[1] not in own))
+
+
+def _places(node: Mapping, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, entry in node.entries.items():
+        if isinstance(entry.node, Mapping) and entry.node.entries:
+            yield from _places(entry.node, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", entry.place.file
 
 
 def _read_file(

@@ -5,7 +5,6 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import LossKernel
+from toolkit.layout import AttentionKernel, LossKernel
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
+from toolkit.recipe.lengths import SequenceLengths
 
 if TYPE_CHECKING:
     EngineChoice: TypeAlias = str
@@ -66,6 +66,7 @@ TokenCount: TypeAlias = Annotated[
     Field(ge=1, le=10**18),
     Wording("a whole number ≥ 1 (2.0e12 is fine)"),
 ]
+SequenceLength: TypeAlias = Annotated[int, Field(ge=2, le=2**24)]
 HostPort: TypeAlias = Annotated[
     str,
     Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):[0-9]{1,5}$"),
@@ -107,6 +108,11 @@ WandbName: TypeAlias = Annotated[
     Wording("1 to 128 characters, without `/\\#?%:` and control characters"),
 ]
 """What wandb's own settings accept of a project; control characters its server refuses."""
+TrackerName: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
+    Wording("1 to 128 letters, digits and `._-`"),
+]
 WandbTag: TypeAlias = Annotated[
     str,
     Field(pattern=r"^\P{Cc}{1,64}$"),
@@ -345,20 +351,18 @@ Sources: TypeAlias = Annotated[
 
 
 class StageSection(Section):
-    """From which step on the sources of a list have other weights."""
+    """From which step on sequences have another length, or the sources of a list other weights;
+    at least one of the two."""
 
     from_step: Positive | None = None
     """The first step of the stage is the one after so many steps."""
     from_tokens: TokenCount | None = None
     """The same, in training tokens; rounded up to whole steps."""
-    weights: dict[NonEmpty, NonNegativeFloat]
-    """Weight of every source, by its label."""
-
-    def first_step(self, global_batch_tokens: int) -> int:
-        """Steps before the stage."""
-        if self.from_step is not None:
-            return self.from_step
-        return math.ceil((self.from_tokens or 0) / global_batch_tokens)
+    weights: dict[NonEmpty, NonNegativeFloat] | None = None
+    """Weight of every source, by its label. Default: those of the stage before."""
+    sequence_length: SequenceLength | None = None
+    """Tokens per sequence: a divisor of the longest of all stages. Default: that of the stage
+    before."""
 
 
 class StreamingSection(Section):
@@ -386,7 +390,7 @@ class DataSection(Section):
     """Training documents: a source, or a list of sources, each with a `weight` or `epochs`
     (docs/data.md)."""
     stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
-    """Of a list of sources: when their weights change."""
+    """When the length of sequences changes, or the weights of a list of sources."""
     validation: Sources | None = None
     """Validation documents: a source, or a list of sources, whose losses are reported one by
     one. Without it, `validation_fraction` of every source of `train` is held out."""
@@ -421,7 +425,7 @@ class DataSection(Section):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What `train` names: one source or several, all of one form."""
+        """What `train` names: one source or several."""
         return self.train if isinstance(self.train, tuple) else (self.train,)
 
     @property
@@ -468,46 +472,23 @@ class TrainingSection(Section):
     """Training tokens; rounded up to whole steps."""
     epochs: PositiveFloat | None = None
     """Passes over the training data; rounded up to whole steps."""
-    sequence_length: Annotated[int, Field(ge=2, le=2**24)]
-    """Tokens per sequence."""
+    sequence_length: SequenceLength
+    """Tokens per sequence; `data.stages` may change it."""
     global_batch_size: Positive
     """Samples per optimizer step over all ranks; never changed by a layout. A sample is a
     sequence, with `dpo` and `orpo` a pair of sequences."""
     micro_batch_size: Positive | Auto = "auto"
     """Samples per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Compute precision; master weights and optimizer states are always fp32."""
+    """Compute precision; master weights and optimizer states are always fp32. For fp8, bf16
+    and a section `fp8`."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
-
-    @property
-    def sample_tokens(self) -> int:
-        """Tokens of a sample, of all its rows."""
-        return self.rows_per_sample * self.sequence_length
 
     @property
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
         return rows_per_sample(self.objective)
-
-    @property
-    def global_batch_tokens(self) -> int:
-        """Positions of a global batch, masked ones too."""
-        return self.global_batch_size * self.sample_tokens
-
-    def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
-        """Optimizer steps of the run.
-
-        `samples_per_epoch` counts packed sequences; without it, the number of steps of a run
-        whose length is given in epochs is unknown: None.
-        """
-        if self.steps is not None:
-            return self.steps
-        if self.tokens is not None:
-            return math.ceil(self.tokens / self.global_batch_tokens)
-        if self.epochs is None or samples_per_epoch is None:
-            return None
-        return math.ceil(self.epochs * samples_per_epoch / self.global_batch_size)
 
 
 class DpoSection(Section):
@@ -708,6 +689,14 @@ class ParallelSection(Section):
     """Sequence parallel: norms and dropouts sharded inside the tensor group."""
     zero: ZeroSection = ZeroSection()
     """ZeRO and offload."""
+    replicate: Degree | Auto = "auto"
+    """With engine `fsdp`: how often all shards are there. Weights are gathered among fewer
+    ranks, which follow each other, and gradients summed over the copies once a step; 1: every
+    shard is there once."""
+    overlap: Literal["none"] | Auto = "auto"
+    """`auto`: ranks communicate while they compute. `none`, with engine `megatron`: gradients
+    are reduced after the backward pass, ZeRO 1's weights gathered after the update, and an
+    interleaved pipeline waits for every message."""
     recompute: Literal["none", "selective", "full"] | Auto = "auto"
     """Activation recompute: nothing, attention only, or whole layers."""
 
@@ -798,6 +787,24 @@ class WandbSection(Section):
     """Tags of the run."""
 
 
+class MlflowSection(Section):
+    """MLflow. Credentials come from the environment (MLFLOW_TRACKING_USERNAME, …)."""
+
+    experiment: TrackerName = "dmt"
+    """Experiment; created when it does not exist."""
+    tracking_uri: str | None = None
+    """Server or database, e.g. `http://HOST:5000` or `sqlite:////shared/mlflow.db`; null for
+    MLFLOW_TRACKING_URI, or MLflow's own default (`mlflow.db` in the current folder)."""
+
+
+class TrackioSection(Section):
+    """trackio, on this machine: `trackio show` shows it. Its folder is the one that
+    TRACKIO_DIR names, or trackio's own default."""
+
+    project: TrackerName = "dmt"
+    """Project name."""
+
+
 class LoggingSection(Section):
     """What is written while training."""
 
@@ -807,6 +814,10 @@ class LoggingSection(Section):
     """Weights & Biases; null for none."""
     tensorboard: bool = False
     """Also write TensorBoard event files to `tensorboard/` in the run directory."""
+    mlflow: MlflowSection | None = None
+    """MLflow; null for none."""
+    trackio: TrackioSection | None = None
+    """trackio; null for none."""
     samples: bool = False
     """Also write which samples of the training data each step trains on, to
     `samples/rank-N.jsonl` in the run directory: one line per step and rank."""
@@ -905,6 +916,30 @@ class KernelsSection(Section):
     """Logits and cross entropy: `whole`, of all tokens of a micro batch at once; `chunked`, of
     some tokens at a time, which needs a fraction of the memory, and the backward pass makes the
     logits again. `auto`: whole where that fits."""
+    attention: AttentionKernel | Auto = "auto"
+    """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
+    own first choice (`sdpa`); the others come after it. `auto`: cuDNN's on Hopper."""
+
+
+class LayersInBf16(Section):
+    """Decoder layers at the ends of the model."""
+
+    first: Count = 0
+    """How many from the first one on."""
+    last: Count = 0
+    """How many up to the last one."""
+
+
+class Fp8Section(Section):
+    """Matrix products of the decoder layers in 8-bit floats, on transformers' dense models
+    (docs/fp8.md)."""
+
+    recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
+    """torchao's scaling. `rowwise`: a scale, a power of two, for each row of an operand;
+    `rowwise_with_gw_hp`: the same, but gradients of weights stay in 16 bits; `tensorwise`: one
+    scale per operand, which depends on micro batch and layout."""
+    layers_in_bf16: LayersInBf16 = LayersInBf16()
+    """Layers that stay in 16 bits."""
 
 
 class Recipe(Section):
@@ -925,6 +960,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     parallel: ParallelSection = ParallelSection()
     kernels: KernelsSection = KernelsSection()
+    fp8: Fp8Section | None = None
     cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
@@ -935,6 +971,30 @@ class Recipe(Section):
     def objective_sections(self) -> dict[str, Section | None]:
         """The sections of objectives with settings, by the objective's name."""
         return {name: getattr(self, name) for name in OBJECTIVE_SECTIONS}
+
+    @property
+    def lengths(self) -> SequenceLengths:
+        """How long the sequences of each step are."""
+        training = self.training
+        return SequenceLengths.of(
+            self.data.stages,
+            training.sequence_length,
+            training.global_batch_size,
+            training.rows_per_sample,
+        )
+
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None where it is given in epochs."""
+        return self.lengths.total_steps(self.training)
+
+    @property
+    def trained_lengths(self) -> tuple[int, ...]:
+        """The lengths that the run's steps have, ascending, without those of stages behind its
+        end: what the layout is planned for."""
+        steps, lengths = self.total_steps(), self.lengths
+        if steps is None:
+            return lengths.all
+        return tuple(length for length, n in lengths.steps_by_length(steps).items() if n)
 
     def objective(self) -> Objective:
         """What is minimised, with the settings of its section."""

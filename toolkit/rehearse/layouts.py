@@ -61,6 +61,7 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
         virtual_pipeline=layout.vpp,
         expert=layout.ep,
         sequence=layout.sequence_parallel,
+        replicate=layout.replicate,
         recompute=layout.recompute,
         zero=zero.model_copy(update=placement),
     )
@@ -76,6 +77,8 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayo
     Where the own one is among the standard ones, that one comes first instead.
     """
     own = own_layout(recipe.parallel.zero, plan, processes)
+    parallel = own.parallel.model_copy(update={"overlap": recipe.parallel.overlap})
+    own = replace(own, parallel=parallel)
     same = [one for one in STANDARD if _does(one) == _does(own)]
     first = replace(same[0], note=own.note) if same else own
     return [first, *(one for one in STANDARD if one.name != first.name)]
@@ -139,8 +142,9 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
     small: dict[str, int] = {}
     room = processes
     for name in order:
-        # 2 data-parallel ranks do what more do, but where experts are spread over more.
-        most = max(2, experts)
+        # 2 data-parallel ranks do what more do, but where experts are spread over more, and
+        # where there are copies of shards.
+        most = max(2, experts, 4 if layout.replicate > 1 else 0)
         degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
         small[name] = degree if degree <= room else 1
         room //= small[name]
@@ -150,6 +154,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         ep=experts if small["tp"] * small["dp"] % experts == 0 else 1,
         sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
         zero_stage=layout.zero_stage,
+        replicate=2 if layout.replicate > 1 and small["dp"] == 4 else 1,
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,

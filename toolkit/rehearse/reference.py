@@ -22,6 +22,7 @@ from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
 from toolkit.adapters.weights import first_weights
 from toolkit.intake.load import load_recipe
+from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 from toolkit.models.frozen import matching
 from toolkit.models.routers import SCORES, is_router, outcome
@@ -42,6 +43,7 @@ def train(recipe: Recipe, folder: Path) -> None:
     names = hf.checkpoint_shapes(config)
     everything = ("*",) if recipe.adapter is not None else recipe.model.freeze
     hf.freeze(model, matching(everything, names))
+    fp8.convert(model, recipe.fp8)
     model.train()
     optimizers = _optimizers(model, recipe.optimizer)
     steps = recipe.training.steps

@@ -15,6 +15,7 @@ from toolkit.recipe.schema import (
     CheckpointSection,
     ClusterSection,
     EvaluationSection,
+    Fp8Section,
     LoggingSection,
     ParallelSection,
     Recipe,
@@ -130,7 +131,7 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     another package's reads is not in a rehearsal's batches.
     """
     divisors = degrees(plan)
-    long = recipe.training.sequence_length
+    long = recipe.trained_lengths[-1]
     short = shrink_sequence(long, divisors)
     assert recipe.model.config is not None, "looked up by `prepare`"
     config = shrink_config(without_noise(recipe.model.config), divisors)
@@ -158,13 +159,18 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     adapter = recipe.adapter
     if adapter is not None:
         adapter = adapter.model_copy(update={"dropout": 0.0, "folder": None})
+    fp8 = recipe.fp8 and Fp8Section(recipe=recipe.fp8.recipe)  # in all of the few layers
     return recipe.model_copy(
         update={
             "adapter": adapter,
+            "fp8": fp8,
             "model": recipe.model.model_copy(update=model),
+            "data": recipe.data.model_copy(update={"stages": ()}),
             "training": recipe.training.model_copy(update=training),
             "optimizer": recipe.optimizer.model_copy(update=optimizer),
-            "kernels": recipe.kernels.model_copy(update={"loss": plan.layout.loss}),
+            "kernels": recipe.kernels.model_copy(
+                update={"loss": plan.layout.loss, "attention": "auto"}
+            ),
             "schedule": ScheduleSection(name="constant"),
             "evaluation": EvaluationSection(),
             "checkpoint": CheckpointSection(export=False),

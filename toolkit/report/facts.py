@@ -1,7 +1,7 @@
 """What a report says of a run in words."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run.comparison import differences
@@ -22,7 +22,9 @@ LABELS = {
 """Names of the parts of a run's time."""
 
 
-def rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
+def rows(
+    run: RunDirectory, summary: Summary, pace: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
     """Pairs of a label, empty where it continues, and what there is to say."""
     yield "ended", _ended(run, summary.ending)
     tokens = summary.tokens
@@ -49,6 +51,8 @@ def rows(run: RunDirectory, summary: Summary) -> Iterator[tuple[str, str]]:
     if (share := summary.data_wait_share) is not None and share >= DATA_BOUND:
         waited = f"{share:.0%} of the step time was spent waiting for batches"
         yield "data", f"{waited}: the run is bound by its data (is `data.cache` a local disk?)"
+    for sentence in pace:
+        yield "pace", sentence
     event = summary.prediction
     if event is not None and {"predicted", "measured", "measured_over_predicted"} <= set(event):
         yield from differences(event)

@@ -14,6 +14,7 @@ from ruamel.yaml.error import YAMLError
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event
 from toolkit.report.goodput import Goodput, Metrics, goodput
+from toolkit.report.stragglers import pace
 from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
@@ -23,6 +24,8 @@ from toolkit.untrusted import parse_json, read_bytes
 
 LARGEST_LOG = 1 << 33
 """Bytes of a metrics file that are read."""
+MOST_RANKS = 64
+"""Whose waits are read; the first ones by name."""
 _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
@@ -41,8 +44,12 @@ class RunRecord:
     events: Sequence[Event] = ()
     metrics: Sequence[Metrics] = ()
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    stated_in: Mapping[str, Any] = field(default_factory=dict)
+    """Setting → the file that states it; empty in runs that did not record it."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    ranks: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """What each rank waited for; empty in runs that did not record it."""
     missing: list[str] = field(default_factory=list)
     """What could not be read, one sentence per file."""
 
@@ -56,6 +63,11 @@ class RunRecord:
         """Where its time went."""
         return goodput(self.events, self.metrics)
 
+    @cached_property
+    def pace(self) -> list[str]:
+        """Where it slowed down, and which rank holds up the others."""
+        return pace(self.metrics, self.ranks)
+
     @property
     def state(self) -> tuple[RunState, str]:
         """See `state_of`."""
@@ -68,7 +80,12 @@ def read_record(path: Path) -> RunRecord:
     record = RunRecord(run)
     record.events = _lines(run.events, record.missing)
     record.metrics = _lines(run.metrics, record.missing)
+    for file in sorted(run.ranks.glob("rank-*.jsonl"))[:MOST_RANKS]:
+        if (rank := file.stem.removeprefix("rank-")).isdigit():
+            record.ranks[int(rank)] = _lines(file, record.missing)
     record.recipe = _mapping(run.recipe, YAML(typ="safe").load, record.missing)
+    if run.stated_in.exists():
+        record.stated_in = _mapping(run.stated_in, parse_json, record.missing)
     record.plan = _mapping(run.plan, parse_json, record.missing)
     record.environment = _mapping(run.environment, parse_json, record.missing)
     return record

@@ -44,8 +44,8 @@ class LivePage:
         self._lock = threading.Lock()
         self._seen: object = None
         self._data: dict[str, Any] = {}
-        self.json = ""
-        """The last `data` as text, written once for all."""
+        self.json = b""
+        """The last `data`, written once for all clients."""
         self._next = 0.0
         self._begun, self._version = time.time_ns(), 0
 
@@ -60,7 +60,7 @@ class LivePage:
                 records = [read_record(run.path) for run in self._runs]
                 self._version += 1
                 self._data = {**page_data(records), "version": f"{self._begun}-{self._version}"}
-                self._seen, self.json = seen, json.dumps(self._data)
+                self._seen, self.json = seen, json.dumps(self._data).encode()
             spent = time.thread_time() - spent
             self._next = time.monotonic() + max(_EVERY_S, spent / _SHARE)
             return self._data
@@ -145,8 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
             data = self.server.live.data()
         return data
 
-    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
-        body = text.encode()
+    def _answer(self, status: HTTPStatus, text: str | bytes, kind: str = "text/plain") -> None:
+        body = text.encode() if isinstance(text, str) else text
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         if status != HTTPStatus.NO_CONTENT:

@@ -25,10 +25,13 @@ from toolkit.intake.load import load_recipe, placed
 from toolkit.plan.cost.prediction import Prediction, predict
 from toolkit.plan.estimate import estimate_plan, memory_parts, time_parts
 from toolkit.plan.planner import Plan, placed_on, plan_recipe
+from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.run.environment import json_text
 from toolkit.terminal import tell
 from toolkit.untrusted import read_json
 
@@ -93,13 +96,17 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
+def write(
+    assignment: Assignment,
+    command: Sequence[str],
+    places: Mapping[str, str] | None = None,
+) -> RunDirectory:
     """Write the run directory, or continue the one that is there.
 
     Raises DirectoryInUse, with nothing written, when a run is using it.
     """
     refuse_if_claimed(RunDirectory(assignment.run_dir))
-    return RunDirectory.create(
+    run = RunDirectory.create(
         assignment.run_dir,
         assignment.recipe,
         {
@@ -110,6 +117,9 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
         command,
         assignment.engine_config,
     )
+    if places is not None:
+        jsonl.write_atomically(run.stated_in, json_text(jsonl.plain(places)))
+    return run
 
 
 def _stored(prediction: Prediction | None) -> dict[str, Any] | None:
@@ -165,7 +175,9 @@ def assign(
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
         show_plan(assignment)
     preflight(assignment.recipe, assignment.plan, "worker", tell)
-    show_run_directory(write(assignment, command))
+    handed_over = recipe_path.absolute() == run.handed_over
+    places = None if handed_over else stated_in(recipe_path, overrides)
+    show_run_directory(write(assignment, command, places))
     return assignment
 
 

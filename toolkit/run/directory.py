@@ -54,6 +54,8 @@ class RunDirectory:
 
     recipe = _Inside("recipe.yaml")
     """The resolved recipe, every default written out."""
+    stated_in = _Inside("stated_in.json")
+    """Which file, or `--set`, states each setting of the recipe that is no default."""
     plan = _Inside("plan.json")
     """The plan that was made once, for every rank and restart."""
     command = _Inside("command.txt")
@@ -72,12 +74,12 @@ class RunDirectory:
     """Which weights the reference model of `dpo` has: those that the run began with."""
     logs = _Inside("logs")
     """Folder of the log files."""
+    ranks = _Inside("ranks")
+    """Folder in which every rank writes what it waited for by itself."""
     samples = _Inside("samples")
     """Folder of the sample logs."""
     wandb = _Inside("wandb")
     """Folder that W&B writes."""
-    wandb_state = _Inside("wandb.json")
-    """W&B run id and what was posted; outside `wandb/`, so it survives its removal."""
     tensorboard = _Inside("tensorboard")
     """Folder of TensorBoard event files."""
     heartbeats = _Inside("heartbeats")
@@ -92,6 +94,11 @@ class RunDirectory:
     def engine_config(self, engine: str) -> Path:
         """The engine's complete configuration (`deepspeed.json`, `fsdp.json`, …)."""
         return self.path / f"{engine}.json"
+
+    def tracker_state(self, tracker: str) -> Path:
+        """The run's id at a tracker and what was posted; outside its folder, whose removal it
+        survives."""
+        return self.path / f"{tracker}.json"
 
     def rank_log(self, rank: int) -> Path:
         """Log file of one rank."""

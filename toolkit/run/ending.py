@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -20,3 +21,10 @@ def events_offset(run_dir: Path) -> int:
     """Return the present end of events.jsonl: events behind it belong to this launch."""
     events = RunDirectory(run_dir).events
     return events.stat().st_size if events.exists() else 0
+
+
+def cause_of(run_dir: Path, offset: int) -> str | None:
+    """What the first rank said that failed by itself, in events behind `offset`."""
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    said = [event.get("error") for event in events if event.get("kind") == "end"]
+    return next((str(error) for error in said if error and error != PEER_LOST), None)

@@ -30,10 +30,14 @@ EventKind = Literal[
 ]
 
 
+VALIDATION = "validation/"
+"""How the names of the losses of validation sources begin in an `evaluation` event."""
+
+
 class EventLog:
     """Appends to `events.jsonl`. Any process of the run may: a line is one write.
 
-    Launchers and the W&B follower read these events; they rely on
+    Launchers and the trackers read these events; they rely on
 
     - `end` with `exit_code` (and `rank`, and `error` when it failed): written by rank 0
       however the run ends, and by any other rank that fails; `retry: false` where another

@@ -128,9 +128,9 @@ def _model(shown: Mapping[str, Any], planned: tuple[Plan, Estimate] | None) -> I
 
 def _training_comments(recipe: Recipe, planned: tuple[Plan, Estimate] | None) -> dict[str, str]:
     training = recipe.training
-    tokens = training.global_batch_tokens
+    tokens = recipe.lengths.tokens(1)
     comments = {"global_batch_size": f"samples; {_count(tokens)} tokens a step"}
-    if (steps := training.total_steps()) is not None:
+    if (steps := recipe.total_steps()) is not None:
         comments["steps" if training.steps else "tokens"] = (
             f"{_count(steps * tokens)} tokens" if training.steps else f"{steps:,} steps"
         )
@@ -183,7 +183,7 @@ def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> I
     yield f"# Planned: {verdict}{_gib(total)}{limit} GiB per {per}; {speed}{mfu}."
     if basis(cluster) == "nominal":
         yield "# These are a nominal CPU's times: `dmt doctor --calibrate` measures this one."
-    if (steps := recipe.training.total_steps()) is not None:
+    if (steps := recipe.total_steps()) is not None:
         hours = steps * time.total_s / SECONDS_PER_HOUR
         gpu_hours = hours * plan.layout.world
         cost = ""

@@ -26,7 +26,7 @@ from toolkit.run.directory import RunDirectory, changes, may_change, shown
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.terminal import tell
-from toolkit.track.wandb_follower import PostedState
+from toolkit.track.follower import PostedState
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
@@ -113,9 +113,11 @@ class RunCheckpoints:
             fix = "restore the data files, or start in another directory (--run-dir)"
             if "special_tokens" not in found.manifest.recipe["data"]:
                 fix += "; its release read text as data.special_tokens: parse does"
+            step, longest = manifest.step, manifest.lengths.longest
             if isinstance(self.assignment.recipe.data.train, tuple):
-                step = manifest.step
                 fix += f"; to change weights, add a stage to data.stages from step {step} on"
+            if self.data.lengths.longest != longest:
+                fix += f"; keep {longest} as the longest sequence_length: the data is cut by it"
             raise CheckpointError(
                 f"{found.folder} was trained on other data: its cursor means nothing here",
                 fix=fix,
@@ -241,9 +243,9 @@ class RunCheckpoints:
 
     def _restore_wandb_id(self, manifest: Manifest) -> None:
         """Let W&B continue the same run, even if its own file was lost."""
-        if manifest.wandb_id is not None and not self.directory.wandb_state.exists():
+        if manifest.wandb_id is not None and not self.directory.tracker_state("wandb").exists():
             posted = PostedState(manifest.wandb_id, posted_step=manifest.step)
-            posted.save(self.directory.wandb_state)
+            posted.save(self.directory.tracker_state("wandb"))
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
         """Begin to save, unless that was done at this step already.
@@ -328,7 +330,7 @@ class RunCheckpoints:
 
     def _wandb_id(self) -> str | None:
         try:
-            return str(read_json(self.directory.wandb_state)["run_id"])
+            return str(read_json(self.directory.tracker_state("wandb"))["run_id"])
         except (OSError, ValueError, KeyError):
             return None
 

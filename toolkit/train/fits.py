@@ -86,7 +86,7 @@ class Pairing:
         what, step = "step and schedule", self.manifest.step
         if changed:
             return StateRow(what, "refused", "; ".join(changed))
-        total = self.recipe.training.total_steps()
+        total = self.recipe.total_steps()
         if total is None:
             detail = f"continues after step {step:,} of {self.recipe.training.epochs:g} epochs"
             return StateRow(what, "changed" if length else "kept", "; ".join([detail, *length]))
@@ -102,7 +102,8 @@ class Pairing:
     def _rates(self, total: int) -> Iterator[str]:
         """Where another length of the run means another learning rate now."""
         step, optimizer = self.manifest.step, self.recipe.optimizer
-        before = TrainingSection(**self.manifest.recipe["training"]).total_steps()
+        training = TrainingSection(**self.manifest.recipe["training"])
+        before = self.manifest.lengths.total_steps(training)
         schedule = ScheduleSection(**self.manifest.recipe["schedule"])
         if before is None or step >= before:
             return

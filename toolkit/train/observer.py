@@ -19,26 +19,26 @@ from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import EventLog
+from toolkit.run.events import VALIDATION, EventLog
 from toolkit.terminal import tell
 from toolkit.track.metrics import Metrics, MetricsLog, mfu
 from toolkit.track.progress import ProgressReport
+from toolkit.track.rank_waits import RankWaits, drop_later_waits
 from toolkit.track.sample_log import SampleLog, drop_later_samples
-from toolkit.track.tensorboard import TensorBoardLog
-from toolkit.track.wandb_follower import VALIDATION
-from toolkit.track.wandb_service import WandbFollower
+from toolkit.track.service import TrackerFollower
+from toolkit.track.trackers import wanted
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 
 GIB = 2**30
-WANDB_GRACE_S = 15.0
-"""How long the end of a run waits for W&B; launchers give a stopping run 30 s."""
+TRACKER_GRACE_S = 15.0
+"""How long the end of a run waits for each tracker; launchers give a stopping run 30 s."""
 
 
 class Reporter:
-    """Rank 0's outputs: metrics.jsonl, events, progress bar, W&B, TensorBoard."""
+    """Rank 0's outputs: metrics.jsonl, events, progress bar, trackers."""
 
     def __init__(
         self,
@@ -51,22 +51,20 @@ class Reporter:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
         drop_later_samples(run, start)
+        drop_later_waits(run, start)
         self.progress = progress
-        self.wandb = None
-        if recipe.logging.wandb is not None:
-            self.wandb = WandbFollower.start(run, recipe.logging.wandb, recipe.name, events)
-        self.tensorboard = None
-        if recipe.logging.tensorboard:
-            self.tensorboard = TensorBoardLog(run.tensorboard, start)
+        self.trackers = [
+            TrackerFollower(run, name, settings, recipe.name, events)
+            for name, settings in wanted(recipe.logging)
+        ]
 
     def log(self, metrics: Metrics) -> None:
         """Write one logged step everywhere."""
         self.metrics.write(metrics)
         self.progress.logged(metrics)
-        if self.tensorboard is not None:
-            self.tensorboard.write(metrics)
-        if self.wandb is not None and (problem := self.wandb.problem()):
-            self.progress.message(problem)
+        for tracker in self.trackers:
+            if problem := tracker.problem():
+                self.progress.message(problem)
 
     def skipped(self, step: int, result: StepResult) -> None:
         """Say that a step's update was skipped."""
@@ -95,17 +93,13 @@ class Reporter:
             "evaluation", **{**result.metrics, **fields, **found}, seconds=round(seconds, 3)
         )
         self.progress.message(said)
-        if self.tensorboard is not None:
-            written = {**result.metrics, **sources, "loss": result.loss}
-            self.tensorboard.write_validation(step, written)
 
     def finish(self) -> None:
-        """Let W&B and TensorBoard write what they hold."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            line = self.wandb.finish(WANDB_GRACE_S) or self.wandb.to_sync()
-            if line is not None:
+        """Let the trackers post what is left, all at once."""
+        for tracker in self.trackers:
+            tracker.end()
+        for tracker in self.trackers:
+            if line := tracker.finish(TRACKER_GRACE_S) or tracker.afterwards():
                 tell(line)
 
 
@@ -117,8 +111,9 @@ class Observed:
     plan: Plan
     engine: Engine
     ranks: Ranks
-    validation: Mapping[str, Callable[[], Sequence[MicroBatch]]]
-    """This rank's validation batches, by the title of their source."""
+    validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]]
+    """This rank's validation batches by the title of their source, with every sample cut into
+    so many parts."""
     checkpoints: RunCheckpoints
     prediction: Prediction | None
     """What the plan promises."""
@@ -134,7 +129,9 @@ class Observer:
         self.reporter = reporter
         self._window = _Window()
         self._seconds: list[float] = []
-        """Of every step since this start."""
+        """Of every step since this start with sequences of the length that was planned."""
+        self._lengths = run.recipe.lengths
+        self._planned_length = run.recipe.trained_lengths[-1]
         self._validated_at = -1
         self._skipping = False
         """The last step was skipped: the weights are those of a step before."""
@@ -145,6 +142,7 @@ class Observer:
         self._replicas = ReplicaCheck(
             run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
         )
+        self._waits = RankWaits(run.checkpoints.directory, rank)
         self._samples: SampleLog | None = None
         if run.recipe.logging.samples:
             data_rank = run.plan.layout.data_rank(run.ranks.rank)
@@ -152,8 +150,11 @@ class Observer:
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Advance the bar; log (always the first step) and compare replicas when due."""
-        self._window.add(report)
-        self._seconds.append(report.seconds)
+        length = self._lengths.stage_of(progress.step - 1).sequence_length
+        flops_per_token = self.run.plan.flops_per_token_at(length)
+        self._window.add(report, self._lengths.step_tokens(length), flops_per_token)
+        if length == self._planned_length:
+            self._seconds.append(report.seconds)
         self._skipping = report.result.skipped is not None
         if self._samples is not None:
             self._samples.write(progress.step, report.samples)
@@ -164,6 +165,8 @@ class Observer:
         every = self.run.recipe.logging.every_steps
         if progress.step % every == 0 or progress.step == 1:
             metrics = self._metrics(progress, report)
+            window = self._window
+            self._waits.write(progress.step, window.steps, window.data_wait_s)
             self._window = _Window()
             if self.reporter is not None:
                 self.reporter.log(metrics)
@@ -188,7 +191,7 @@ class Observer:
     def _metrics(self, progress: Progress, report: StepReport) -> Metrics:
         plan, result = self.run.plan, report.result
         step_time_s = self._window.seconds / self._window.steps
-        tokens_per_s = self.run.recipe.training.global_batch_tokens / step_time_s
+        tokens_per_s = self._window.tokens / self._window.seconds
         return Metrics(
             step=progress.step,
             loss=result.loss,
@@ -199,7 +202,10 @@ class Observer:
             step_time_s=step_time_s,
             data_wait_s=self._window.data_wait_s / self._window.steps,
             mfu=mfu(
-                plan.flops_per_token, tokens_per_s, plan.peak_flops_per_gpu, plan.layout.world
+                self._window.flops / self._window.tokens,
+                tokens_per_s,
+                plan.peak_flops_per_gpu,
+                plan.layout.world,
             ),
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
@@ -221,9 +227,10 @@ class Observer:
         self._validated_at = progress.step
         started = time.perf_counter()
         results = {}
+        parts = self._lengths.stage_of(max(progress.step - 1, 0)).parts
         for name, batches in self.run.validation.items():
             self.run.mark("building the validation batches")
-            watched = HeartbeatBatches(batches(), self.run.mark)
+            watched = HeartbeatBatches(batches(parts), self.run.mark)
             results[name] = self.run.engine.evaluate(watched)
         if self.reporter is not None:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
@@ -311,9 +318,13 @@ class _Window:
         self.steps = 0
         self.seconds = 0.0
         self.data_wait_s = 0.0
+        self.tokens = 0
+        self.flops = 0.0
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport, tokens: int, flops_per_token: float) -> None:
         self.steps += 1
+        self.tokens += tokens
+        self.flops += tokens * flops_per_token
         self.seconds += report.seconds
         self.data_wait_s += report.data_wait_s
 

@@ -30,6 +30,7 @@ from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.checkpoint.resume import Found
 from toolkit.data.batches import GlobalBatches, evaluation_batches
 from toolkit.data.build import TrainingData, build_data
+from toolkit.data.lengths import cut
 from toolkit.data.remote.store import RETRIES
 from toolkit.data.rows import Samples
 from toolkit.data.streaming.ahead import AheadWorkers
@@ -50,11 +51,12 @@ from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
+from toolkit.recipe.lengths import SequenceLengths
 from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, elastic_restarts, read_assignment
 from toolkit.run.claim import claim
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, events_offset
+from toolkit.run.ending import PEER_LOST, cause_of, events_offset
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.run.rank_log import setup_rank_logging
 from toolkit.terminal import tell
@@ -131,7 +133,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
         code, message = _failure(error)
-        tell(f"error: {message}")
+        cause = worker.cause() if worker is not None and message == PEER_LOST else None
+        tell(f"error: {cause or message}")
         if worker is not None:
             worker.fail(error, code, message)
         return code
@@ -200,8 +203,8 @@ class _Worker:
             lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after)
         )
         if self.ranks.rank == 0:
-            wanted = recipe.training.total_steps(data.samples_per_epoch)
-            for note in data.notes(steps, wanted, recipe.training.global_batch_size):
+            wanted = recipe.lengths.total_steps(recipe.training, data.samples_per_epoch)
+            for note in data.notes(steps, wanted):
                 tell(note)
         checkpoints = self._checkpoints(config, data)
         found = self.together.run(lambda: checkpoints.find(config, self.phases))
@@ -212,7 +215,7 @@ class _Worker:
             self.progress = checkpoints.take(found)
         else:
             if data.streams is not None:
-                self._open_streams(data.streams, found)
+                self._open_streams(data.streams, data.lengths, found)
             reference = self._reference(config, data, steps, resumed=found is not None)
             if reference is not None:
                 self._compute_lost(reference, config, checkpoints, resumed=found is not None)
@@ -234,7 +237,7 @@ class _Worker:
         if engine is not None:
             observer = Observer(self._observed(engine, validation, checkpoints), reporter)
             batches = GlobalBatches(
-                train_samples, data.order, recipe.training.global_batch_size
+                train_samples, data.order, recipe.training.global_batch_size, data.lengths
             )
             self._train(self._job(engine, batches, steps), observer, watchdog, stop)
         self.phases.show()
@@ -290,6 +293,10 @@ class _Worker:
             EventLog(self.directory.events).write(
                 "signal", rank=self.ranks.rank, step=self.progress.step, signal=name
             )
+
+    def cause(self) -> str | None:
+        """Why another rank failed, if it said so."""
+        return cause_of(self.directory.path, self._events_before)
 
     def fail(self, error: Exception, code: int, message: str) -> None:
         """Record this rank's failure, without waiting for ranks that may never come."""
@@ -394,7 +401,9 @@ class _Worker:
             )
         )
 
-    def _open_streams(self, streams: Streams, found: Found | None) -> None:
+    def _open_streams(
+        self, streams: Streams, lengths: SequenceLengths, found: Found | None
+    ) -> None:
         """Tokenise what the first samples are of, and begin to tokenise ahead."""
         batch, samples = self.assignment.recipe.training.global_batch_size, 0
         if found is not None:
@@ -409,7 +418,8 @@ class _Worker:
         if self.ranks.rank == 0:
             events = EventLog(self.directory.events)
             streams.report(lambda window: events.write("window", **asdict(window)))
-        self.together.leaders_first(lambda: streams.open(samples, batch))
+        first, behind = lengths.block_of(samples), lengths.blocks(samples + batch)
+        self.together.leaders_first(lambda: streams.open(first, behind - first))
 
     def _reference(
         self, config: PretrainedConfig, data: TrainingData, steps: int, *, resumed: bool
@@ -517,13 +527,14 @@ class _Worker:
             self.phases.begin,
         )
 
-    def _batches_of(self, validation: Samples) -> Callable[[], Sequence[MicroBatch]]:
-        """This rank's validation batches, built when they are asked for."""
+    def _batches_of(self, validation: Samples) -> Callable[[int], Sequence[MicroBatch]]:
+        """This rank's validation batches, built when they are asked for: the same tokens in
+        parts, as the steps see their samples."""
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout
-        return lambda: evaluation_batches(
-            validation,
+        return lambda parts: evaluation_batches(
+            cut(validation, parts),
             recipe.training.global_batch_size,
-            recipe.evaluation.batches,
+            recipe.evaluation.batches * parts,
             layout.data_rank(self.ranks.rank),
             layout.dp,
             layout.micro_batch,

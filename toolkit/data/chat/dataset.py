@@ -35,16 +35,20 @@ class ChatSamples:
         sequence_length: int,
         rows_per_sample: int = 1,
         packed: IndexedTokens | None = None,
+        *,
+        isolates: bool = False,
     ) -> None:
         """Of `chats`, the stored rows `numbers`, ascending; a sample of two is two of them.
 
-        `packed`: which of `numbers`, by their places in it, share a row.
+        `packed`: which of `numbers`, by their places in it, share a row. `isolates`: rows of
+        one conversation have the form of packed ones, too.
         """
         self.chats = chats
         self.sequence_length = sequence_length
         self.rows_per_sample = rows_per_sample
         self._numbers = numbers
         self._packed = packed
+        self._isolates = isolates or packed is not None
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -70,9 +74,9 @@ class ChatSamples:
         """See `Samples.rows`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        if self._packed is not None:
-            return [self._packed_row(self.conversations(index))]
-        return [self._row([chat]) for chat in self.conversations(index)]
+        chats = self.conversations(index)
+        rows = [[chat] for chat in chats] if self._packed is None else [chats]
+        return [*map(self._isolated_row if self._isolates else self._row, rows)]
 
     def conversations(self, index: int) -> list[MarkedTokens]:
         """The conversations of sample `index`."""
@@ -112,7 +116,7 @@ class ChatSamples:
             at = end
         return Row(input_ids, labels)
 
-    def _packed_row(self, chats: Sequence[MarkedTokens]) -> Row:
+    def _isolated_row(self, chats: Sequence[MarkedTokens]) -> Row:
         row = self._row(chats)
         # Padding starts where the last conversation ends.
         starts = np.cumsum([0, *(len(chat.ids) for chat in chats)], dtype=np.int64)
@@ -129,13 +133,14 @@ def chat_samples(
     packing: str,
     part: str,
     cache: Path,
+    isolates: bool = False,
 ) -> ChatSamples:
     """Samples of the stored rows `numbers`; which of them share a row is kept in the cache.
 
-    `part` says which part of `chats` they are.
+    `part` says which part of `chats` they are. `isolates`: see `ChatSamples`.
     """
-    if packing == "none":
-        return ChatSamples(chats, numbers, sequence_length, rows_per_sample)
+    if packing != "greedy":
+        return ChatSamples(chats, numbers, sequence_length, rows_per_sample, isolates=isolates)
     lengths = chats.lengths()[numbers]
     prefix = cache / "tokens" / fingerprint_of([chats.fingerprint, "packed rows", part])
     packed = cached_rows(prefix, np.int32, lambda: pack(lengths, sequence_length))

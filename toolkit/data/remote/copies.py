@@ -25,7 +25,7 @@ from toolkit.data.files import (
     write_atomically,
 )
 from toolkit.data.progress import Track
-from toolkit.data.remote.store import RemoteFile, list_files, read_range, shown
+from toolkit.data.remote.store import RemoteFile, list_files, listed_url, read_range, shown
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import RowsSource, TextSource
@@ -53,7 +53,7 @@ def with_copies(source: FileSource, cache: Path, track: Track) -> FileSource:
         local = tree / "**" / "*" if several else tree / _place(found[0].url)
     else:
         found = _some(list_files(f"{path.rstrip('/')}/**/*"), path)
-        local = _tree(found, cache, track) / _place(path)
+        local = _tree(found, cache, track) / _place(listed_url(path))
     return source.model_copy(update={"path": str(local)})
 
 

@@ -23,9 +23,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -40,7 +41,12 @@ Result = TypeVar("Result")
 _TRIES = 9
 _FIRST_PAUSE_S = 0.25
 """It doubles with each try: about a minute in all, on top of the time-outs themselves."""
-_S3_CONFIG = {"connect_timeout": 10, "read_timeout": 30, "max_pool_connections": 32}
+_READ_TIMEOUT_S = 30
+_S3_CONFIG = {
+    "connect_timeout": 10,
+    "read_timeout": _READ_TIMEOUT_S,
+    "max_pool_connections": 32,
+}
 """Of botocore; seconds. What fsspec's configuration states has precedence."""
 _CONTENT = ("md5Hash", "content_md5", "sha256", "blob_id", "ETag", "etag", "generation")
 """What stores report that changes with the contents alone; listings and single look-ups agree
@@ -67,13 +73,18 @@ class Retries:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.count = 0
+        self.told: Callable[[str], object] | None = None
+        """Called with each failure, instead of counting it here, where another process does."""
 
-    def add(self, url: str, error: Exception) -> None:
+    def add(self, said: str) -> None:
         """Count a failure; the first is a warning, the others are in the log."""
+        if self.told is not None:
+            self.told(said)
+            return
         with self._lock:
             self.count += 1
             level = logging.WARNING if self.count == 1 else logging.INFO
-        logger.log(level, "reading %s failed and is tried again: %s", shown(url), _said(error))
+        logger.log(level, "%s", said)
 
 
 RETRIES = Retries()
@@ -101,7 +112,7 @@ def list_files(pattern: str) -> list[RemoteFile]:
     def listed() -> list[RemoteFile]:
         system, path = _opened(pattern)
         system.invalidate_cache()
-        found = system.glob(path, detail=True)
+        found = system.glob(_pinned(system, path), detail=True)
         return [
             RemoteFile(system.unstrip_protocol(name), int(info["size"]), _identity(info))
             for name, info in sorted(found.items())
@@ -109,6 +120,12 @@ def list_files(pattern: str) -> list[RemoteFile]:
         ]
 
     return _retried(pattern, listed)
+
+
+def listed_url(url: str) -> str:
+    """A URL in the form that `list_files` gives: of a hub's repository, with its commit."""
+    system, path = _opened(url)
+    return _retried(url, lambda: str(system.unstrip_protocol(_pinned(system, path))))
 
 
 def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
@@ -123,8 +140,11 @@ def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
             info = getattr(stream, "details", None) or system.info(path)
             if int(info["size"]) != file.size or _identity(info) != file.identity:
                 raise _changed(file.url)
-            stream.seek(start)
-            data = bytes(stream.read(stop - start))
+            if file.url.startswith("hf://"):
+                data = _range_of_hub(stream.url(), start, stop)
+            else:
+                stream.seek(start)
+                data = bytes(stream.read(stop - start))
         if len(data) != stop - start:
             raise EOFError(f"{len(data):,} of {stop - start:,} bytes came")
         return data
@@ -217,6 +237,29 @@ def _file_system(root: str, process: int) -> Any:
     return system
 
 
+def _pinned(system: Any, path: str) -> str:
+    """The path with the commit of a hub's branch, which may move; of other stores, as it is."""
+    if "hf" not in system.protocol:
+        return path
+    found = system.resolve_path(path)
+    if not hasattr(found, "repo_id"):
+        return path
+    commit = system._api.repo_info(
+        found.repo_id, repo_type=found.repo_type, revision=found.revision
+    ).sha
+    return str(replace(found, revision=commit, _raw_revision=None).unresolve())
+
+
+def _range_of_hub(url: str, start: int, stop: int) -> bytes:
+    """The bytes of a file of a hub, asked for once: huggingface_hub's own file tries again
+    without saying so."""
+    utils: Any = import_module("huggingface_hub.utils")
+    headers = {**utils.build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
+    answer = utils.get_session().get(url, headers=headers, timeout=_READ_TIMEOUT_S)
+    utils.hf_raise_for_status(answer)
+    return bytes(answer.content)
+
+
 def _identity(info: Mapping[str, Any]) -> str:
     """What the store says of the contents, else of their time."""
     for field in _CONTENT:
@@ -250,7 +293,7 @@ def _retried(url: str, action: Callable[[], Result]) -> Result:
                     f"cannot read {shown(url)}, tried {_TRIES} times: {_said(error)}",
                     fix="check the network and the store, and start again to continue",
                 ) from None
-            RETRIES.add(url, error)
+            RETRIES.add(f"reading {shown(url)} failed and is tried again: {_said(error)}")
         time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")
 

@@ -2,9 +2,9 @@
 
 `AheadWorkers` is the side of the run. Each process (`python -m toolkit.data.streaming.ahead`)
 reads from its standard input, pickled, the sources and then lists of chunks, the newest of
-which counts. It shares nothing with the run but the cache: one that is killed is replaced, and
-meanwhile the ranks tokenise what they need. It ends when its input closes or its parent is
-gone, whatever either is doing.
+which counts, and prints a line for each read that failed and is tried again. It shares nothing
+with the run but the cache: one that is killed is replaced, and meanwhile the ranks tokenise
+what they need. It ends when its input closes or its parent is gone, whatever either is doing.
 """
 
 import logging
@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import IO, Self, TypeAlias
 
+from toolkit.data.remote.store import RETRIES
 from toolkit.data.streaming.source import ChunkedSource
 from toolkit.errors import DataError, DmtError
 
@@ -89,9 +91,17 @@ class AheadWorkers:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "toolkit.data.streaming.ahead"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        threading.Thread(target=_count_retries, args=(process.stdout,), daemon=True).start()
         _write(process.stdin, pickle.dumps(self._sources))
         return process
+
+
+def _count_retries(said: IO[bytes]) -> None:
+    """Count the failed reads of a process as those of the run, until it ends."""
+    with said:
+        for line in said:
+            RETRIES.add(line.decode(errors="replace").rstrip())
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -154,6 +164,7 @@ def main() -> None:
     for meant_for_the_run in (signal.SIGINT, signal.SIGTERM):  # which may yet save
         signal.signal(meant_for_the_run, signal.SIG_IGN)
     os.nice(_NICENESS)
+    RETRIES.told = partial(print, flush=True)
     sources: list[ChunkedSource | None] = pickle.load(sys.stdin.buffer)
     box, number, failed = _Mailbox(), 0, set[tuple[int, int]]()
     threading.Thread(target=_receive, args=(box,), daemon=True).start()

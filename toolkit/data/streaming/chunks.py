@@ -8,20 +8,16 @@ holds its middle, so that nothing has to be read to know how many chunks there a
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
-from toolkit.data.files import find_files, unreadable
-from toolkit.data.mds import is_mds
+from toolkit.data.files import unreadable
+from toolkit.data.mds import MdsShard
 from toolkit.data.remote.store import RemoteFile, RemoteStream, read_range, shown
-from toolkit.data.remote.store import list_files as stored_files
-from toolkit.data.sources import builder_of, local_files
 from toolkit.errors import DataError
-from toolkit.recipe.places import is_remote
-from toolkit.recipe.schema import HfSource, TextSource
 
 _CUT_ANYWHERE = (".jsonl", ".txt", ".parquet")
 """Files of rows that can be read from any byte on."""
@@ -42,6 +38,8 @@ class ListedFile:
     version: int | str
     """Time of the last modification in ns, or what the store says of the contents."""
     remote: RemoteFile | None = None
+    shard: MdsShard | None = field(default=None, compare=False)
+    """What the index says of an MDS shard."""
 
     def __str__(self) -> str:
         return str(self.path) if self.remote is None else shown(self.remote.url)
@@ -85,59 +83,6 @@ class FileRange:
     file: ListedFile
     start: int
     stop: int
-
-
-def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, ...]:
-    """The files of a source that is streamed, in order; relative paths start at `base`.
-
-    Raises DataError when there are none, or when only `datasets` knows which they are.
-    """
-    patterns = source.files if isinstance(source, TextSource) else (source.path,)
-    excluded = source.exclude if isinstance(source, TextSource) else ()
-    left_out = {one.url for url in filter(is_remote, excluded) for one in stored_files(url)}
-    found: dict[ListedFile, None] = {}
-    for pattern in patterns:
-        if is_remote(pattern):
-            stored = [one for one in stored_files(pattern) if one.url not in left_out]
-            if not stored:
-                raise DataError(f"no file matches {shown(pattern)}", fix="correct the path")
-            found.update(dict.fromkeys(map(ListedFile.stored, stored)))
-        elif isinstance(source, TextSource):
-            here = [one for one in excluded if not is_remote(one)]
-            paths = find_files([pattern], base, here)
-            found.update(dict.fromkeys(map(ListedFile.of, paths)))
-        else:
-            found.update(dict.fromkeys(map(ListedFile.of, _files_of_rows(source, base))))
-    if isinstance(source, HfSource):
-        _check_rows(source, [file.path for file in found])
-    return tuple(found)
-
-
-def _files_of_rows(source: HfSource, base: Path) -> list[Path]:
-    fix = "name its files by a glob, e.g. `path: FOLDER/**/*.parquet`, or do not stream it"
-    if (folder := base / Path(source.path).expanduser()).is_dir():
-        if is_mds(folder):
-            fix = "do not stream it, or write its texts as .jsonl or .parquet"
-        raise DataError(f"`data.streaming`: `{source.path}` is a folder, not files", fix=fix)
-    paths = local_files(source, base)
-    if paths is None:
-        raise DataError(f"`data.streaming`: `{source.path}` is a hub id, not files", fix=fix)
-    return paths
-
-
-def _check_rows(source: HfSource, paths: Sequence[Path]) -> None:
-    for name, default in (("name", None), ("split", "train")):
-        if (found := getattr(source, name)) != default:
-            raise DataError(
-                f"`data.streaming`: `{name}: {found}` with files (`{source.path}`)",
-                fix=f"remove `{name}`: all rows of the files are read",
-            )
-    builders = {builder_of(path) for path in paths}
-    if len(builders) != 1 or None in builders:
-        raise DataError(
-            f"`{source.path}` names files of different or unknown kinds, e.g. {paths[0].name}",
-            fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
-        )
 
 
 def identities(files: Sequence[ListedFile]) -> list[tuple[str, int, int | str]]:

@@ -19,6 +19,7 @@ from toolkit.data.json_rows import (
     undecodable,
     wrong_text,
 )
+from toolkit.data.mds import columns_of, texts_of
 from toolkit.data.sources import TEXT, arrow_kinds, builder_of, check_column, decoded
 from toolkit.data.streaming.chunks import FileRange, ListedFile
 from toolkit.errors import DataError
@@ -46,7 +47,7 @@ def texts(source: TextSource | HfSource, part: FileRange) -> Iterator[Iterable[s
     else:
         readers = {"json": _json, "text": _lines, "parquet": _parquet, "arrow": _arrow}
         dropped = DroppedRows(source)
-        read = readers[str(builder_of(file.path))]
+        read = _mds if file.shard is not None else readers[str(builder_of(file.path))]
         yield from ((text or "",) for text in read(source, part, dropped))
         dropped.report()
     file.check_unchanged()
@@ -246,6 +247,14 @@ def _arrow(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[
             yield from _of_batches(source, part, chosen, 0, dropped)
     except (ArrowException, OSError) as error:
         raise DataError(f"cannot read {part.file}: {error}", fix=_CORRECT) from error
+
+
+def _mds(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[str | None]:
+    """The rows of an MDS shard."""
+    file, shard = part.file, part.file.shard
+    assert shard is not None, "an MDS shard"
+    check_column(source, columns_of([(file.path, shard)]))
+    yield from texts_of(str(file), b"".join(_read(part)), shard, source, dropped)
 
 
 def _of_batches(

@@ -1,22 +1,39 @@
 """Engine `ddp` for everyone who does not train with it."""
 
-from toolkit.backend import Backend, Rehearsed, Support
+from toolkit.backend import Backend, Precision, Rehearsed, Support
 from toolkit.engines.ddp.accelerate import DdpInAccelerate
 from toolkit.layout import Layout
-from toolkit.plan.cost.engine import EngineCost
+from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
+from toolkit.plan.cost.stages import StageShare
+
+
+class DdpCost(EngineCost):
+    """DistributedDataParallel in fp32, FSDP2's copies of single shards in 16 bits."""
+
+    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
+        """The 16-bit copy that is computed with, and of what is reduced at once (a layer, or
+        the vocabulary) the gradient in 16 bits and in fp32."""
+        if width == FP32_BYTES:
+            return 0.0
+        unit = max((share.dense + share.experts) / share.layers, share.trained.output)
+        return width * share.parameters + (width + FP32_BYTES) * unit
 
 
 class DdpBackend(Backend):
-    """torch's DistributedDataParallel: every rank holds the whole model."""
+    """Every rank holds the whole model."""
 
     name = "ddp"
     title = "PyTorch's DDP"
-    engine = "toolkit.engines.ddp.engine:DdpEngine"
-    supports = {"hf": Support(preference=20)}
+    engine = "toolkit.engines.ddp.engine:build"
+    supports = {"hf": Support(preference=20, fp8_stages=(0,))}
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()
-    cost = EngineCost()
+    cost = DdpCost()
     rehearsals = (Rehearsed("ddp", "hf", Layout(dp=2)),)
+
+    def rehearsed_alone(self, precision: Precision) -> bool:
+        """DDP's reducer."""
+        return precision == "fp32"
 
 
 BACKEND = DdpBackend()

@@ -1,10 +1,13 @@
-"""Engine `ddp`: the plain baseline, torch's DistributedDataParallel and AdamW.
+"""Engine `ddp`: the plain baseline, a whole copy of the model on every rank, and AdamW.
 
-Parameters, gradients and moments are fp32; bf16 and fp16 compute runs under autocast.
+Weights that are updated, gradients and moments are fp32. In fp32 the copies are torch's
+DistributedDataParallel. In 16 bits, where its gradients would be summed in 16 bits or, under
+autocast, its residual stream be fp32, they are FSDP2's, each of a single shard.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -18,15 +21,34 @@ from toolkit.engines import optimizer as adam
 from toolkit.engines.balance import Balance
 from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
+from toolkit.engines.fsdp import config as fsdp_config
+from toolkit.engines.fsdp.engine import FsdpEngine, local
 from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
+from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+def build(setup: EngineSetup) -> DataParallelEngine:
+    """The engine in the recipe's precision."""
+    return DdpEngine(setup) if setup.precision == "fp32" else HalfDdpEngine(setup)
+
+
+class HalfDdpEngine(FsdpEngine):
+    """Copies that compute in 16 bits, and are updated in fp32."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        layout = replace(setup.layout, zero_stage=2, replicate=setup.ranks.world)
+        rendered = fsdp_config.render(layout, setup.precision)
+        super().__init__(replace(setup, engine_config=rendered))
+
+    def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Engine.replicated_weights`: those that are updated."""
+        return ((name, local(parameter)) for name, parameter in self.shards.items())
 
 
 class DdpEngine(DataParallelEngine):
-    """A whole copy of a transformers model on every rank."""
+    """Copies in fp32."""
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
@@ -34,6 +56,7 @@ class DdpEngine(DataParallelEngine):
         inject(self.model, setup.lora)
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
+        fp8.convert(self.model, setup.fp8)
         hf.chunk_loss(self.model, setup.layout.loss)
         if setup.layout.recompute == "full":
             hf.enable_recompute(self.model)
@@ -47,9 +70,10 @@ class DdpEngine(DataParallelEngine):
                 self.model,
                 device_ids=device_ids,
                 broadcast_buffers=False,  # Rotary frequencies: the same on every rank.
+                gradient_as_bucket_view=True,
             )
             self._settle_buckets()
-        self.optimizer = self.new_optimizer(self.model, fused=True)
+        self.optimizer = self.new_optimizer(self.model)
         self.bind_optimizer()
 
     def _settle_buckets(self) -> None:
@@ -77,12 +101,6 @@ class DdpEngine(DataParallelEngine):
     def gradient_norm(self) -> Tensor:
         """See `DataParallelEngine.gradient_norm`."""
         return joint_norm(self.gradients())
-
-    def log_probs(self, batch: MicroBatch) -> Tensor:
-        """See `hf.log_probs`; under autocast in 16 bits."""
-        dtype = AUTOCAST.get(self.setup.precision)
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return super().log_probs(batch)
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""

@@ -37,7 +37,6 @@ class DeepSpeedCost(EngineCost):
     """ZeRO with the buckets of `ds_configs`."""
 
     fp32_states = False
-    autocast = False
     sums_whole_gradients = True
     gathers_beside_forward = False
     overlap = "overlap.deepspeed"
@@ -49,13 +48,15 @@ class DeepSpeedCost(EngineCost):
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two where communication overlaps), the one that is reduced in fp32,
-        and gathered weights."""
+        and gathered weights. Stage 1 keeps a micro batch's gradients until the next one's."""
         elements = min(BUCKET, share.trained.parameters)
         bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
-        if layout.zero_stage == 0:
+        if layout.zero_stage == 0 or layout.dp * layout.cp == 1:
             return 0.0
         if layout.zero_stage == 3:
             return 2 * bucket + cast + width * min(LIVE_PARAMETERS, share.parameters)
+        if layout.zero_stage == 1 and layout.gradient_accumulation > 1:
+            return width * share.trained.parameters + cast
         return (2 if layout.zero_stage == 1 else 3) * bucket + cast
 
 
@@ -72,6 +73,7 @@ class DeepSpeedBackend(Backend):
         "hf": Support(
             preference=10,
             zero_stages=_STAGES,
+            fp8_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             offload_optimizer=_CPU_OR_NVME,

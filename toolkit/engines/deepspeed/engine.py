@@ -92,7 +92,7 @@ class DeepSpeedEngine:
         if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others it takes with a warning
             ZERO_SUPPORTED_OPTIMIZERS.append(OwnerOptimizer)
         placed = ((parameter, place.blocks) for parameter, place in self.model.placed())
-        return new_optimizer(groups, placed, self.setup.optimizer, fused=True)
+        return new_optimizer(groups, placed, self.setup.optimizer)
 
     def _bind_optimizer(self) -> None:
         """Let an optimizer with owners find out what this rank holds; from stage 1 on a group

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.backend import Backend, Rehearsed, Support
+from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.fsdp import config as fsdp_config
 from toolkit.engines.fsdp.accelerate import FsdpInAccelerate
 from toolkit.layout import Layout, Placement
@@ -20,7 +20,6 @@ _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 class FsdpCost(EngineCost):
     """FSDP2's shards, as `fully_shard` with one unit per decoder layer works."""
 
-    autocast = False
     sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
     sends_fp32_weights = True
     # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
@@ -37,17 +36,29 @@ class FsdpCost(EngineCost):
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Weights that FSDP gathers, and gradients before they are scattered.
 
-        Embedding and head stay gathered from the forward to the backward pass, and the head's
-        gradient until the embedding's is there; layers come and go. A layer's gradients are
-        there twice: in compute precision and, copied, in the fp32 of the reduce-scatter.
+        Layers and an embedding of its own come and go, the head stays gathered from the forward
+        to the backward pass. The gradients of a layer or a head are there twice: in compute
+        precision and, copied, in the fp32 of the reduce-scatter. A head that is the embedding,
+        or runs in chunks, keeps its gradient until the embedding's is there. What is reduced
+        last stays until the next micro batch's backward pass reduces something.
         """
         if layout.zero_stage < 2:
             return 0.0
-        layer = (share.dense + share.experts) / share.layers
-        gathered = share.vocabulary + GATHERED_LAYERS * layer
+        largest = (share.dense + share.experts) / share.layers
+        head, gathered = share.trained.output, share.vocabulary + GATHERED_LAYERS * largest
+        kept, last = share.vocabulary, share.trained.vocabulary
+        if layout.loss == "whole" and share.vocabulary > share.output:
+            gathered -= share.vocabulary - share.output
+            kept, last = share.output, share.vocabulary - share.output
+            head, largest = 0.0, max(largest, head)
         if layout.zero_stage == 2:
             gathered = share.parameters
-        return width * (gathered + share.trained.output) + (width + FP32_BYTES) * layer
+        in_backward = width * (gathered + head) + (width + FP32_BYTES) * largest
+        if layout.gradient_accumulation == 1:
+            return in_backward
+        if layout.zero_stage == 2:
+            kept = gathered
+        return max(in_backward, width * kept + FP32_BYTES * last)
 
 
 class FsdpBackend(Backend):
@@ -65,10 +76,12 @@ class FsdpBackend(Backend):
         "hf": Support(
             preference=30,
             zero_stages=(2, 3),
+            replicate=ANY,
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
             offload_together=True,
             only_when_asked=True,
+            fp8_stages=(2, 3),
         )
     }
     configured = True
@@ -89,10 +102,7 @@ class FsdpBackend(Backend):
     ) -> Iterator[tuple[str, str]]:
         """Where AdamW runs on the CPU."""
         if plan.layout.offload_optimizer != "none":
-            yield (
-                "offloaded AdamW",
-                "torch's fused one on the CPU, which rounds in another order",
-            )
+            yield "offloaded AdamW", "the CPU's rounds in another order than a GPU's"
 
 
 BACKEND = FsdpBackend()

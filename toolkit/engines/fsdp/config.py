@@ -11,8 +11,8 @@ PREFETCHED_LAYERS = 1
 
 
 def render(layout: Layout, precision: str) -> dict[str, Any]:
-    """What `FsdpEngine` reads: the arguments of `fully_shard` for every decoder layer, and
-    how many layers are gathered ahead.
+    """What `FsdpEngine` reads: how many groups of ranks have all shards, the arguments of
+    `fully_shard` for every decoder layer, and how many layers are gathered ahead.
 
     Stage 3 drops a layer's gathered weights after its forward pass; stage 2 keeps them. The
     weights that are updated are sharded and fp32 in both, and so are the gradients that are
@@ -20,6 +20,7 @@ def render(layout: Layout, precision: str) -> dict[str, Any]:
     """
     offloads = layout.offload_parameters == "cpu"
     return {
+        "replicate": layout.replicate,
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": {"param_dtype": DTYPES[precision], "reduce_dtype": "float32"},
         "offload_policy": {"pin_memory": True} if offloads else None,

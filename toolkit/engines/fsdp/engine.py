@@ -1,8 +1,10 @@
 """Engine `fsdp`: torch's FSDP2 (`fully_shard`) around every decoder layer, and AdamW.
 
 Each rank holds rows of every parameter, in fp32, with their gradients and moments; a layer's
-weights are gathered in the compute precision while they are used. No rank ever holds the
-whole model: it is made without storage, sharded, and then filled shard by shard.
+weights are gathered in the compute precision while they are used. The model is made without
+storage, sharded, and then filled shard by shard. With `replicate`, all shards are there that
+many times, each time in ranks that follow each other: weights are gathered among these, and
+gradients are summed over the copies once a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
+from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 
 
@@ -41,13 +44,17 @@ class FsdpEngine(DataParallelEngine):
         config = setup.engine_config
         offloads = config["offload_policy"] is not None
         self.keeps_gathered = not config["reshard_after_forward"]
+        self.copies: int = config["replicate"]
+        self.sharded_over = self.world // self.copies
+        """Ranks among which a parameter is sharded."""
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
+        fp8.convert(self.model, setup.fp8)
         hf.chunk_loss(self.model, setup.layout.loss)
         self.balance = Balance.of_transformers(setup, self.model)
         self.units = self._shard(config)
-        """What is gathered as one: the whole model's rest first, then its layers."""
+        """What is gathered as one: the whole model's rest first, then in model order."""
         self.model.to_empty(device=torch.device("cpu") if offloads else self.device)
         hf.restore_buffers(self.model, setup.model_config, self.device)
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
@@ -57,33 +64,44 @@ class FsdpEngine(DataParallelEngine):
             hf.enable_recompute(self.model)
         self.model.train()
         self.replica = self.model
-        # A DTensor's operators are slow to start: one for all parameters. On the CPU, which
-        # reads every state again for each operator, all of AdamW is one.
-        self.optimizer = self.new_optimizer(self.model, fused=offloads, foreach=not offloads)
+        self.optimizer = self.new_optimizer(self.model)
         self.bind_optimizer()
 
     def _shard(self, config: dict[str, Any]) -> list[FSDPModule]:
-        """Wrap layers and model as `fsdp.json` says."""
+        """Wrap layers, embedding, head and model as `fsdp.json` says."""
         dtypes = {key: getattr(torch, name) for key, name in config["mp_policy"].items()}
         arguments: dict[str, Any] = {
             "mesh": self._mesh(config["offload_policy"] is not None),
             "mp_policy": MixedPrecisionPolicy(**dtypes),
             "offload_policy": self._offload_policy(config["offload_policy"]),
         }
-        layers = hf.decoder_layers(self.model)
-        for layer in layers:
-            fully_shard(
-                layer, reshard_after_forward=config["reshard_after_forward"], **arguments
-            )
-        # Embedding, last norm and head: the backward pass needs them at once.
+        parts = hf.decoder_layers(self.model)
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
+        # A weight that both have belongs to one unit. A head in chunks runs many times, and its
+        # gradient would be reduced as often; the rest's is at the end of the backward pass.
+        if embedding.weight is not head.weight:
+            parts = [embedding, *parts]
+            parts += [head] if self.setup.layout.loss == "whole" else []
+        for part in parts:
+            # The backward pass begins with the head.
+            reshard = config["reshard_after_forward"] and part is not head
+            fully_shard(part, reshard_after_forward=reshard, **arguments)
         fully_shard(self.model, reshard_after_forward=False, **arguments)
-        units = [cast(FSDPModule, unit) for unit in (self.model, *layers)]
+        if embedding in parts and isinstance(embedding, nn.Embedding):
+            # Its gradient does not depend on its weight.
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)
+        units = [cast(FSDPModule, unit) for unit in (self.model, *parts)]
         _prefetch(units, config["forward_prefetch"], config["backward_prefetch"])
         return units
 
     def _mesh(self, offloads: bool) -> DeviceMesh:
-        """All ranks. Where gradients lie in host memory, fp16's loss scaler sums there whether
-        they are finite, which NCCL cannot."""
+        """All ranks, or copies × shards. Where gradients lie in host memory, fp16's loss scaler
+        sums there whether they are finite, which NCCL cannot."""
+        if self.copies > 1:
+            names = "replicate", "shard"
+            shape = self.copies, self.sharded_over
+            return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         if self.device.type == "cpu" or not (offloads and self.scaler.is_enabled()):
             return init_device_mesh(self.device.type, (self.world,))
         both = dist.new_group(backend="cuda:nccl,cpu:gloo")
@@ -111,11 +129,12 @@ class FsdpEngine(DataParallelEngine):
         shorter one, then none.
         """
         rows = parameter.shape[0]
-        run = -(-rows // self.world)
-        return min(self.setup.ranks.rank * run, rows) * (parameter.numel() // rows)
+        run = -(-rows // self.sharded_over)
+        first: int = min(self.setup.ranks.rank % self.sharded_over * run, rows)
+        return first * (parameter.numel() // rows)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced in every micro batch's backward pass.
+        """Gradients are reduced in every micro batch's backward pass, but over copies once.
 
         Reducing them once (`set_requires_gradient_sync`) would keep the sum of all micro
         batches whole on every rank, 4 bytes per parameter: what ZeRO 2 and 3 are there to
@@ -123,6 +142,8 @@ class FsdpEngine(DataParallelEngine):
         waiting for the reduction, and in stage 2 dropping the gathered weights.
         """
         self.units[0].set_is_last_backward(last)
+        if self.copies > 1:
+            self.units[0].set_requires_all_reduce(last)
         if self.keeps_gathered:
             self.units[0].set_reshard_after_backward(last)
         return nullcontext()
@@ -135,7 +156,7 @@ class FsdpEngine(DataParallelEngine):
         """See `DataParallelEngine.gradient_norm`."""
         square = joint_norm(self.gradients()).square().to(self.device)
         dist.all_reduce(square)
-        return square.sqrt()
+        return square.div_(self.copies).sqrt()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -151,13 +172,14 @@ class FsdpEngine(DataParallelEngine):
 
     def state(self) -> Iterator[StateShard]:
         """See `Engine.state`."""
-        for name, parameter in self.shards.items():
+        copy = self.setup.ranks.rank // self.sharded_over
+        for index, (name, parameter) in enumerate(self.shards.items()):
             states = adam.states(self.optimizer, parameter)
             values = {quantity: local(state) for quantity, state in states.items()}
             first = self._first_element(parameter)
             blocks = parameter_blocks(name, parameter.shape)
             held = cut(blocks, first, first + values["weight"].numel())
-            yield StateShard(held, values, saved_here=True)
+            yield StateShard(held, values, saved_here=index % self.copies == copy)
         yield from owner_shards([self.optimizer])
         yield from bias_shards(self.model, saved_here=self.setup.ranks.rank == 0)
 

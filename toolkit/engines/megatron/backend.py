@@ -9,7 +9,6 @@ from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost, in_place_logit_bytes
-from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
@@ -19,9 +18,7 @@ class MegatronCost(EngineCost):
     """megatron-core's gradient buffers, distributed optimizer and schedules."""
 
     fp32_states = False
-    autocast = False
     sums_whole_gradients = True
-    reduces_beside_backward = False
     megatron_kernels = True
     overlap = "overlap.megatron"
 
@@ -32,10 +29,6 @@ class MegatronCost(EngineCost):
     def logit_bytes(self, width: int, tp: int) -> int:
         """See `in_place_logit_bytes`."""
         return in_place_logit_bytes(width)
-
-    def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """megatron-core communicates in its gradient buffer."""
-        return 0.0
 
 
 class MegatronBackend(Backend):
@@ -54,6 +47,7 @@ class MegatronBackend(Backend):
             sequence=True,
             zero_stages=(0, 1),
             recompute=("none", "selective", "full"),
+            without_overlap=True,
         )
     }
     packages = {"megatron-core": "megatron.core"}
@@ -112,10 +106,10 @@ class MegatronBackend(Backend):
                 "rest apart, and they drift after an overflow",
                 "set training.precision to bf16, or parallel.expert to 1",
             )
-        if job.training.precision == "fp16" and job.optimizer != "adamw":
+        if job.training.precision == "fp16" and job.optimizer.name != "adamw":
             yield Problem(
                 "training.precision",
-                f"fp16 with optimizer.name: {job.optimizer} on engine megatron",
+                f"fp16 with optimizer.name: {job.optimizer.name} on engine megatron",
                 "bf16 or fp32: in fp16, each of megatron-core's optimizers decides for itself "
                 "whether it steps, and owners of whole tensors need the gradients of all ranks",
                 "set training.precision to bf16",

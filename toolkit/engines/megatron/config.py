@@ -20,10 +20,19 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """The arguments of TransformerConfig, GPTModel, DistributedDataParallelConfig and
     OptimizerConfig."""
     model = megatron_model(trained_config(recipe.model))
-    precision = recipe.training.precision
+    precision, overlap = recipe.training.precision, recipe.parallel.overlap == "auto"
+    sections = render_model(model, layout, precision)
+    if overlap and layout.vpp > 1:
+        # What is still being sent must not be freed: gloo would send what comes after it, and
+        # megatron-core waits for a send on NCCL's stream only.
+        sections["transformer"] |= {
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": False,
+        }
     return {
-        **render_model(model, layout, precision),
-        "ddp": ddp_arguments(layout),
+        **sections,
+        "ddp": ddp_arguments(layout, overlap),
         "optimizer": {
             **optimizer_arguments(recipe.optimizer, layout, precision),
             **_loss_scaling(layout, recipe.training),
@@ -65,11 +74,15 @@ def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronMo
     return loaded
 
 
-def ddp_arguments(layout: Layout) -> dict[str, Any]:
-    """Fields of DistributedDataParallelConfig. Gradients are summed in fp32."""
+def ddp_arguments(layout: Layout, overlap: bool) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig. Gradients are summed in fp32; with `overlap`
+    alongside the backward pass, and updated weights are gathered alongside the forward pass."""
+    overlap, sharded = overlap and layout.dp * layout.cp > 1, layout.zero_stage == 1
     return {
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": layout.zero_stage == 1,
+        "use_distributed_optimizer": sharded,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and sharded,
     }
 
 

@@ -56,6 +56,8 @@ class MegatronEngine:
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         self.device = setup.ranks.device
+        self._ungathered = True
+        """The optimizer has changed weights that other ranks have not received yet."""
         join_groups(setup.layout, setup.seed)
         assert (
             setup.layout.data_rank(setup.ranks.rank) == parallel_state.get_data_parallel_rank()
@@ -105,6 +107,8 @@ class MegatronEngine:
         for group in optimizer.param_groups:
             # Otherwise done by megatron-core's own learning-rate scheduler.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if "fused" in group:  # torch's AdamW, without Transformer Engine and Apex
+                group["fused"] = True
         if self.setup.optimizer.name in RULES:
             self._use_own(optimizer)
         return optimizer
@@ -161,6 +165,10 @@ class MegatronEngine:
         config = self.chunks[0].config
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
+        if self.setup.engine_config["ddp"]["overlap_grad_reduce"]:
+            config.grad_sync_func = [replica.start_grad_sync for replica in self.replicas]
+            if len(self.replicas) == 1:
+                (config.grad_sync_func,) = config.grad_sync_func
         if len(self.replicas) == 1:
             config.no_sync_func = self.replicas[0].no_sync
         else:
@@ -200,6 +208,7 @@ class MegatronEngine:
         if skipped is None:  # otherwise, gradients are cleared when the next step begins
             with cpu.cuda_type_names():
                 updated, norm, _ = self.optimizer.step()
+            self._ungathered = True
             if updated:
                 grad_norm = float(norm)
             else:
@@ -247,9 +256,18 @@ class MegatronEngine:
         dist.broadcast(sums, last, group=parallel_state.get_pipeline_model_parallel_group())
         return sums.cpu()
 
+    def _gather_weights(self) -> None:
+        """Complete the weights that the next step's forward pass would gather; collective where
+        they are not complete. Others are left alone: a replica's error would be overwritten."""
+        if self._ungathered and self.setup.engine_config["ddp"]["overlap_param_gather"]:
+            for replica in self.replicas:
+                replica.start_param_sync(force_sync=True)
+        self._ungathered = False
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Evaluation mode without gradients; training mode afterwards."""
+        self._gather_weights()
         for replica in self.replicas:
             replica.eval()
         with torch.no_grad():
@@ -325,6 +343,7 @@ class MegatronEngine:
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Engine.replicated_weights`."""
+        self._gather_weights()
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter

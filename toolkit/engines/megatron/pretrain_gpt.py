@@ -93,8 +93,9 @@ _TRANSFORMER_OTHERS = frozenset(
     ("num_query_groups", "window_size", "window_attn_skip_freq", "moe_layer_freq",
      "no_rope_freq", "recompute_modules", "activation_func", "batch_p2p_comm",
      "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
-     # ... and Megatron-LM derives these from --bf16 and --fp16.
-     "params_dtype", "pipeline_dtype")
+     "overlap_p2p_comm",
+     # ... Megatron-LM derives these from --bf16 and --fp16, and always frees what was sent.
+     "params_dtype", "pipeline_dtype", "deallocate_pipeline_outputs")
 )  # fmt: skip
 
 GPT_VALUES = {
@@ -123,6 +124,8 @@ _OPTIMIZER_VALUES = {
 _DDP_SWITCHES = {
     "grad_reduce_in_fp32": (True, "--accumulate-allreduce-grads-in-fp32"),
     "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
+    "overlap_grad_reduce": (True, "--overlap-grad-reduce"),
+    "overlap_param_gather": (True, "--overlap-param-gather"),
 }
 
 ROPE_SCALING = {

@@ -29,7 +29,7 @@ WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
     """What of the run `pretrain_gpt.py` cannot express."""
-    if recipe.training.total_steps() is None:
+    if recipe.total_steps() is None:
         yield Problem(
             "training.epochs",
             f"{recipe.training.epochs:g}",
@@ -108,7 +108,7 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
         yield Problem(
             "data.stages",
             f"{len(data.stages)} stages",
-            "in Megatron-LM's pretrain_gpt.py, none: its weights do not change",
+            "in Megatron-LM's pretrain_gpt.py, none: weights and length do not change",
             "remove data.stages, or train with `dmt launch`",
         )
     train, validation = data.train, data.validation
@@ -125,7 +125,7 @@ def _data_problems(data: DataSection) -> Iterator[Problem]:
 
 def run_arguments(recipe: Recipe, layout: Layout) -> Arguments:
     """Arguments of everything that is neither model nor optimizer."""
-    steps = recipe.training.total_steps()
+    steps = recipe.total_steps()
     assert steps is not None, "refused by `run_problems`"
     yield "--micro-batch-size", str(layout.micro_batch)
     yield "--global-batch-size", str(layout.global_batch)
@@ -249,3 +249,6 @@ def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield "set WANDB_MODE=offline"
     if wandb is not None and wandb.tags:
         yield "not passed on: logging.wandb.tags"
+    for name in ("mlflow", "trackio"):
+        if getattr(recipe.logging, name) is not None:
+            yield f"not passed on: logging.{name}"

@@ -51,6 +51,8 @@ def _layout_arguments(model: MegatronModel, layout: Layout) -> dict[str, Any]:
     }
     if layout.pp > 1:
         arguments["pipeline_model_parallel_layout"] = pipeline_layout(layers, layout)
+        # Of what was sent, the backward pass needs no values.
+        arguments["deallocate_pipeline_outputs"] = True
         # With two stages the previous and the next rank are the same one, and the
         # interleaved schedule's batched messages are matched in the wrong order.
         arguments["batch_p2p_comm"] = not (layout.pp == 2 and layout.vpp > 1)

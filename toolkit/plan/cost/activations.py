@@ -15,9 +15,9 @@ from toolkit.plan.cost.workload import Workload
 
 MASK_BYTES = 1
 """One element of a dropout mask."""
-EAGER_RMS_NORM_BYTES = 6
-"""What an RMSNorm of single PyTorch operators keeps besides its input and output, per
-element: the fp32 copy of its input and the scaled copy that its weight multiplies."""
+EAGER_RMS_NORM_BYTES = 4
+"""What an RMSNorm of single PyTorch operators keeps besides its output and the scaled copy that
+its weight multiplies, per element: the fp32 copy of its input, instead of its input."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,9 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
 def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
     spec, width = workload.spec, compute_bytes(workload)
-    residual = FP32_BYTES if workload.cost.autocast else width
-    norm = residual * sizes.stream
+    norm = width * sizes.stream
     if _eager_norms(workload):
-        norm += EAGER_RMS_NORM_BYTES * sizes.stream
+        norm = (EAGER_RMS_NORM_BYTES + width) * sizes.stream
     # megatron-core gathers a norm's split output again in the backward pass; torch's tensor
     # parallel keeps it gathered.
     norm += width * (sizes.whole_stream if workload.cost.gathers_norms else sizes.stream)
@@ -143,11 +142,25 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     dense = 1 - spec.moe_layers / spec.layers
     return LayerActivations(
         norms=spec.norms_per_layer * norm + masks,
-        qkv=width * (sizes.query + 2 * sizes.key + head_norms) + _latents(workload, sizes),
+        qkv=width * (sizes.query + 2 * sizes.key + head_norms + _rotated(workload, sizes))
+        + _latents(workload, sizes),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
         experts=_experts(workload, sizes, tp),
     )
+
+
+def _rotated(workload: Workload, sizes: _Sizes) -> float:
+    """Elements of rotated queries and keys where the values, a view of the product that all
+    three come from, keep the plain ones, too: megatron-core's."""
+    spec = workload.spec
+    rotary = not (spec.learned_positions or spec.latent)
+    return sizes.query + sizes.key if _single_megatron(workload) and rotary else 0.0
+
+
+def _single_megatron(workload: Workload) -> bool:
+    """megatron-core's layers of single operators?"""
+    return workload.megatron_layers and not workload.fused_elementwise
 
 
 def _latents(workload: Workload, sizes: _Sizes) -> float:
@@ -155,13 +168,13 @@ def _latents(workload: Workload, sizes: _Sizes) -> float:
     vectors and projects what comes out; in single operators a norm keeps its own copies of
     its input."""
     width = compute_bytes(workload)
-    norm = EAGER_RMS_NORM_BYTES if _eager_norms(workload) else width
+    norm = EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
     return (norm + width) * workload.spec.latent * sizes.stream / workload.spec.hidden
 
 
 def _eager_norms(workload: Workload) -> bool:
     """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
-    plain = not workload.cost.megatron_kernels and not workload.fused_elementwise
+    plain = not (workload.megatron_layers or workload.fused_elementwise)
     return plain and not workload.spec.layer_norm
 
 
@@ -182,11 +195,12 @@ def _inner_tensors(workload: Workload) -> int:
     """Tensors of the MLP's inner size that are kept.
 
     Plain (GELU, squared ReLU): input and output of the activation function. Gated: gate, up
-    and their product; in single operators, also the activated gate.
+    and their product; in single operators, also the activated gate, and of megatron-core's a
+    copy of up (its `glu` adds an offset, 0).
     """
     if not workload.spec.gated_mlp:
         return 2
-    return 3 if workload.fused_elementwise else 4
+    return 3 if workload.fused_elementwise else 5 if _single_megatron(workload) else 4
 
 
 def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
@@ -194,16 +208,20 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
     Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
     fp32 probabilities; of shared experts, which all tokens pass through, the inner tensors.
+    megatron-core's single operators scale what goes into the last product by the probability,
+    and keep it unscaled, too.
     """
     spec, width = workload.spec, compute_bytes(workload)
     if not spec.moe_layers:
         return 0.0
     tokens = sizes.stream / spec.hidden
     pairs = tokens * spec.experts_per_token
-    inner = spec.experts_per_token * spec.expert_intermediate + spec.shared_intermediate
+    tensors = _inner_tensors(workload)
+    inner = spec.experts_per_token * spec.expert_intermediate
+    inner = (tensors + _single_megatron(workload)) * inner + tensors * spec.shared_intermediate
     kept = (
         2 * width * pairs * spec.hidden
-        + width * _inner_tensors(workload) * inner * sizes.whole_stream / spec.hidden / tp
+        + width * inner * sizes.whole_stream / spec.hidden / tp
         + FP32_BYTES * tokens * spec.experts
     )
     return kept * spec.moe_layers / spec.layers
@@ -211,7 +229,7 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
 def _layer_input(workload: Workload, sizes: _Sizes) -> LayerActivations:
     """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    width = FP32_BYTES if workload.cost.autocast else compute_bytes(workload)
+    width = compute_bytes(workload)
     return LayerActivations(width * sizes.stream, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -13,12 +13,11 @@ weight and two moments in fp32 read, the last three written (28), the 16-bit wei
 
 
 class EngineCost:
-    """The defaults are those of torch's DDP with autocast."""
+    """The defaults are those of torch's DDP in fp32."""
 
     fp32_states: ClassVar[bool] = True
-    """Weights, gradients and moments are fp32 at any precision (autocast)."""
-    autocast: ClassVar[bool] = True
-    """Weights and the residual stream are fp32; products are computed with 16-bit copies."""
+    """Weights that are updated, gradients and moments are fp32 at any precision; 16-bit copies
+    of the weights are in `buffers`."""
     sharded_weights_from: ClassVar[int] = 3
     """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
     sends_fp32_weights: ClassVar[bool] = False
@@ -27,8 +26,6 @@ class EngineCost:
     """Bytes that the optimizer moves on the host per parameter."""
     sums_whole_gradients: ClassVar[bool] = False
     """Gradients of micro batches are added to a whole fp32 sum on the device."""
-    reduces_beside_backward: ClassVar[bool] = True
-    """Gradients are reduced while others are computed, as this toolkit runs the engine."""
     gathers_beside_forward: ClassVar[bool] = True
     """With a sharded optimizer, weights are gathered while the next step's forward pass
     computes; otherwise nothing runs meanwhile."""
@@ -57,9 +54,9 @@ class EngineCost:
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Bytes of buckets and gathered weights where gradients are reduced over ranks; `width`
-        bytes per element are computed in. DDP copies gradients into buckets."""
-        return FP32_BYTES * share.trained.parameters
+        """Bytes of buckets, gathered and cast weights; `width` bytes per element are computed
+        in. DDP's gradients are its buckets."""
+        return 0.0
 
 
 def in_place_logit_bytes(width: int) -> int:

@@ -80,6 +80,11 @@ class Memory:
         return self.reserved + self.context
 
 
+def with_reserve(allocated: float) -> float:
+    """Bytes that a device needs for a peak of `allocated` ones."""
+    return (1 + RESERVE_SHARE) * allocated + CONTEXT_BYTES
+
+
 class _Step(NamedTuple):
     """What one micro batch leaves and needs on every stage."""
 
@@ -91,6 +96,8 @@ class _Step(NamedTuple):
     """Logits and loss."""
     messages: float
     """Of tensor, pipeline and context parallel."""
+    sent: float
+    """What a chunk of an interleaved pipeline has sent, where that is kept."""
 
 
 def peak_memory(workload: Workload, layout: Layout) -> Memory:
@@ -119,7 +126,7 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     logits = step.head if share.stage == layout.pp - 1 else 0.0
     layers = share.layers / layout.vpp
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
-    chunk += _frozen_copies(workload, layout, share)
+    chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * _chunks_waiting(layout, share)
     # What owners exchange comes when they are gone.
     exchange = _exchange(workload, layout, share) - activations - max(logits, step.workspace)
@@ -184,8 +191,8 @@ class StateBytes(NamedTuple):
 def state_bytes(workload: Workload) -> StateBytes:
     """Bytes per parameter of AdamW under an engine.
 
-    fp32, and autocast over fp32 weights (ddp, FSDP2's mixed precision): 4 + 4 + 8. In 16
-    bits: a weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the
+    fp32, and FSDP2's mixed precision, which ddp computes in, too: 4 + 4 + 8. In 16 bits
+    otherwise: a weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the
     distributed optimizer: 18 bytes, 6 + 12/d sharded; DeepSpeed with our presets'
     `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
     arXiv:1910.02054, figure 1).
@@ -204,7 +211,7 @@ def _states(
     workload: Workload, layout: Layout, share: StageShare
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
-    copies = layout.dp * layout.cp
+    copies = layout.dp * layout.cp // layout.replicate
     # An expert's states are spread over the ranks that hold this expert.
     expert_copies = max(1, copies * layout.tp // layout.ep) if layout.ep > 1 else copies
 
@@ -293,16 +300,6 @@ def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
     return 2 * 2 * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
 
 
-def _frozen_copies(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Bytes of frozen matrices in 16 bits: autocast casts them in the forward pass, and the
-    backward pass of each layer needs its own again."""
-    frozen = share.frozen
-    if frozen is None or workload.precision == "fp32" or not workload.cost.autocast:
-        return 0.0
-    layers = 0.0 if layout.recompute == "full" else frozen.dense + frozen.experts
-    return compute_bytes(workload) * (layers + frozen.output)
-
-
 @lru_cache(maxsize=4096)
 def _step(
     workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
@@ -328,6 +325,7 @@ def _step(
         workspace=layer.workspace,
         head=2 * stream + head,
         messages=messages,
+        sent=stream if workload.keeps_sent else 0.0,
     )
 
 
@@ -339,15 +337,13 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     width = compute_bytes(workload)
     if workload.fused_loss:
         return 2 * width
-    if workload.model == "megatron":
+    if workload.megatron_layers:
         return in_place_logit_bytes(width)
     return workload.cost.logit_bytes(width, tp)
 
 
 def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Buckets and gathered weights; none where there is no other rank."""
-    if layout.dp * layout.cp == 1:
-        return 0.0
+    """Buckets, gathered and cast weights."""
     return workload.cost.buffers(layout, compute_bytes(workload), share)
 
 

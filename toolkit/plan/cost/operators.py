@@ -29,8 +29,9 @@ class Device:
     """An accelerator's sustained rates under a workload."""
 
     matmul: float
-    """FLOP/s of large products in the workload's precision."""
-    matmul_width: int
+    """FLOP/s of large products in the workload's precision, the mean where some layers have
+    another one."""
+    matmul_width: float
     """Bytes of one of their operands' elements."""
     plain_matmul: float
     """FLOP/s of logits and attention, which fp8 leaves in 16 bits."""
@@ -59,16 +60,21 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
     """
     precision, share = workload.precision, efficiency[f"matmul.{gpu.like or gpu.name}"]
     matmul = _matmul_flops(gpu, precision, efficiency)
-    plain = _matmul_flops(gpu, "bf16", efficiency) if precision == "fp8" else matmul
+    width = 4 if precision == "fp32" else 2
+    plain, matmul_width = matmul, float(width)
+    if precision == "fp8":
+        plain, share_8 = _matmul_flops(gpu, "bf16", efficiency), workload.fp8_layers
+        matmul = 1 / (share_8 / matmul + (1 - share_8) / plain)
+        matmul_width = share_8 + (1 - share_8) * width
     measured = gpu.measured and gpu.measured.memory_bytes_per_s
     memory = gpu.memory_bytes_per_s or efficiency["cpu.bytes_per_s"]
     kernel = efficiency[f"attention.{_attention_kernel(gpu, workload)}"]
     of = ".cpu" if gpu.generation == "cpu" else ""
     return Device(
         matmul=matmul,
-        matmul_width={"fp32": 4, "fp8": 1}.get(precision, 2),
+        matmul_width=matmul_width,
         plain_matmul=plain,
-        width=4 if precision == "fp32" else 2,
+        width=width,
         attention=plain / share * kernel,
         memory=measured or memory * efficiency["memory"],
         multiprocessors=gpu.multiprocessors,
@@ -97,11 +103,12 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
 
 def _attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
-    written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them."""
+    written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
+    cuDNN's."""
     if workload.flash_version == 1 and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.1"
     engine = workload.cost.megatron_kernels and workload.fused_elementwise
-    if engine and gpu.generation in ("hopper", "blackwell"):
+    if (engine or workload.cudnn) and gpu.generation in ("hopper", "blackwell"):
         return f"{gpu.generation}.te"
     return gpu.generation
 
@@ -300,10 +307,16 @@ def _accumulated_bytes(workload: Workload, parameters: float) -> float:
 
 
 def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
-    """Bytes moved to turn the products' inputs into fp8, also transposed for the backward."""
+    """Bytes moved to turn the products' inputs into fp8, also transposed for the backward.
+
+    Not fused, torchao 0.18 does it in five operators, some in fp32, that read and write 25
+    bytes per element (`hp_tensor_to_float8_dynamic`), for the forward and for the backward.
+    """
     if workload.precision != "fp8":
         return 0.0
-    return sum(4.0 * count * m * k for count, m, n, k in products)
+    per_element = 4.0 if workload.fused_elementwise else 50.0
+    cast = sum(per_element * count * m * k for count, m, n, k in products)
+    return cast * workload.fp8_layers
 
 
 # Layers

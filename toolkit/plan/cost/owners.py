@@ -18,7 +18,7 @@ from toolkit.models.parameter_groups import is_embedding
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.operators import Device, matmul_s
 from toolkit.plan.cost.traffic import PlacedLayout
-from toolkit.recipe.schema import OptimizerName
+from toolkit.recipe.schema import OptimizerName, OptimizerSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.workload import Workload
@@ -62,20 +62,22 @@ class OwnerUpdates:
 
 
 def owner_updates(
-    config: Mapping[str, object], freeze: Sequence[str], optimizer: OptimizerName, steps: int
+    config: Mapping[str, object], freeze: Sequence[str], optimizer: OptimizerSection
 ) -> OwnerUpdates | None:
     """Those of a model of this config; None with AdamW."""
-    if optimizer == "adamw":
+    if optimizer.name == "adamw":
         return None
     shapes = _shapes(config)
     frozen = matching(freeze, shapes)
     counts = Counter(
         tensor
         for name, tensor in shapes.items()
-        if name not in frozen and _updated(optimizer, name, tensor)
+        if name not in frozen and _updated(optimizer.name, name, tensor)
     )
     largest = max((prod(tensor.shape) for tensor in counts), default=0)
-    return OwnerUpdates(optimizer, steps, tuple(counts.items()), largest)
+    return OwnerUpdates(
+        optimizer.name, optimizer.muon_settings.ns_steps, tuple(counts.items()), largest
+    )
 
 
 def _updated(optimizer: OptimizerName, name: str, tensor: OwnedTensor) -> bool:

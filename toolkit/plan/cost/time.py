@@ -288,6 +288,26 @@ def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, f
     return found
 
 
+def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
+    """FLOPs of one rank of a pipeline stage in a step, as its kernels compute them.
+
+    Attention counts every key, and its backward pass makes the scores again: 5 products after
+    the forward pass's 2 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
+    """
+    spec, length = workload.spec, workload.sequence_length
+    head = 2.0 * spec.vocab * spec.hidden
+    forward = spec.forward_flops_per_token_full(length)
+    attention = forward - _weight_flops(spec)
+    again = _recomputed_flops(workload, layout.recompute, forward)
+    layers = 3 * (forward - head) + (0.5 * attention if workload.attention == "fused" else 0.0)
+    mine = (layers + again) * layers_of_stages(spec.layers, layout.pp, layout.vpp)[stage]
+    mine /= spec.layers
+    if stage == layout.pp - 1:
+        mine += (3 if layout.loss == "whole" else 4) * head
+    samples = layout.micro_batch * layout.gradient_accumulation
+    return mine * samples * workload.sample_tokens / (layout.cp * layout.tp)
+
+
 def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
     """Forward FLOPs per token that the backward pass repeats."""
     spec = workload.spec

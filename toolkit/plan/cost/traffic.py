@@ -153,9 +153,21 @@ def data_parallel_s(
     layout = place.layout
     if layout.dp * layout.cp == 1:
         return 0.0, 0.0
-    if layout.zero_stage == 3:
-        return _sharded_s(place, share, forward_s, backward_s)
-    return _replicated_s(place, share, forward_s, backward_s)
+    spread = _sharded_s if layout.zero_stage == 3 else _replicated_s
+    gather, reduce = spread(place, share, forward_s, backward_s)
+    return gather, reduce + _copies_s(place, share, backward_s)
+
+
+def _copies_s(place: PlacedLayout, share: StageShare, backward_s: float) -> float:
+    """Copies of the shards sum their gradients once a step, layer by layer."""
+    layout, layers = place.layout, max(1, share.layers)
+    if layout.replicate == 1:
+        return 0.0
+    shards = layout.dp // layout.replicate
+    between = place.group(layout.replicate, shards * layout.tp * layout.cp)
+    size = reduce_bytes(place.workload) * share.trained.parameters / shards
+    sent = layers * between.all_reduce_s(size / layers)
+    return _exposed(sent, backward_s, place.efficiency[place.workload.cost.overlap])
 
 
 def _sharded_s(
@@ -164,7 +176,7 @@ def _sharded_s(
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
     pass, one ahead, and gradients reduced."""
     layout, layers = place.layout, max(1, share.layers)
-    ring = place.group(layout.dp * layout.cp, layout.tp)
+    ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     gather = layers * ring.all_gather_s(place.width * share.parameters / layers)
     size = reduce_bytes(place.workload) * share.trained.parameters
     reduce = layers * ring.reduce_scatter_s(size / layers)
@@ -183,7 +195,7 @@ def _replicated_s(
     sharded optimizer, weights are then gathered alongside the first forward pass (DeepSpeed:
     with no overlap)."""
     layout, workload = place.layout, place.workload
-    ring = place.group(layout.dp * layout.cp, layout.tp)
+    ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     size = reduce_bytes(workload) * share.trained.parameters
     times, gather = 1, 0.0
     if layout.zero_stage == 0:

@@ -19,7 +19,7 @@ def updated_parameters(layout: Layout, share: StageShare) -> float:
     """Parameters of `share` that one rank updates, where all of them train."""
     if layout.zero_stage == 0:
         return share.parameters
-    copies = layout.dp * layout.cp
+    copies = layout.dp * layout.cp // layout.replicate
     expert_copies = max(1.0, copies * layout.tp / layout.ep) if layout.ep > 1 else copies
     return (share.dense + share.vocabulary) / copies + share.experts / expert_copies
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.schema import TrainingSection
+from toolkit.recipe.schema import Fp8Section, TrainingSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
@@ -36,6 +36,8 @@ class Workload:
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
+    fp8_layers: float = 1.0
+    """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
     reduce_bytes: int | None = None
@@ -47,6 +49,9 @@ class Workload:
     parallel)."""
     pipeline_overlap: bool = True
     """Messages of the interleaved schedule run alongside the next chunk."""
+    keeps_sent: bool = False
+    """The interleaved schedule keeps what was sent for the backward pass, which needs no values
+    of it: megatron-core could free it while it is still being sent."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None
@@ -57,6 +62,8 @@ class Workload:
     document_mask: bool = False
     """A mask isolates the documents of a sequence. torch then takes its memory-efficient
     kernel, which computes the hidden scores as well."""
+    cudnn: bool = False
+    """Attention is cuDNN's, as Transformer Engine's is."""
     updates: "OwnerUpdates | None" = None
     """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
@@ -67,6 +74,11 @@ class Workload:
     def sample_tokens(self) -> int:
         """Tokens of a sample."""
         return self.rows_per_sample * self.sequence_length
+
+    @property
+    def megatron_layers(self) -> bool:
+        """Are its modules megatron-core's?"""
+        return self.model == "megatron"
 
     @property
     def cost(self) -> "EngineCost":
@@ -82,28 +94,36 @@ def planned_workload(
     dropout: bool = False,
     isolates: bool = False,
     updates: "OwnerUpdates | None" = None,
+    fp8: Fp8Section | None = None,
+    overlap: bool = True,
+    cudnn: bool = False,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
-    Attention is torch's fused kernel; the other operators are single ones, without
-    Transformer Engine or torch.compile; megatron-core reduces after the backward pass, and
-    its pipeline waits for every message. `isolates`: documents, by a mask; the
-    kernel is taken for as fast as FlashAttention's first generation, but was not measured.
+    Attention is torch's fused kernel (`cudnn`: that one); the other operators are single ones,
+    without Transformer Engine or torch.compile. Without `overlap`, gradients are reduced after
+    the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
+    mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
+    measured.
     """
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
+    kept = fp8.layers_in_bf16.first + fp8.layers_in_bf16.last if fp8 else 0
     return Workload(
         spec=spec,
         sequence_length=training.sequence_length,
-        precision=training.precision,
+        precision="fp8" if fp8 else training.precision,
+        fp8_layers=1 - kept / spec.layers,
         engine=pair.engine,
         rows_per_sample=training.rows_per_sample,
         model=pair.model,
         fused_elementwise=False,
-        pipeline_overlap=False,
-        reduce_overlap=BACKENDS[pair.engine].cost.reduces_beside_backward,
+        pipeline_overlap=overlap,
+        keeps_sent=overlap,
+        reduce_overlap=overlap,
         flash_version=1 if isolates else 2,
         dropout=dropout,
         document_mask=isolates,
         updates=updates,
+        cudnn=cudnn,
     )

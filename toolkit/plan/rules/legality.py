@@ -151,6 +151,13 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "none in stage 0, which shards no optimizer states",
             "set parallel.zero.stage to 2 (or auto)",
         )
+    if _above_one(parallel.replicate) and zero.offload_parameters not in ("none", "auto"):
+        yield Problem(
+            "parallel.replicate",
+            f"{parallel.replicate} with offload_parameters: {zero.offload_parameters}",
+            "1 with offload, which is for models that copies of shards leave no room for",
+            "set parallel.replicate to 1 (or auto)",
+        )
     if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
         yield Problem(
             "parallel.zero.offload_parameters",
@@ -189,6 +196,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     degrees = {name: _known_degree(parallel, name) or 1 for name in DEGREES[:2]}
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
+        yield from _copies(parallel, world // product)
         return
     largest = max(degrees, key=lambda name: degrees[name])
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
@@ -200,6 +208,24 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
         f"a product that divides nodes · gpus_per_node = {world}",
         f"set {' and '.join(changes)}",
     )
+
+
+def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
+    """Copies of shards share out the data-parallel ranks, and have two each or more."""
+    wanted = parallel.replicate
+    if not isinstance(wanted, int) or wanted == 1 or wanted in (fit := copies_of(ranks)):
+        return
+    yield Problem(
+        "parallel.replicate",
+        f"{wanted} on {ranks} ranks",
+        f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
+        f"set parallel.replicate to {nearest(wanted, fit)}",
+    )
+
+
+def copies_of(ranks: int) -> list[int]:
+    """How often all shards may be there on so many data-parallel ranks."""
+    return [1, *(ranks // shards for shards in reversed(divisors(ranks)[1:]) if shards < ranks)]
 
 
 def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
@@ -231,7 +257,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             Problem(f"parallel.{key}", str(value), f"{allowed} for {pair}{why}", instead)
         )
 
-    for name in DEGREES:
+    for name in (*DEGREES, "replicate"):
         degree, most = getattr(parallel, name), getattr(support, name)
         if degree != "auto" and degree > most:
             exclusive = name == "pipeline" and zero.stage in (2, 3)
@@ -240,6 +266,10 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
             refuse(name, degree, str(most), instead, why)
     if parallel.sequence is True and not support.sequence:
         refuse("sequence", "true", "false", "set parallel.sequence to auto")
+    if parallel.overlap == "none" and not support.without_overlap:
+        able = " or ".join(p.engine for p, one in table().items() if one.without_overlap)
+        instead = f"set parallel.overlap to auto, or parallel.engine to {able}"
+        refuse("overlap", "none", "auto", instead, ", which overlaps what it can")
     or_engine = "" if support.zero_config else _or_zero(parallel)
     if zero.stage != "auto" and zero.stage not in support.zero_stages:
         stages = ", ".join(map(str, support.zero_stages))

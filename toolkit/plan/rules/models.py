@@ -13,20 +13,21 @@ from math import gcd
 from toolkit.adapters import lora
 from toolkit.backend import BACKENDS, Pair
 from toolkit.errors import Problem
+from toolkit.layout import AttentionKernel
 from toolkit.models import frozen, parameter_groups
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
 from toolkit.plan.cost.workload import Workload, planned_workload
-from toolkit.plan.rules import legality
+from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
+    Fp8Section,
     KernelsSection,
-    OptimizerName,
+    OptimizerSection,
     ParallelSection,
-    ParameterGroup,
     Recipe,
     TrainingSection,
 )
@@ -46,41 +47,61 @@ class PlanRequest:
     """The documents of a sequence are isolated."""
     adapter: AdapterSection | None = None
     """The recipe's `adapter`."""
-    groups: tuple[ParameterGroup, ...] = ()
-    """The recipe's `optimizer.groups`."""
-    optimizer: OptimizerName = "adamw"
-    """The recipe's `optimizer.name`."""
-    ns_steps: int = 5
-    """Of the recipe's `optimizer.muon`."""
-    layer_decay: float | None = None
-    """The recipe's `optimizer.layer_decay`."""
+    optimizer: OptimizerSection = field(
+        default_factory=lambda: OptimizerSection(learning_rate=1.0)
+    )
     kernels: KernelsSection = field(default_factory=KernelsSection)
+    fp8: Fp8Section | None = None
+    lengths: tuple[int, ...] = ()
+    """Of sequences, where `data.stages` changes it; `training` has the longest."""
 
     @classmethod
     def of(
         cls, recipe: Recipe, cluster: ClusterSection, config: Mapping[str, object]
     ) -> "PlanRequest":
         """What the rules read of `recipe` on this cluster, for the model of this `config`."""
+        lengths = recipe.trained_lengths
         return cls(
             recipe.parallel,
             cluster,
-            recipe.training,
+            recipe.training.model_copy(update={"sequence_length": lengths[-1]}),
             config,
             recipe.model.freeze,
             recipe.data.isolates,
             recipe.adapter,
-            recipe.optimizer.groups,
-            recipe.optimizer.name,
-            recipe.optimizer.muon_settings.ns_steps,
-            recipe.optimizer.layer_decay,
+            recipe.optimizer,
             recipe.kernels,
+            recipe.fp8,
+            lengths if len(lengths) > 1 else (),
         )
 
+    def uneven(self, tensor: int) -> int | None:
+        """A sequence length that a tensor-parallel degree does not divide."""
+        lengths = self.lengths or (self.training.sequence_length,)
+        return next((length for length in lengths if length % tensor), None)
+
     def workload(self, pair: Pair) -> Workload:
-        """What is trained, on an engine and a model implementation."""
+        """What is trained, on an engine and a model implementation.
+
+        On CPUs, whose cores also communicate, nobody measured what an engine gains that need
+        not do so while it computes.
+        """
+        pays = self.cluster.gpu != "cpu" or not legality.table()[pair].without_overlap
         return planned_workload(
-            self.spec, self.training, pair, isolates=self.isolates, updates=self.updates
+            self.spec,
+            self.training,
+            pair,
+            isolates=self.isolates,
+            updates=self.updates,
+            fp8=self.fp8,
+            overlap=self.parallel.overlap == "auto" and pays,
+            cudnn=self.attention_kernel == "cudnn",
         )
+
+    @cached_property
+    def attention_kernel(self) -> AttentionKernel:
+        """Which of torch's attention kernels is tried first."""
+        return attention.kernel(self)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -90,7 +111,7 @@ class PlanRequest:
     @cached_property
     def updates(self) -> OwnerUpdates | None:
         """What an optimizer other than AdamW updates as wholes."""
-        return owner_updates(self.config, self.freeze, self.optimizer, self.ns_steps)
+        return owner_updates(self.config, self.freeze, self.optimizer)
 
     @cached_property
     def mapped(self) -> MegatronModel:
@@ -111,7 +132,7 @@ class PlanRequest:
     def divided(self) -> tuple[list[Problem], list[Problem]]:
         """Why transformers, and why megatron-core, cannot freeze a part of a parameter, or give
         it another learning rate."""
-        if not self.freeze and not self.groups:
+        if not self.freeze and not self.optimizer.groups:
             return [], []
         names = frozen.matching(self.freeze, frozen.names_of(self.config))
         adapters = lora.lora_of(self.adapter, self.config)
@@ -120,7 +141,7 @@ class PlanRequest:
             [
                 *frozen.part_problems(names, parameters),
                 *parameter_groups.part_problems(
-                    self.groups, ({*one} & self.trained for one in parameters)
+                    self.optimizer.groups, ({*one} & self.trained for one in parameters)
                 ),
             ]
             for parameters in (frozen.stacked(self.config), frozen.fused(model))
@@ -130,7 +151,7 @@ class PlanRequest:
     def asking(self, parallel: ParallelSection) -> "PlanRequest":
         """The same job with another intent; what follows from the config is kept."""
         other = replace(self, parallel=parallel)
-        for name in ("spec", "updates", "inexpressible", "divided"):
+        for name in ("spec", "updates", "attention_kernel", "inexpressible", "divided"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -151,9 +172,13 @@ def problems(job: PlanRequest) -> list[Problem]:
         return wrong
     if job.adapter and (wrong := [*lora.problems(job.adapter, job.config)]):
         return wrong
-    if job.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
+    if wrong := [*attention.problems(job)]:
         return wrong
-    if job.groups and (wrong := [*parameter_groups.problems(job.groups, job.trained)]):
+    if job.optimizer.layer_decay and (wrong := [*parameter_groups.decay_problems(job.trained)]):
+        return wrong
+    if job.optimizer.groups and (
+        wrong := [*parameter_groups.problems(job.optimizer.groups, job.trained)]
+    ):
         return wrong
     asked = legality.pairs(job.parallel, job.training.precision)
     found = [pair_problems(job, pair) for pair in asked]
@@ -165,6 +190,8 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     stacked, fused = job.divided
     if offloaded := [*_offloaded_owners(job)]:
         return offloaded
+    if wrong := [*_fp8(job, pair)]:
+        return wrong
     if pair.model != "megatron":
         return stacked
     if reason := job.inexpressible:
@@ -176,14 +203,50 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     return [*fused, *(problem for rule in rules for problem in rule(job))]
 
 
+def _fp8(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """What torchao's products in 8 bits cannot be in."""
+    if job.fp8 is None:
+        return
+    stages, stage = legality.table()[pair].fp8_stages, job.parallel.zero.stage
+    kept = job.fp8.layers_in_bf16
+    if not stages:
+        yield Problem(
+            "fp8",
+            f"settings for {pair}",
+            "null for megatron-core's models, whose fp8 is Transformer Engine's",
+            "set parallel.engine and parallel.model to auto, or remove fp8",
+        )
+    elif stage not in ("auto", *stages):
+        yield Problem(
+            "parallel.zero.stage",
+            f"{stage} with fp8",
+            f"{', '.join(map(str, stages))} for {pair}",
+            "set parallel.zero.stage to auto, or parallel.engine to fsdp",
+        )
+    elif job.spec.moe_layers:
+        yield Problem(
+            "fp8",
+            "settings for a model with experts",
+            "null with experts, whose weights are stacked: torchao's products take single ones",
+            "remove fp8",
+        )
+    elif kept.first + kept.last >= job.spec.layers:
+        yield Problem(
+            "fp8.layers_in_bf16",
+            f"first: {kept.first}, last: {kept.last}",
+            f"fewer than the model's {job.spec.layers} layers together",
+            "lower them, or remove fp8",
+        )
+
+
 def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
     """An owner computes on the device, and its buffers and states are there."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
-        if job.optimizer != "adamw" and place not in ("none", "auto"):
+        if job.optimizer.name != "adamw" and place not in ("none", "auto"):
             yield Problem(
                 f"parallel.zero.{name}",
-                f"{place} with optimizer.name: {job.optimizer}",
+                f"{place} with optimizer.name: {job.optimizer.name}",
                 "none: owners update whole tensors on the device, where their states are",
                 f"set parallel.zero.{name} to none (or auto), or optimizer.name to adamw",
             )
@@ -248,8 +311,7 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
     shared = job.mapped.transformer.get("moe_shared_expert_intermediate_size", 0)
     if shared % tp:  # shared_experts.py: linear_fc1
         found.append(f"a divisor of the shared experts' intermediate size {shared}")
-    if parallel.sequence == "auto" and job.training.sequence_length % tp:  # moe_layer.py
-        length = job.training.sequence_length
+    if parallel.sequence == "auto" and (length := job.uneven(tp)):  # moe_layer.py
         found.append(
             f"a divisor of the sequence length {length}, since experts under tensor parallel "
             "need sequence parallel"
@@ -260,7 +322,7 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
 def _sequence(job: PlanRequest) -> Iterator[Problem]:
     """moe_layer.py refuses experts under tensor parallel alone; mappings.py cuts the
     sequence into equal parts."""
-    tp, length = known(job.parallel.tensor), job.training.sequence_length
+    tp = known(job.parallel.tensor)
     if tp is None or tp == 1:
         return
     if job.parallel.sequence is False and job.spec.moe_layers:
@@ -270,15 +332,19 @@ def _sequence(job: PlanRequest) -> Iterator[Problem]:
             "true: megatron-core trains experts under tensor parallel only with it",
             "set parallel.sequence to true (or auto)",
         )
-    if job.parallel.sequence is True and length % tp:
+    if job.parallel.sequence is True and (length := job.uneven(tp)):
         below, above = length // tp * tp, (length // tp + 1) * tp
         lengths = f"{below} or {above}" if below > 1 else str(above)
         otherwise = "" if job.spec.moe_layers else ", or parallel.sequence to false"
+        what, fix = "every sequence_length", f"choose lengths that {tp} divides"
+        if not job.lengths:
+            what = "training.sequence_length"
+            fix = f"set {what} to {lengths.split(' or ')[0]}"
         yield Problem(
             "parallel.sequence",
             f"true with parallel.tensor: {tp} and sequences of {length} tokens",
-            f"true where tensor divides training.sequence_length: {lengths}",
-            f"set training.sequence_length to {lengths.split(' or ')[0]}{otherwise}",
+            f"true where tensor divides {what}: {lengths}",
+            f"{fix}{otherwise}",
         )
 
 

@@ -4,9 +4,10 @@ Everything here lasts until the process ends, and nothing in it computes.
 """
 
 import contextlib
+import math
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ def pretend() -> FakeTensorMode:
     _have_accelerator()
     _send_nothing()
     functional.scaled_dot_product_attention = _attention
+    _replace(torch, rms_norm=_rms_norm)
     import_utils.is_fake_tensor = lambda _: False  # transformers would take it for compiled
     # Otherwise, tensors made from numbers would begin on the host and initialise CUDA.
     _replace(FakeTensorMode, avoid_device_init=property(lambda _: True))
@@ -114,7 +116,9 @@ def _replace(owner: Any, **values: Any) -> None:
 
 def _swap(old: Tensor, new: Tensor) -> None:
     """What `Module.to` does with fake parameters, which fails once they are referred to."""
-    if isinstance(old, FakeTensor) and old.dtype == new.dtype and not old.is_meta:
+    if isinstance(old, FakeTensor) and isinstance(new, FakeTensor) and not old.is_meta:
+        if old.dtype != new.dtype:
+            old.data = new.data
         old.fake_device = new.device
     else:
         _swap_tensors(old, new)  # type: ignore[no-untyped-call]
@@ -153,6 +157,40 @@ def _attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
     )
     return found[0]  # type: ignore[no-any-return]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's kernel, which keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weight: Tensor | None, width: int) -> Tensor:
+        scales = rows.new_empty(rows.numel() // width, dtype=torch.float32)
+        context.save_for_backward(rows, weight, scales)
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(context: Any, *_: Any) -> Any:
+        rows, weight, _ = context.saved_tensors
+        of_weight = None if weight is None else torch.empty_like(weight)
+        return torch.empty_like(rows), of_weight, None
+
+
+_single_operators = torch.rms_norm
+
+
+def _rms_norm(
+    rows: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """torch's, which takes single operators where types are mixed, and without CUDA."""
+    if weight is not None and weight.dtype != rows.dtype:
+        return _single_operators(rows, normalized_shape, weight, eps)
+    found: Tensor = _FusedRmsNorm.apply(  # type: ignore[no-untyped-call]
+        rows, weight, math.prod(normalized_shape)
+    )
+    return found
 
 
 def _have_cuda() -> None:

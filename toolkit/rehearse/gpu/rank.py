@@ -1,8 +1,10 @@
 """One rank's engine on a GPU that is not there: built, trained, evaluated, saved, resumed."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,15 @@ from toolkit.engines.base import Counters, Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.config import DTYPES
 from toolkit.engines.setup import EngineSetup, build_engine
+from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.watch import MIXED, RankFindings, Watch
-from toolkit.run.assignment import Assignment
+from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings
+from toolkit.rehearse.gpu.watch import Watch
+from toolkit.run.assignment import Assignment, read_assignment
+from toolkit.run.directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -39,21 +44,33 @@ class NoWeights:
         return torch.empty(block_shape(block))
 
 
+def read(run_dir: Path) -> Assignment:
+    """The assignment of a run directory, for any number of ranks."""
+    recipe = load_recipe(RunDirectory(run_dir).recipe)
+    return read_assignment(run_dir, recipe.cluster.world_size)
+
+
 def rehearse(
     assignment: Assignment,
     rank: int,
     mode: FakeTensorMode,
     changed: Callable[[Engine], None] = lambda _: None,
+    *,
+    skip: Collection[str] = (),
 ) -> RankFindings:
     """What `rank` does with this assignment, under the mode of `device.pretend`; once in a
     process.
 
-    `changed` may change the engine before it trains. Tensors of two devices end it early; other
-    errors of the engine are raised.
+    `skip` names phases to leave out: `step`, the first one, or `evaluate`. `changed` may change
+    the engine before it trains. Tensors of two devices end it early; other errors of the engine
+    are raised.
     """
     layout, recipe = assignment.plan.layout, assignment.recipe
-    device.join(rank, layout.world)
-    ranks = Ranks(rank, layout.world, 0, 1, device.GPU)
+    world = layout.world
+    if assignment.plan.backend.rehearsed_alone(recipe.training.precision):
+        rank, world = 0, 1
+    device.join(rank, world)
+    ranks = Ranks(rank, world, 0, 1, device.GPU)
     config = hf.build_config(recipe.model)
     weights = NoWeights(hf.parameter_shapes(config))
     compute = getattr(torch, DTYPES[recipe.training.precision])
@@ -67,34 +84,47 @@ def rehearse(
         engine = build_engine(assignment.plan.engine, setup)
         others.answer()
         changed(engine)
+        watch.account.own(_modules(engine))
         try:
-            _train(engine, assignment, watch)
+            _train(engine, assignment, watch, skip)
         except RuntimeError as error:
             if not watch.found.of(MIXED):
                 raise
             watch.found.ended_by = str(error).partition("\n")[0]
+    ended = watch.found.ended_by is not None
+    phases = [] if ended else [one for one in PHASES if one not in skip]
+    watch.found.peaks = {phase: watch.account.peak(phase) for phase in phases}
+    watch.found.flops = dict(watch.account.flops.get(STEP, Counter()).most_common())
     return watch.found
 
 
-def _train(engine: Engine, assignment: Assignment, watch: Watch) -> None:
+def _modules(engine: Any) -> list[nn.Module]:
+    """The model of an engine of any kind, or its chunks."""
+    chunks = getattr(engine, "chunks", None)
+    return chunks or [getattr(engine.model, "module", engine.model)]
+
+
+def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collection[str]) -> None:
     """A step, an evaluation, the state out and in again, and another step."""
     layout, recipe = assignment.plan.layout, assignment.recipe
     rows = layout.micro_batch * recipe.training.rows_per_sample
-    tokens = torch.zeros(rows, recipe.training.sequence_length, dtype=torch.int64)
+    tokens = torch.zeros(rows, recipe.trained_lengths[-1], dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens)] * layout.gradient_accumulation
-    count = float(layout.global_batch * recipe.training.sequence_length)
-    watch.phase = "step"
-    engine.train_step(batches, count, recipe.optimizer.learning_rate)
-    watch.phase = "evaluate"
-    engine.evaluate(batches)
-    watch.phase = "state"
+    count = float(layout.global_batch * recipe.trained_lengths[-1])
+    if "step" not in skip:
+        watch.begin("step")
+        engine.train_step(batches, count, recipe.optimizer.learning_rate)
+    if "evaluate" not in skip:
+        watch.begin("evaluate")
+        engine.evaluate(batches if layout.pp > 1 else batches[:1])
+    watch.begin("state")
     held: Counter[str] = Counter()
     for shard in engine.state():
         for quantity in shard.quantities:
             held[quantity] += shard.get(quantity).numel()
     watch.found.state |= held
     _resume(engine)
-    watch.phase = "resume"
+    watch.begin(STEP)
     engine.train_step(batches, count, recipe.optimizer.learning_rate)
 
 

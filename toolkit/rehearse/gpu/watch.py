@@ -3,7 +3,6 @@
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.rehearse.gpu import device
-
-HOST_WAITS = "the host waits for the GPU"
-MIXED = "tensors of two devices meet"
-WIDENED = "16-bit activations become fp32"
-NOT_NCCL = "NCCL gets a tensor in host memory"
+from toolkit.rehearse.gpu.account import Account
+from toolkit.rehearse.gpu.findings import (
+    HOST_WAITS,
+    MIXED,
+    NOT_NCCL,
+    WIDENED,
+    Collective,
+    GpuFinding,
+    RankFindings,
+)
 
 _FRAMES = 3
 _HERE = Path(__file__).parent
@@ -29,48 +33,6 @@ _LIBRARIES = ("torch", "contextlib.py", "functools.py")
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
-
-
-@dataclass(frozen=True)
-class GpuFinding:
-    """Something that was done, with its place."""
-
-    what: str
-    """One of this module's constants."""
-    how: str
-    """E.g. `item()`, or the devices that met."""
-    where: tuple[str, ...]
-    """`file.py:line function`, the innermost first."""
-    phase: str
-    """What the rank was doing: `build`, `step`, `evaluate`, `state`, `resume`."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective operation that this rank took part in."""
-
-    name: str
-    group: str
-    """Backend and ranks, e.g. `nccl 0,1`."""
-    nbytes: int
-    """Of its tensors on this rank."""
-    phase: str
-
-
-@dataclass
-class RankFindings:
-    """All that was found on one rank."""
-
-    findings: list[GpuFinding] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    state: dict[str, int] = field(default_factory=dict)
-    """Elements of each quantity that this rank holds."""
-    ended_by: str | None = None
-    """The error that tensors of two devices were."""
-
-    def of(self, what: str, phase: str | None = None) -> list[GpuFinding]:
-        """The findings of one kind, perhaps of one phase."""
-        return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -86,19 +48,32 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         the share of its experts that a token is sent to."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = RankFindings()
-        self.phase = "build"
+        self.account = Account()
+        self.begin("build")
         self._compute = compute
         self._is_layer = is_layer
         self._selects = selects
+        self._listing = False
+        """All numbers of a tensor are read at once."""
         self._inside = 0
         """Of how many decoder layers the forward pass is running."""
+
+    def begin(self, phase: str) -> None:
+        """What follows belongs to `phase`."""
+        self.phase = phase
+        self.account.begin(phase)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # what it does with its parts comes here, too
+        kwargs = kwargs or {}
+        out = self._run(func, args, kwargs)
+        self.account.note(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _aten._local_scalar_dense.default:
             return self._number(args[0])
         if func is _aten.masked_select.default:
@@ -115,11 +90,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _number(self, tensor: Tensor) -> Any:
-        """A tensor's only element, of which fake ones have none: one."""
-        if tensor.device.type == "cuda":
+        """A tensor's only element, of which fake ones have none: one, and no for a flag."""
+        if tensor.device.type == "cuda" and not self._listing:
             self._add(HOST_WAITS, "reads a number")
         kind = tensor.dtype
-        return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+        flag = kind in (torch.bool, torch.uint8)  # whether something is wrong
+        return False if flag else 1.0 if kind.is_floating_point else 1
 
     def _selected(self, tensor: Tensor, _: Tensor) -> Tensor:
         """How many elements a mask selects is known to the GPU alone: those of the experts that
@@ -148,11 +124,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = func.overloadpacket.__name__ != "barrier"  # whose tensor says nothing
         if on_host and "gloo" not in backend and any(t.device.type == "cpu" for t in tensors):
             self._add(NOT_NCCL, func.overloadpacket.__name__)
-        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        ranks = dist.get_process_group_ranks(group)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         name = func.overloadpacket.__name__
         self.found.collectives.append(
-            Collective(name, f"{backend} {ranks}", nbytes, self.phase)
+            Collective(name, f"{backend} {_listed(ranks)}", len(ranks), nbytes, self.phase)
         )
 
     def _promotion(self, func: Any, args: Sequence[Any]) -> None:
@@ -182,7 +158,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nn.modules.module.register_module_forward_pre_hook(self._enters),
             nn.modules.module.register_module_forward_hook(self._leaves, always_call=True),
         ]
-        make = torch.tensor
+        make, read = torch.tensor, FakeTensor.tolist
 
         def made(*arguments: Any, **options: Any) -> Tensor:
             if torch.device(options.get("device") or "cpu").type == "cuda":
@@ -190,11 +166,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return make(*arguments, **options)
 
         torch.tensor = made
+
+        def listed(tensor: FakeTensor) -> Any:  # which a GPU's copies to the host once
+            if tensor.device.type == "cuda":
+                self._add(HOST_WAITS, "reads numbers")
+            self._listing = True
+            try:
+                return read(tensor)
+            finally:
+                self._listing = False
+
+        FakeTensor.tolist = listed  # type: ignore[method-assign,assignment]
         try:
-            with self:
+            with self.account.following(), self:
                 yield
         finally:
             torch.tensor = make
+            FakeTensor.tolist = read  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
 
@@ -253,6 +241,12 @@ def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
             groups: Any = dist.distributed_c10d
             return groups._resolve_process_group(value)  # type: ignore[no-any-return]
     return None
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """`0,1` or `0,8,…,120`."""
+    shown = [str(rank) for rank in ranks]
+    return ",".join(shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]])
 
 
 def _place() -> tuple[str, ...]:

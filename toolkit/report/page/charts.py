@@ -1,19 +1,24 @@
 """What the page draws: curves of one or several runs, and marks where something was."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
 from toolkit.report.attempts import Event, amount, number, step_of
+from toolkit.report.goodput import Metrics
 from toolkit.report.page.thinning import AXES, Curves, short
 from toolkit.report.record import RunRecord
-from toolkit.track.wandb_follower import VALIDATION
+from toolkit.report.stragglers import WAITS
+from toolkit.run.events import VALIDATION
 
 BUCKETS = 400
 """Of a curve with more points than twice as many; a chart is about as many pixels wide."""
 MOST_MARKS = 1000
 """Of a run; the page says how many more there are."""
 MOST_CHARTS = 40
+_MOST_DRAWN = 8
+"""Ranks in the chart of waits."""
 _KNOWN = {
     "loss": ("Loss", "nats, or as the objective defines it"),
     "grad_norm": ("Gradient norm", "global L2 norm before clipping"),
@@ -59,6 +64,7 @@ def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[
             log = name in _LOGARITHMIC
             found.append({"id": name, "title": title, "unit": unit, "lines": lines, "log": log})
     found[1:1] = [*_sources(records, curves)]
+    found += _ranks(records, curves, buckets)
     return found[:MOST_CHARTS]
 
 
@@ -108,6 +114,35 @@ def _validation(name: str, record: RunRecord, one: Curves) -> dict[str, list[Any
     return {**columns, "y": [short(found[step]) for step in sorted(found)]}
 
 
+def _ranks(
+    records: Sequence[RunRecord], curves: Sequence[Curves], buckets: int
+) -> Iterator[dict[str, Any]]:
+    """What ranks waited for by themselves, of those that waited longest, in one chart."""
+    lines = []
+    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+        waits = {rank: _waits_by_step(found) for rank, found in record.ranks.items()}
+        longest = sorted(waits, key=lambda rank: -sum(waits[rank].values()))
+        for rank in sorted(longest[: max(1, _MOST_DRAWN // len(records))]):
+            values = [waits[rank].get(int(step), math.nan) for step in one.x["step"]]
+            if (points := one.thinned(values, buckets)) is not None:
+                lines.append({"run": run, "label": f"rank {rank}", **points})
+    if lines:
+        title, unit = (
+            "Waits of each rank",
+            "seconds per step, for data or for a core",
+        )
+        yield {"id": "ranks", "title": title, "unit": unit, "lines": lines, "log": False}
+
+
+def _waits_by_step(lines: Sequence[Metrics]) -> dict[int, float]:
+    """Seconds per step, all WAITS of a rank together."""
+    return {
+        step: sum(amount(line, what) or 0.0 for what in WAITS)
+        for line in lines
+        if (step := step_of(line)) is not None
+    }
+
+
 def _sources(
     records: Sequence[RunRecord], curves: Sequence[Curves]
 ) -> Iterator[dict[str, Any]]:
@@ -127,13 +162,18 @@ def _sources(
         yield {"id": "sources", "title": title, "unit": unit, "lines": lines, "log": False}
 
 
+_STAGED = ("sequence_length", "weights")
+"""What a stage of the data changes."""
+
+
 def marks(record: RunRecord, one: Curves) -> list[dict[str, Any]]:
     """Where something happened to a run, in the order of its events; of steps that were done
     again, both times."""
     found = []
     for stage in _stages(record.recipe):
         if (step := amount(stage, "from_step")) is not None:
-            what = f"data.stages: weights {stage.get('weights')}"
+            changed = [f"{key} {stage[key]}" for key in _STAGED if stage.get(key)]
+            what = f"data.stages: {', '.join(changed)}"
             found.append(
                 {"kind": "stage", "word": "stage", **one.place(step), "time": "", "what": what}
             )

@@ -30,8 +30,9 @@ Section = dict[str, Any]
 
 def sections(record: RunRecord) -> list[Section]:
     """All there are of a run, in the order of the page."""
+    facts = rows(record.run, record.summary, record.pace)
     found = [
-        {"title": "Summary", "facts": [*map(list, rows(record.run, record.summary))]},
+        {"title": "Summary", "facts": [*map(list, facts)]},
         _time(record),
         _parts(record, "step_time_s", "One step, as predicted", seconds),
         _memory(record),
@@ -152,6 +153,7 @@ def _data(record: RunRecord) -> Section | None:
     if not sources or not isinstance(data, dict):
         return None
     stages = [one for one in data.get("stages") or () if isinstance(one, dict)]
+    stages = [one for one in stages if one.get("weights")]
     begins = [f"from step {one.get('from_step') or one.get('from_tokens')}" for one in stages]
     table = [["source", "weight", *begins, "validation loss"]]
     last = [event for event in record.events if event.get("kind") == "evaluation"][-1:]
@@ -193,6 +195,15 @@ def _recipe(record: RunRecord) -> Section | None:
     own = stated.model_dump(exclude_defaults=True, mode="json")
     section["note"] = "What differs from the defaults of this release."
     section["table"] = [["setting", "value"], *_leaves(own)]
+    places = record.stated_in
+    if not places:
+        return section
+    files = [*dict.fromkeys(str(file) for file in places.values())]
+    rows = {name: [name, value] for name, value in _leaves(own)}
+    found = [[*rows.pop(name), str(places[name])] for name in places if name in rows]
+    section["note"] += f" Stated in {', '.join(files)}; a recipe's own settings come first."
+    found += [[*row, "resolved"] for row in rows.values()]
+    section["table"] = [["setting", "value", "stated in"], *found]
     return section
 
 

@@ -103,7 +103,10 @@ class Curves:
 
     def points(self, name: str, buckets: int) -> dict[str, list[Any]] | None:
         """A column over each axis, thinned; None where no line has a finite value."""
-        values = self.column(name)
+        return self.thinned(self.column(name), buckets)
+
+    def thinned(self, values: Sequence[float], buckets: int) -> dict[str, list[Any]] | None:
+        """One value per line over each axis; None where none is finite."""
         if not any(map(math.isfinite, values)):
             return None
         chosen = kept(values, buckets)

@@ -1,41 +1,40 @@
-"""`python -m toolkit.track.wandb_follower RUN_DIR`: posts a run's files to W&B.
+"""`python -m toolkit.track.follower RUN_DIR`: posts a run's files to one tracker.
 
-A process of its own, so that nothing that W&B does can reach the training: it follows
+A process of its own, so that nothing that a tracker does can reach the training: it follows
 `metrics.jsonl` and `events.jsonl` and ends when its standard input says so or closes,
 which it also does when the trainer is killed. Its first input line is the JSON of
 `FollowerSettings`; it prints at most one line, the reason why it gave up.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ruamel.yaml import YAML
 
-from toolkit.errors import EXIT_RESUMABLE
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
+from toolkit.run.events import VALIDATION
 from toolkit.terminal import tell
+from toolkit.track.trackers import TRACKERS
+from toolkit.track.trackers.base import GaveUp, Settings, TrackedRun, Tracker
 from toolkit.untrusted import read_json
 
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
 """How long an upload may continue after the trainer has ended."""
-
-VALIDATION = "validation/"
-"""How the names of the losses of validation sources begin in an `evaluation` event."""
 _POSTED_EVENTS = ("evaluation", "save", "skip")
 """Events whose numbers are curves: `evaluation/loss`, `save/seconds`."""
 
@@ -44,19 +43,18 @@ _POSTED_EVENTS = ("evaluation", "save", "skip")
 class FollowerSettings:
     """What the trainer passes to the follower; never a secret."""
 
-    project: str
-    entity: str | None
-    mode: Literal["online", "offline", "disabled"]
-    tags: tuple[str, ...]
+    tracker: str
+    settings: Settings
     run_name: str
     trainer_pid: int
 
 
 @dataclass(frozen=True)
 class PostedState:
-    """How far W&B knows the run; kept in `wandb.json`, written before each post.
+    """The run's id at a tracker, kept in RUN/TRACKER.json, and, where its store cannot be
+    asked, how far it knows the run: written before each post.
 
-    A kill between the two loses a few points on W&B, but never shows a step twice.
+    A kill between the two loses a few points there, but never shows a step twice.
     """
 
     run_id: str
@@ -78,17 +76,25 @@ class PostedState:
         jsonl.write_atomically(path, json.dumps(asdict(self)) + "\n")
 
 
-class GaveUp(Exception):
-    """W&B cannot be used; the text is for the user."""
-
-
 class Poster:
-    """Turns new lines of the two files into W&B rows, in the order of their steps."""
+    """Turns new lines of the two files into a tracker's rows, in the order of their steps."""
 
-    def __init__(self, run_dir: RunDirectory, run: Any, state: PostedState) -> None:
+    def __init__(
+        self,
+        run_dir: RunDirectory,
+        tracker: Tracker,
+        stored: Mapping[str, int] | None,
+        state: PostedState,
+        state_file: Path,
+    ) -> None:
+        """`stored`: what `Tracker.start` returned."""
         self._run_dir = run_dir
-        self._run = run
-        self._state = state
+        self._tracker = tracker
+        self._newest = dict(stored or {})
+        """Of every name, the last step that was posted: none is posted twice."""
+        self._can_be_asked = stored is not None
+        self._state = PostedState(state.run_id, -1) if self._can_be_asked else state
+        self._state_file = state_file
         self._metrics_offset = 0
 
     def post_new(self) -> None:
@@ -97,25 +103,40 @@ class Poster:
         # no event that belongs before the last row read here can still be missing.
         metrics, self._metrics_offset = _new_lines(self._run_dir.metrics, self._metrics_offset)
         events, offset = _new_lines(self._run_dir.events, self._state.events_offset)
-        rows: dict[int, dict[str, Any]] = {}
+        # What cannot be asked drops rows of earlier steps (W&B), and has those of redone ones.
+        floor = self._state.posted_step
+        rows: dict[int, dict[str, float]] = {}
         for record in metrics:
-            if (step := record["step"]) > self._state.posted_step:
-                rows.setdefault(step, {}).update(_numbers(record))
+            self._add(rows, record["step"], _numbers(record), floor + 1)
         for record in events:
-            # W&B drops rows of earlier steps, and those of a redone step are there already.
-            step = record.get("step", -1)
-            if record["kind"] in _POSTED_EVENTS and step >= self._state.posted_step:
-                for name, value in _numbers(record).items():
-                    own = name.startswith(VALIDATION)
-                    curve = name if own else f"{record['kind']}/{name}"
-                    rows.setdefault(step, {})[curve] = value
+            if record["kind"] in _POSTED_EVENTS:
+                named = {
+                    name if name.startswith(VALIDATION) else f"{record['kind']}/{name}": value
+                    for name, value in _numbers(record).items()
+                }
+                self._add(rows, record.get("step", -1), named, floor)
             elif record["kind"] == "prediction":
-                self._run.summary.update(summary_numbers(record))
-        newest = max([self._state.posted_step, *rows])
+                self._tracker.summarize(summary_numbers(record))
+        newest = floor if self._can_be_asked else max([floor, *rows])
         self._state = PostedState(self._state.run_id, newest, offset)
-        self._state.save(self._run_dir.wandb_state)
-        for step in sorted(step for step, row in rows.items() if row):
-            self._run.log({**rows[step], "step": step}, step=step)
+        if not self._can_be_asked:
+            self._state.save(self._state_file)
+        if rows:
+            self._tracker.log(dict(sorted(rows.items())))
+
+    def _add(
+        self,
+        rows: dict[int, dict[str, float]],
+        step: int,
+        numbers: Mapping[str, float],
+        lowest: int,
+    ) -> None:
+        """Put what was not posted yet into its step's row; nothing of steps below `lowest`."""
+        for name, value in numbers.items():
+            own = self._tracker.spelled(name)
+            if step >= lowest and step > self._newest.get(own, -1):
+                rows.setdefault(step, {})[own] = value
+                self._newest[own] = step
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -140,72 +161,26 @@ def _new_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     return list(jsonl.parse(data[:complete])), offset + complete
 
 
-def follow(run_dir: RunDirectory, settings: FollowerSettings, ended: threading.Event) -> None:
-    """Post until `ended` is set, then finish the run on W&B.
+def follow(run_dir: RunDirectory, asked: FollowerSettings, ended: threading.Event) -> None:
+    """Post until `ended` is set, then finish the run at the tracker.
 
-    Raises GaveUp when W&B is missing, its folder cannot be written or went away.
+    Raises GaveUp when its package is missing, or what it raises itself.
     """
+    tracker = TRACKERS[asked.tracker]()
+    state_file = run_dir.tracker_state(asked.tracker)
+    state = PostedState.load(state_file)
+    state.save(state_file)
+    run = TrackedRun(run_dir, asked.run_name, state.run_id, _config(run_dir), asked.settings)
     try:
-        import wandb
+        stored = tracker.start(run)
     except ImportError as error:
-        raise GaveUp(f"wandb cannot be imported ({error}); pip install wandb") from error
-    _check_writable(run_dir.wandb)
-    state = PostedState.load(run_dir.wandb_state)
-    state.save(run_dir.wandb_state)
-    run = wandb.init(
-        project=settings.project,
-        entity=settings.entity,
-        mode=settings.mode,
-        tags=settings.tags,
-        name=settings.run_name,
-        id=state.run_id,
-        resume="allow" if settings.mode == "online" else None,
-        dir=run_dir.path,
-        config=_config(run_dir),
-        settings=_private_settings(wandb),
-    )
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    files = Path(run.dir)
-    poster = Poster(run_dir, run, state)
+        raise GaveUp(f"it cannot be imported ({error}); {tracker.install}") from error
+    poster = Poster(run_dir, tracker, stored, state, state_file)
     last = False
     while not last:
         last = ended.wait(_POLL_S)
-        if not files.exists():
-            raise GaveUp(f"its folder {files.parent} was removed")
         poster.post_new()
-    exit_code = _exit_code(run_dir.events)
-    if exit_code == EXIT_RESUMABLE:
-        run.mark_preempting()
-    run.finish(exit_code=exit_code)
-    # wandb-core would notice by itself, but only later, that its user is gone.
-    wandb.teardown(exit_code=exit_code)
-
-
-def _private_settings(wandb: Any) -> Any:
-    """Return settings that keep command line, host, paths and console away from W&B."""
-    return wandb.Settings(
-        x_disable_meta=True,
-        x_disable_machine_info=True,
-        x_disable_stats=True,
-        x_save_requirements=False,
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        console="off",
-        host="",
-        program="dmt",
-    )
-
-
-def _check_writable(folder: Path) -> None:
-    # W&B would fall back to the machine's temporary folder silently.
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise GaveUp(f"{folder} cannot be written ({error.strerror})") from error
+    tracker.finish(_exit_code(run_dir.events))
 
 
 def _config(run_dir: RunDirectory) -> dict[str, Any]:
@@ -249,8 +224,17 @@ def _watch_trainer(trainer_pid: int, ended: threading.Event) -> None:
 
 
 @contextmanager
+def _alone(log: Path) -> Iterator[None]:
+    """Wait until the follower of an earlier start, whose trainer was killed, has posted all."""
+    with log.open("a") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def _output_into(log: Path) -> Iterator[None]:
-    """Send this process's and wandb-core's output to `log`, through redaction."""
+    """Send the output of this process and of what it starts to `log`, through redaction."""
     read_end, write_end = os.pipe()
     for stream in (1, 2):
         os.dup2(write_end, stream)
@@ -279,7 +263,7 @@ def _output_into(log: Path) -> Iterator[None]:
 
 
 def main(run_directory: str) -> int:
-    """Follow one run; return 1 after telling the trainer why W&B was given up."""
+    """Follow one run; return 1 after telling the trainer why the tracker was given up."""
     # Whoever stops the job signals all of it; this process ends when the trainer does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -289,10 +273,11 @@ def main(run_directory: str) -> int:
     settings = FollowerSettings(**json.loads(sys.stdin.readline()))
     ended = threading.Event()
     _watch_trainer(settings.trainer_pid, ended)
-    with _output_into(run_dir.logs / "wandb.log"):
+    log = run_dir.logs / f"{settings.tracker}.log"
+    with _alone(log), _output_into(log):
         try:
             follow(run_dir, settings, ended)
-        except Exception as error:  # noqa: BLE001 - whatever W&B raises is reported
+        except Exception as error:  # noqa: BLE001 - whatever it raises is reported
             reason = str(error) if isinstance(error, GaveUp) else _first_line(error)
             tell(f"gave up: {reason}")
             trainer.write(redact(reason).replace("\n", " ") + "\n")
@@ -308,5 +293,5 @@ def _first_line(error: Exception) -> str:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    # Not sys.exit: W&B's exit hooks would wait again for what was given up.
+    # Not sys.exit: a tracker's exit hooks would wait again for what was given up.
     os._exit(code)

@@ -1,0 +1,120 @@
+"""Training data of a hub, by `datasets` and `huggingface_hub` themselves, over HTTP."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from tests.data import hub
+from tests.data.hub import NAME, TOKEN, Hub
+
+TEXTS = [f"document {number} of the hub" for number in range(400)]
+FILES = ("data/0.parquet", "data/1.parquet", "held-out.parquet")
+CARD = b"""---
+configs:
+- config_name: all
+  data_files:
+  - {split: train, path: "data/*.parquet"}
+  - {split: test, path: held-out.parquet}
+---
+"""
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from toolkit.data.build import build_data, tokenised
+from toolkit.data.remote import store
+from toolkit.errors import DmtError
+from toolkit.recipe.schema import DataSection
+
+store._FIRST_PAUSE_S = 0.001
+data = DataSection.model_validate({"cache": "cache", **json.loads(sys.argv[1])})
+try:
+    built = build_data(
+        data, sequence_length=8, global_batch_size=1, seed=0, vocab_size=257, base=Path()
+    )
+    train = built.sources[0].train
+    parts = train.every_chunk() if data.streaming is not None else [train]
+    streams = [part.stream.read(0, len(part.stream))[0] for part in parts if part.stream]
+    tokens = [token for stream in streams for token in stream.tolist()]
+    found = bytes(0 if token == 256 else token for token in tokens).decode()
+    print(json.dumps([found.split("\\0")[:-1], store.RETRIES.count, built.fingerprint]))
+except DmtError as error:
+    print(json.dumps(str(error)))
+"""
+STREAMED = {"streaming": {"chunk_mib": 0.002, "workers": 0}}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Hub]:
+    with hub.running() as found:
+        rows = TEXTS[:150], TEXTS[150:300], TEXTS[300:]
+        for name, part in zip(FILES, rows, strict=True):
+            table = pa.table({"id": range(len(part)), "text": part})
+            parquet.write_table(table, tmp_path / "rows", row_group_size=40, compression="none")
+            found.files[name] = (tmp_path / "rows").read_bytes()
+        found.files["README.md"] = CARD
+        yield found
+
+
+def built(folder: Path, found: Hub, train: dict[str, str], **data: object) -> object:
+    """Texts, retries and fingerprint of the training data; or an error."""
+    data = {"train": {"kind": "hf", **train}, **data}
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+        **found.environment,
+        "HF_HOME": str(folder / "home"),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(data)],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert TOKEN not in ended.stdout + ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_a_hub_id_is_streamed(tmp_path: Path, repository: Hub) -> None:
+    """Only the rows of its split and only their ranges are read, at the commit that was
+    listed; downloads that fail are tried again."""
+    repository.failures.extend(["cut", "", "cut", "cut"])
+    train = {"path": NAME, "name": "all"}
+    texts, retries, before = built(tmp_path, repository, train, **STREAMED)  # type: ignore[misc]
+    assert texts == TEXTS[:300]
+    assert retries == 3
+    assert {name for name, _ in repository.ranges} == set(FILES[:2])
+    texts, _, fingerprint = built(  # type: ignore[misc]
+        tmp_path, repository, {**train, "split": "test"}, **STREAMED
+    )
+    assert texts == TEXTS[300:] and fingerprint != before
+    error = built(tmp_path, repository, {**train, "split": "dev"}, **STREAMED)
+    assert isinstance(error, str) and "train, test" in error
+    error = built(tmp_path, repository, {"path": "org/none"}, **STREAMED)
+    assert isinstance(error, str) and "cannot load `org/none`" in error
+
+
+def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
+    """By URL: streamed, and copied; what a branch becomes later is other data."""
+    for name in FILES[:2]:
+        repository.files[f"deep/{name}"] = repository.files[name]
+    url = f"hf://datasets/{NAME}/data"
+    repository.failures.extend(["error", "cut"])
+    texts, retries, streamed = built(  # type: ignore[misc]
+        tmp_path, repository, {"path": f"{url}/*.parquet"}, **STREAMED
+    )
+    assert (texts, retries) == (TEXTS[:300], 2)
+    repository.failures.extend(["error", "cut"])
+    texts, retries, copied = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    assert (texts, retries) == (TEXTS[:300], 2)
+    repository.files["data/1.parquet"] = repository.files["held-out.parquet"]
+    later = [
+        built(tmp_path, repository, {"path": f"{url}/*.parquet"}, **STREAMED),
+        built(tmp_path, repository, {"path": url}),
+    ]
+    for before, (texts, _, after) in zip((streamed, copied), later, strict=True):  # type: ignore[misc]
+        assert texts == TEXTS[:150] + TEXTS[300:] and after != before

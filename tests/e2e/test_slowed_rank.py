@@ -1,0 +1,86 @@
+"""A real run in which one rank becomes slow: who looks at its page finds when, who and why."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser import Tab, browser
+from tests.e2e.conftest import Project
+from tests.e2e.product import dmt, run
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.slow
+
+SLOW_DATA = """
+import os
+if os.environ.get("RANK") == "1" and os.environ.get("SLOWED"):
+    import time
+    from toolkit.train.prefetch import Prefetch
+    build = Prefetch.__init__
+
+    def slowed(self, build_batches, step):
+        def batches(at):
+            time.sleep(0.5 if at >= 20 else 0)
+            return build_batches(at)
+        build(self, batches, step)
+
+    Prefetch.__init__ = slowed
+"""
+STEPS = {"training.steps": 40, "logging.every_steps": 1, "evaluation.every_steps": "null"}
+
+
+@pytest.fixture(scope="module")
+def page(project: Project, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a page of last week's run, and of today's, which is slowed."""
+    hook = tmp_path_factory.mktemp("hook")
+    (hook / "sitecustomize.py").write_text(SLOW_DATA)
+    env = {"PYTHONPATH": f"{hook}:{ROOT}"}
+    for name, changes, more in (
+        ("last-week", {}, {}),
+        ("today", {"optimizer.learning_rate": 0.002}, {"SLOWED": "1"}),
+    ):
+        ended = project.launch(name, STEPS | changes, env=env | more)
+        assert ended.code == 0, ended.err
+    ended = run(dmt("report", "last-week", "today", "--html", "both.html"), project.folder)
+    assert ended.code == 0, ended.err
+    return f"file://{project.folder / 'both.html'}"
+
+
+@pytest.fixture(scope="module")
+def tab(page: str) -> Iterator[Tab]:
+    with browser() as tab:
+        tab.open(page)
+        yield tab
+
+
+def cards(tab: Tab, title: str) -> list[str]:
+    """The text of the cards with this title, one per run."""
+    selector = f'[aria-label="{title}"].card'
+    return list(tab.run(f"[...document.querySelectorAll('{selector}')].map(x => x.innerText)"))
+
+
+def test_why_did_it_slow_down_and_which_rank_was_it(tab: Tab, project: Project) -> None:
+    before, today = cards(tab, "Summary")
+    (sentence,) = [line for line in today.splitlines() if "after step" in line]
+    # Batches of step 20 are taken during the step before; the first steps may be slow, too.
+    step = int(sentence.split("after step ")[1].split()[0])
+    assert step in (19, 20), sentence
+    assert "rank 1 waited for data, 0.5" in sentence
+    assert "rank 1" not in before
+    label = tab.run("document.querySelector('[data-chart=ranks]').ariaLabel")
+    assert "today, rank 1 from 0" in label and "highest 0.5" in label
+    said = run(dmt("report", "today"), project.folder)
+    assert "rank 1 waited for data" in " ".join(said.out.split())
+
+
+def test_what_differs_from_last_weeks_run(tab: Tab) -> None:
+    _, recipe = cards(tab, "Recipe")
+    name = "optimizer.learning_rate"
+    (rate,) = [line for line in recipe.splitlines() if line.startswith(name)]
+    assert "0.002" in rate and "--set" in rate
+    (differences,) = cards(tab, "What differs")
+    rows = [line for line in differences.splitlines() if "learning_rate" in line]
+    assert len(rows) == 1 and rows[0].startswith("optimizer.learning_rate"), differences
+    assert "0.002" in rows[0]
+    assert "slower (median tokens/s)" in differences
+    assert tab.errors() == [] and tab.inaccessible() == []

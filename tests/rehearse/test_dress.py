@@ -1,0 +1,173 @@
+"""`dmt rehearse --gpu`: memory, FLOPs and collectives against what arithmetic says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import ROOT
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
+
+LLAMA = "recipes/tiny/llama-bytes.yaml"
+GPUS = 4
+LAYERS, HIDDEN, INNER, VOCABULARY, SEQUENCE = 4, 128, 384, 320, 128
+HEADS, KEY_HEADS, WIDTH = 4, 2, 32
+"""Of that recipe."""
+ON_GPUS = [
+    "cluster.gpu=h100-80gb",
+    f"cluster.gpus_per_node={GPUS}",
+    "training.precision=bf16",
+    "training.micro_batch_size=2",
+    "training.global_batch_size=32",
+]
+MIB = 2**20
+
+
+def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> subprocess.CompletedProcess[str]:
+    settings = [word for one in overrides for word in ("--set", one)]
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit.cli.main", *arguments, *settings],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def rehearsed(*parallel: str, ranks: str = "") -> dict[str, Any]:
+    chosen = ["--ranks", ranks] if ranks else []
+    overrides = [*ON_GPUS, *(f"parallel.{one}" for one in parallel)]
+    done = dmt("rehearse", LLAMA, "--gpu", "--json", *chosen, overrides=overrides)
+    assert done.returncode == EXIT_DONE, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def parameters() -> dict[str, int]:
+    """Elements of every tensor of the model, tied embeddings once."""
+    projections = {"q": HEADS, "k": KEY_HEADS, "v": KEY_HEADS, "o": HEADS}
+    layer = {name: HIDDEN * heads * WIDTH for name, heads in projections.items()}
+    layer |= dict.fromkeys(("gate", "up", "down"), HIDDEN * INNER)
+    layer |= {"norm": HIDDEN, "norm of mlp": HIDDEN}
+    layers = {f"{name} {i}": size for i in range(LAYERS) for name, size in layer.items()}
+    return layers | {"embedding": VOCABULARY * HIDDEN, "norm": HIDDEN}
+
+
+def blocks(sizes: list[float]) -> float:
+    """MiB in blocks of 512 bytes."""
+    return sum(-(-int(size) // 512) * 512 for size in sizes) / MIB
+
+
+@pytest.mark.slow
+def test_a_rank_of_fsdp() -> None:
+    """States are 4, 4 and 8 bytes of each shard; FLOPs are 6 per weight and token, and what
+    attention computes; the host waits once."""
+    found = rehearsed("engine=fsdp", "zero.stage=3", "replicate=1")
+    (rank,) = found["ranks"]
+    shards = [4 * size / GPUS for size in parameters().values()]
+    held = {kind: 1024 * sum(places.values()) for kind, places in rank["held_gib"].items()}
+    assert held["weights"] == pytest.approx(blocks(shards))
+    assert held["gradients"] == pytest.approx(blocks([sum(shards)]), rel=0.01)  # of units
+    assert held["optimizer states"] == pytest.approx(2 * blocks(shards), rel=0.02)  # and steps
+    assert rank["peak_gib"] == pytest.approx(sum(held.values()) / 1024)
+    assert rank["planned_gib"] == pytest.approx(rank["peak_gib"], rel=0.1)
+
+    assert found["micro_batches"] == {"run": 2, "of": 4}
+    tokens = 2 * 2 * SEQUENCE
+    products = sum(size for name, size in parameters().items() if "norm" not in name)
+    scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * LAYERS  # two products, counted in full
+    flops = tokens * (6 * products + (1 + 2.5) * scores)
+    assert rank["flops"] == flops
+    assert rank["planned_flops"] == pytest.approx(flops)
+
+    (wait,) = rank["host_waits"]
+    assert wait["count"] == 1
+    assert "data_parallel.py" in wait["where"]
+    collectives = {one["name"]: one for one in rank["collectives"] if one["bytes"] > 1000}
+    assert {one["ranks"] for one in collectives.values()} == {GPUS}
+    # Every layer forwards and backwards, and the rest once, in each of two micro batches.
+    assert collectives["_allgather_base_"]["count"] == 2 * (2 * LAYERS + 1)
+    assert collectives["_reduce_scatter_base_"]["count"] == 2 * (LAYERS + 1)
+    assert rank["wrong"] == []
+
+
+@pytest.mark.slow
+def test_each_pipeline_stage_once() -> None:
+    found = rehearsed("engine=megatron", "pipeline=2", "tensor=2", "zero.stage=1")
+    assert [(one["rank"], one["stage"]) for one in found["ranks"]] == [(0, 0), (2, 1)]
+    first, last = found["ranks"]
+    half = LAYERS // 2 * sum(size for name, size in parameters().items() if " 0" in name)
+    ends = VOCABULARY * HIDDEN
+    of_norms = LAYERS // 2 * 2 * HIDDEN
+    weights = 1024 * sum(first["held_gib"]["weights"].values())
+    assert weights * MIB == pytest.approx(
+        2 * ((half - of_norms + ends) / 2 + of_norms), rel=1e-3
+    )
+    assert first["fits"]
+    assert last["flops"] > first["flops"], "the head is on the last stage"
+    assert {"send", "recv_"} <= {one["name"] for one in first["collectives"]}
+    (again,) = rehearsed("engine=fsdp", "zero.stage=2", ranks="3")["ranks"]
+    assert again["rank"] == 3
+
+
+@pytest.mark.slow
+def test_the_table_names_what_holds_memory() -> None:
+    done = dmt("rehearse", LLAMA, "--gpu", overrides=[*ON_GPUS, "parallel.engine=ddp"])
+    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
+    for text in ("model.layers.*.mlp", "fits", "reads numbers"):
+        assert text in done.stdout
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_too_large_is_found() -> None:
+    large = ["parallel.engine=fsdp", "training.micro_batch_size=8", "parallel.recompute=none"]
+    large += ["training.global_batch_size=64", "training.sequence_length=8192"]
+    large += ["kernels.loss=whole", "parallel.zero.stage=3"]
+    arguments = "plan", "recipes/llama/llama-3.2-1b-pretrain.yaml", "--cluster", "1x8xh100-80gb"
+    done = dmt(*arguments, "--check-memory", overrides=large)
+    assert done.returncode == EXIT_FAILED, done.stderr[-2000:]
+    assert "rehearsed  rank 0 allocates" in done.stdout
+    assert "does not fit" in done.stdout.rpartition("rehearsed")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "said"),
+    [
+        (["--gpu", "--ranks", "4"], ON_GPUS, "0 to 3"),
+        (["--gpu", "--ranks", "one"], ON_GPUS, "numbers of ranks"),
+        (["--ranks", "1"], ON_GPUS, "only with --gpu"),
+        (["--gpu", "--layouts", "fsdp2"], ON_GPUS, "the recipe's own layout is run"),
+        (["--gpu"], [], "a GPU, with --gpu"),
+    ],
+)
+def test_what_cannot_be_rehearsed(
+    arguments: list[str], overrides: list[str], said: str
+) -> None:
+    done = dmt("rehearse", LLAMA, *arguments, overrides=overrides)
+    assert done.returncode == EXIT_USER_ERROR
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_planner_knows_what_small_layouts_hold(tmp_path: Path) -> None:
+    """Seven of the layouts of `benchmarks/gpu_memory.py`: fsdp, ddp, ZeRO 1 to 3, megatron."""
+    script, chosen = "benchmarks/gpu_memory.py", "llama-3.2-1b-pretrain 1 1 "
+    done = subprocess.run(
+        [sys.executable, script, "--out", str(tmp_path / "found.json"), "--only", chosen],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = [float(found) for found in re.findall(r"^ *([+-][\d.]+)%", done.stdout, re.M)]
+    assert len(errors) == 7
+    assert sum(map(abs, errors)) / len(errors) < 5
+    assert max(map(abs, errors)) < 10
+    assert "called fitting: none" in done.stdout

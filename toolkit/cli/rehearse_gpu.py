@@ -1,0 +1,258 @@
+"""`dmt rehearse --gpu`, `dmt plan --check-memory`: ranks at their true size, without GPUs."""
+
+import json
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from toolkit.cli.bars import bars
+from toolkit.cli.console import Console
+from toolkit.errors import EXIT_FAILED, Problem, RecipeError
+from toolkit.handlers import handling
+from toolkit.hardware.cluster import Cluster
+from toolkit.intake.load import load_recipe
+from toolkit.layout import layout_text
+from toolkit.plan.cost.memory import GIB
+from toolkit.plan.estimate import memory_parts
+from toolkit.recipe.schema import Recipe
+from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
+from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
+from toolkit.run.assignment import decide
+from toolkit.units import byte_size, size
+
+CheckMemory = Annotated[
+    bool,
+    typer.Option(
+        "--check-memory",
+        help="Also run the chosen layout on GPUs that are not there, as `dmt rehearse --gpu` "
+        "does; exit 4 where its memory does not fit.",
+    ),
+]
+OnGpus = Annotated[
+    bool,
+    typer.Option(
+        "--gpu",
+        help="Instead, run the recipe's own layout at its true size on GPUs that are not "
+        "there: memory, collectives, waits and FLOPs of its ranks.",
+    ),
+]
+RanksOfGpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
+    ),
+]
+
+_MODULES = 12
+"""Holders that the table names."""
+
+
+def dress_rehearsal(
+    recipe: Path,
+    overrides: Sequence[str],
+    ranks: str | None,
+    layouts: str | None,
+    as_json: bool,
+    *,
+    gpu: bool,
+) -> None:
+    """Rehearse and print. Exits with 4 where something is wrong."""
+    if ranks is not None and not gpu:
+        raise RecipeError([Problem("--ranks", repr(ranks), "only with --gpu", "add --gpu")])
+    if layouts is not None:
+        allowed = "without --gpu: there, the recipe's own layout is run"
+        raise RecipeError(
+            [Problem("--layouts", repr(layouts), allowed, "use --set parallel.…")]
+        )
+    rehearsal = DressRehearsal.of(decide(load_recipe(recipe, overrides), None), _numbers(ranks))
+    done = rehearsed(rehearsal)
+    if as_json:
+        typer.echo(json.dumps(machine_output(rehearsal, done)))
+    else:
+        show(rehearsal, done)
+    if any(one.wrong or not one.fits for one in done):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
+    """Run the ranks, with a bar on standard error where that is a terminal."""
+    console = Console(file=sys.stderr)
+    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("rank {task.description}")
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    done = []
+    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
+    # SIGTERM cleans up as Ctrl-C does.
+    with handling([signal.SIGTERM], signal.default_int_handler), scratch as folder, bar:
+        names = [*map(str, rehearsal.ranks), "done"]
+        task = bar.add_task(names[0], total=len(rehearsal.ranks))
+        for count, one in enumerate(rehearsal.run(Path(folder)), 1):
+            done.append(one)
+            bar.update(task, completed=count, description=names[count])
+    return done
+
+
+def check_ranks(recipe: Recipe, cluster: Cluster) -> list[RehearsedRank]:
+    """The ranks of the chosen plan on a cluster."""
+    return rehearsed(DressRehearsal.of(decide(recipe, None, cluster)))
+
+
+def _numbers(text: str | None) -> list[int]:
+    """`0,7` as numbers."""
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        allowed = "numbers of ranks, as in 0,7"
+        raise RecipeError([Problem("--ranks", repr(text), allowed)]) from error
+
+
+# For programs
+
+
+def machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> dict[str, Any]:
+    """What `--json` prints; `collectives` and `flops` are those of the micro batches run."""
+    plan, full = rehearsal.assignment.plan, rehearsal.planned.plan.layout
+    return {
+        "recipe": rehearsal.assignment.recipe.name,
+        "engine": plan.engine,
+        "model": plan.model,
+        "layout": asdict(full),
+        "micro_batches": {
+            "run": rehearsal.layout.gradient_accumulation,
+            "of": full.gradient_accumulation,
+        },
+        "ranks": [rank_output(one) for one in done],
+    }
+
+
+def rank_output(one: RehearsedRank) -> dict[str, Any]:
+    """One rank."""
+    return {
+        "rank": one.rank,
+        "stage": one.stage,
+        "peak_gib": one.peak.nbytes / GIB,
+        "planned_gib": one.planned.allocated / GIB,
+        "peaks_gib": {phase: peak.nbytes / GIB for phase, peak in one.found.peaks.items()},
+        "needed_gib": one.needed_gib,
+        "fits": one.fits,
+        "held_gib": {
+            kind: {place: nbytes / GIB for place, nbytes in places.items()}
+            for kind, places in one.peak.holders.items()
+        },
+        "planned_parts_gib": memory_parts(one.planned),
+        "flops": sum(one.found.flops.values()),
+        "planned_flops": one.planned_flops,
+        "flops_by_module": one.found.flops,
+        "collectives": [
+            {"name": name, "group": group, "ranks": ranks, "count": count, "bytes": nbytes}
+            for (name, group, ranks), (count, nbytes) in _collectives(one).items()
+        ],
+        "host_waits": [
+            {"how": how, "where": where, "count": count}
+            for (how, where), count in _waits(one).items()
+        ],
+        "wrong": [asdict(finding) for finding in one.wrong],
+    }
+
+
+def _collectives(one: RehearsedRank) -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Of the step: how many and their bytes, by name, group and its size; the most first."""
+    found: dict[tuple[str, str, int], tuple[int, int]] = {}
+    for each in one.found.collectives:
+        if each.phase == STEP:
+            key = each.name, each.group, each.size
+            count, nbytes = found.get(key, (0, 0))
+            found[key] = count + 1, nbytes + each.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _waits(one: RehearsedRank) -> Counter[tuple[str, str]]:
+    """Of the step: how often the host waits, by how and place."""
+    found = one.found.of(HOST_WAITS, STEP)
+    return Counter((each.how, each.where[0] if each.where else "") for each in found)
+
+
+# For people
+
+
+def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
+    """A table of the ranks, and what the fullest one does."""
+    console = Console()
+    plan, full = rehearsal.assignment.plan, rehearsal.planned.plan.layout
+    console.print(
+        f"{rehearsal.assignment.recipe.name}: {layout_text(plan.engine, plan.model, full)}"
+    )
+    run, of = rehearsal.layout.gradient_accumulation, full.gradient_accumulation
+    if run < of:
+        console.print(f"  {run} of {of} micro batches were run", style="dim")
+    console.print(_table(done))
+    fullest = max(done, key=lambda one: one.peak.nbytes)
+    console.print(f"\nrank {fullest.rank} at its fullest", style="bold")
+    held = {kind: sum(places.values()) / GIB for kind, places in fullest.peak.holders.items()}
+    for line in bars(held, fullest.peak.nbytes / GIB, "GiB"):
+        console.print(line, soft_wrap=True)
+    console.print("\nheld by", style="dim")
+    for text in _largest(fullest):
+        console.print(f"  {text}", soft_wrap=True)
+    console.print("\ncollectives of a step", style="dim")
+    for (name, group, _), (count, nbytes) in _collectives(fullest).items():
+        console.print(f"  {count:>6,} × {name}  {byte_size(nbytes)}  {group}", soft_wrap=True)
+    console.print("\nthe host waits for the GPU", style="dim")
+    for (how, where), count in _waits(fullest).items():
+        console.print(f"  {count:>6,} × {how}: {where}", soft_wrap=True)
+    for one in done:
+        for wrong in dict.fromkeys(
+            f"{f.what}: {f.how}: {''.join(f.where[:1])}" for f in one.wrong
+        ):
+            console.print(f"rank {one.rank}: {wrong}", style="bold red", soft_wrap=True)
+
+
+def print_memory(done: Sequence[RehearsedRank]) -> None:
+    """What was planned for each rank, and what it held."""
+    for one in done:
+        planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
+        verdict = "fits" if one.fits else "does not fit"
+        Console().print(
+            f"  rehearsed  rank {one.rank} allocates {size(held)}, planned {size(planned)}; "
+            f"with reserve and CUDA {size(one.needed_gib)}: {verdict}",
+            soft_wrap=True,
+        )
+
+
+def _table(done: Sequence[RehearsedRank]) -> Table:
+    """One row per rank."""
+    found = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("rank", "stage", "peak", "planned", "needs", "PFLOP", "planned", "verdict"):
+        found.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+    for one in done:
+        found.add_row(
+            f"{one.rank}",
+            f"{one.stage}",
+            size(one.peak.nbytes / GIB),
+            size(one.planned.allocated / GIB),
+            size(one.needed_gib),
+            f"{sum(one.found.flops.values()) / 1e15:.3f}",
+            f"{one.planned_flops / 1e15:.3f}",
+            "wrong" if one.wrong else "fits" if one.fits else "does not fit",
+        )
+    return found
+
+
+def _largest(one: RehearsedRank) -> list[str]:
+    """The modules and places that hold most."""
+    held = [
+        (nbytes, f"{kind}: {place or 'elsewhere'}")
+        for kind, places in one.peak.holders.items()
+        for place, nbytes in places.items()
+    ]
+    return [
+        f"{size(nbytes / GIB):>10}  {name}" for nbytes, name in sorted(held)[::-1][:_MODULES]
+    ]

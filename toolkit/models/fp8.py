@@ -1,0 +1,74 @@
+"""Matrix products in 8-bit floats: torchao's `Float8Linear` in the decoder layers of
+transformers' models.
+
+Weights stay what they are, in memory, on the wire and in checkpoints; each product rounds its
+two operands to 8 bits, with scales that are computed from them.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.models.huggingface import decoder_layers
+from toolkit.recipe.schema import Fp8Section
+
+_MULTIPLE = 16
+"""What both sizes of a weight must be multiples of: `torch._scaled_mm`'s rule."""
+
+
+def convert(model: nn.Module, fp8: Fp8Section | None) -> None:
+    """Let the products of `model`'s decoder layers round to 8 bits; nothing without `fp8`.
+
+    Parameters keep names, shapes, types and places. Left as they are: head and embeddings, the
+    layers that `layers_in_bf16` names, and weights whose sizes are not multiples of 16.
+    Raises PlanError where nothing is left, BackendUnavailable without torchao.
+    """
+    if fp8 is None:
+        return
+    torchao = _import_torchao()
+    config = torchao.Float8LinearConfig.from_recipe_name(fp8.recipe)
+    config = replace(config, emulate=not torch.cuda.is_available())
+    layers = decoder_layers(model)
+    kept = fp8.layers_in_bf16
+    chosen = {
+        part
+        for layer in layers[kept.first : len(layers) - kept.last]
+        for part in _products(layer)
+    }
+    if not chosen:
+        raise PlanError(
+            f"fp8: {type(model).__name__} has no product that can be computed in 8 bits",
+            fix="remove fp8",
+        )
+    torchao.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda part, _: part in chosen
+    )
+
+
+def _products(layer: nn.Module) -> list[nn.Linear]:
+    return [
+        part
+        for part in layer.modules()
+        if type(part) is nn.Linear
+        and part.in_features % _MULTIPLE == 0
+        and part.out_features % _MULTIPLE == 0
+    ]
+
+
+def _import_torchao() -> Any:
+    """torchao, without its words on kernels that it cannot load, none of which is used, and
+    torch's on how it registers its types."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        import torchao.float8
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"fp8: torchao cannot be imported ({error})",
+            fix="pip install 'dmt[fp8]', or remove fp8",
+        ) from error
+    return torchao.float8

@@ -1,0 +1,62 @@
+"""Which of torch's attention kernels is tried first.
+
+torch asks its kernels in an order of its own, FlashAttention-2 first. The first that can
+compute what is asked for does it, so another order never fails.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from toolkit.errors import PlanError, Problem
+from toolkit.hardware.catalogue import accelerator
+from toolkit.layout import AttentionKernel
+from toolkit.models.families import attention
+
+if TYPE_CHECKING:
+    from toolkit.plan.rules.models import PlanRequest
+
+GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
+"""Which have both kernels."""
+LARGEST_HEAD = 128
+"""Of cuDNN's backward pass on all of them."""
+
+
+def kernel(job: "PlanRequest") -> AttentionKernel:
+    """What the recipe states; for `auto` cuDNN's where it is faster, which is known of Hopper
+    (huggingface/transformers#48163: 1.7 to 2.3 times FlashAttention-2 there, slower on Ampere
+    and Blackwell)."""
+    if job.kernels.attention != "auto":
+        return job.kernels.attention
+    hopper = accelerator(job.cluster.gpu).generation == "hopper"
+    return "cudnn" if hopper and not [*_objections(job)] else "sdpa"
+
+
+def problems(job: "PlanRequest") -> Iterator[Problem]:
+    """Why the kernel that the recipe states would never run."""
+    asked, gpu = job.kernels.attention, job.cluster.gpu
+    if asked == "auto" or (asked == "sdpa" and attention(job.config) == "sdpa"):
+        return
+    objections = [*_objections(job)]
+    with suppress(PlanError):  # an unknown accelerator is reported where it is stated
+        if accelerator(gpu).generation not in GENERATIONS:
+            objections.append(f"cluster.gpu {gpu} has none")
+    if objections:
+        yield Problem(
+            "kernels.attention",
+            f"{asked}: {objections[0]}",
+            "auto, which takes what there is",
+            "set kernels.attention to auto",
+        )
+
+
+def _objections(job: "PlanRequest") -> Iterator[str]:
+    """Why neither FlashAttention-2 nor cuDNN computes this model's attention."""
+    if attention(job.config) != "sdpa":
+        yield f"{job.config['model_type']}'s attention is computed by plain products"
+    if job.training.precision == "fp32":
+        yield "it computes in 16 bits, and training.precision is fp32"
+    if job.isolates:
+        yield "it takes no mask that isolates documents"
+    if job.spec.head_dim > LARGEST_HEAD:
+        yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_HEAD}"

@@ -1,0 +1,167 @@
+"""How long the sequences of each step are, and the steps, tokens and samples that follow.
+
+The data are cut into *blocks* of the longest length, and the order of training is an order of
+blocks. In a stage of a shorter length, a block is *n* samples: sample *j* of the stage is part
+*j* mod *n* of its block *j* div *n*. So no token is repeated at a change, and sample *i* is a
+function of the seed, the stages and *i*. Every stage begins with a new block: where the stage
+before has used only a part of one, the rest of it is skipped.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toolkit.recipe.schema import StageSection, TrainingSection
+
+
+@dataclass(frozen=True)
+class LengthStage:
+    """Steps of one length, until the next stage begins."""
+
+    first_step: int
+    """Steps before."""
+    first_block: int
+    """Blocks before, one that was used in part included."""
+    sequence_length: int
+    """Tokens per sequence."""
+    parts: int
+    """Samples of a block."""
+
+
+@dataclass(frozen=True)
+class SequenceLengths:
+    """The lengths of a run's steps."""
+
+    stages: tuple[LengthStage, ...]
+    """The first begins at step 0, the others are those of the recipe."""
+    global_batch_size: int
+    rows_per_sample: int
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence["StageSection"],
+        sequence_length: int,
+        global_batch_size: int,
+        rows_per_sample: int = 1,
+    ) -> "SequenceLengths":
+        """Those of `data.stages`, where the first steps have `sequence_length`."""
+        stated = [sequence_length, *(one.sequence_length or 0 for one in stages)]
+        longest = max(stated)
+        lengths = cls(
+            (LengthStage(0, 0, sequence_length, longest // sequence_length),),
+            global_batch_size,
+            rows_per_sample,
+        )
+        for stage in stages:
+            lengths = lengths._then(stage, longest)
+        return lengths
+
+    def _then(self, stage: "StageSection", longest: int) -> "SequenceLengths":
+        """With one more stage."""
+        first = stage.from_step or self.steps_of_tokens(stage.from_tokens or 0)
+        length = stage.sequence_length or self.stages[-1].sequence_length
+        block = self.blocks(first * self.global_batch_size)
+        added = LengthStage(first, block, length, longest // length)
+        return SequenceLengths(
+            (*self.stages, added), self.global_batch_size, self.rows_per_sample
+        )
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The different lengths, ascending."""
+        return tuple(sorted({stage.sequence_length for stage in self.stages}))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a block."""
+        return self.all[-1]
+
+    def stage_of(self, step: int) -> LengthStage:
+        """The stage of the step after `step` steps."""
+        return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
+
+    def step_tokens(self, length: int) -> int:
+        """Positions of a global batch of sequences of this length, masked ones too."""
+        return self.global_batch_size * self.rows_per_sample * length
+
+    def steps_by_length(self, steps: int) -> dict[int, int]:
+        """How many of the first `steps` steps have each length."""
+        ends = [stage.first_step for stage in self.stages[1:]] + [steps]
+        found = dict.fromkeys(self.all, 0)
+        for stage, end in zip(self.stages, ends, strict=True):
+            found[stage.sequence_length] += max(0, min(end, steps) - stage.first_step)
+        return found
+
+    def tokens(self, steps: int) -> int:
+        """Positions of the first `steps` global batches, masked ones too."""
+        by_length = self.steps_by_length(steps)
+        return sum(n * self.step_tokens(length) for length, n in by_length.items())
+
+    def steps_of_tokens(self, tokens: int) -> int:
+        """Steps that have so many positions, rounded up."""
+        befores = [self.tokens(stage.first_step) for stage in self.stages]
+        number = max(n for n, before in enumerate(befores) if not n or tokens > before)
+        stage = self.stages[number]
+        step_tokens = self.step_tokens(stage.sequence_length)
+        return stage.first_step + math.ceil((tokens - befores[number]) / step_tokens)
+
+    def blocks(self, samples: int) -> int:
+        """Blocks that the first `samples` samples are of, the last perhaps in part."""
+        stage = self._stage_of_sample(max(samples - 1, 0))
+        before = samples - stage.first_step * self.global_batch_size
+        return stage.first_block - (-before // stage.parts)
+
+    def block_of(self, sample: int) -> int:
+        """The block of sample `sample`."""
+        stage = self._stage_of_sample(sample)
+        before = sample - stage.first_step * self.global_batch_size
+        return stage.first_block + before // stage.parts
+
+    def _stage_of_sample(self, sample: int) -> LengthStage:
+        return self.stage_of(sample // self.global_batch_size)
+
+    def steps_of_blocks(self, blocks: float, *, whole: bool = False) -> int:
+        """Steps that see so many blocks, rounded up; `whole`: that need no more of them."""
+        number = max(
+            n for n, one in enumerate(self.stages) if not n or blocks > one.first_block
+        )
+        stage = self.stages[number]
+        samples, size = (blocks - stage.first_block) * stage.parts, self.global_batch_size
+        steps = stage.first_step + int(samples // size if whole else math.ceil(samples / size))
+        ends = [one.first_step for one in self.stages[number + 1 : number + 2]]
+        return min([steps, *ends])
+
+    def total_steps(
+        self, training: "TrainingSection", blocks_per_epoch: int | None = None
+    ) -> int | None:
+        """Optimizer steps of the run; without `blocks_per_epoch`, the number of steps of a run
+        whose length is given in epochs is unknown: None."""
+        if training.steps is not None:
+            return training.steps
+        if training.tokens is not None:
+            return self.steps_of_tokens(training.tokens)
+        if training.epochs is None or blocks_per_epoch is None:
+            return None
+        return self.steps_of_blocks(training.epochs * blocks_per_epoch)
+
+    def skipped(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Of a run of `steps` steps, the stages before which the rest of a block is skipped:
+        steps before, and tokens."""
+        for before, stage in pairwise(self.stages):
+            samples = (stage.first_step - before.first_step) * self.global_batch_size
+            if stage.first_step < steps and (rest := -samples % before.parts):
+                yield stage.first_step, rest * before.sequence_length
+
+    def begun(self, samples: int) -> list[tuple[int, int]]:
+        """First step and length of the stages that the first `samples` samples are of; empty
+        where all of these have the longest length."""
+        found = [
+            (stage.first_step, stage.sequence_length)
+            for stage in self.stages
+            if stage.first_step * self.global_batch_size < max(samples, 1)
+        ]
+        return found if any(length != self.longest for _, length in found) else []

@@ -1,0 +1,30 @@
+"""One rank of a run directory on a GPU that is not there; what was found, as JSON.
+
+    python -m toolkit.rehearse.gpu RUN_DIR RANK OUTPUT
+
+A process of its own, because what stands for CUDA must be loaded before torch is imported.
+"""
+
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from toolkit.rehearse.gpu import guard
+
+
+def main(run_dir: Path, rank: int, output: Path) -> None:
+    """Rehearse one rank."""
+    warnings.filterwarnings("ignore")
+    guard.load()
+    device = import_module("toolkit.rehearse.gpu.device")
+    mode = device.pretend()
+    ranks = import_module("toolkit.rehearse.gpu.rank")
+    assignment = ranks.read(run_dir)
+    output.write_text(json.dumps(asdict(ranks.rehearse(assignment, rank, mode, skip=["step"]))))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,170 @@
+"""The dress rehearsal: a recipe's ranks at their true size on GPUs that are not there.
+
+Each rank is a process of its own, one after the other: the engine is built, trains, evaluates
+and gives its state, and what it holds, sends, computes and waits for is set beside the plan.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from toolkit.errors import Problem, RecipeError, RunFailed
+from toolkit.launchers.process import die_with_parent
+from toolkit.layout import Layout
+from toolkit.plan.cost.memory import GIB, Memory, stage_memory, with_reserve
+from toolkit.plan.cost.time import rank_flops
+from toolkit.plan.estimate import Estimate, estimate_plan
+from toolkit.redact import redact
+from toolkit.rehearse.gpu.findings import (
+    MIXED,
+    NOT_NCCL,
+    STEP,
+    WIDENED,
+    GpuFinding,
+    Peak,
+    RankFindings,
+)
+from toolkit.run.assignment import Assignment, write
+
+MICRO_BATCHES = 2
+"""Micro batches that are run for each pipeline stage: more of them hold nothing more."""
+_WRONG = (MIXED, NOT_NCCL, WIDENED)
+
+
+@dataclass(frozen=True)
+class DressRehearsal:
+    """What is rehearsed: a recipe as planned, with fewer micro batches per step."""
+
+    assignment: Assignment
+    planned: Assignment
+    """With all of its micro batches."""
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, planned: Assignment, ranks: Sequence[int] = ()) -> "DressRehearsal":
+        """Rehearse `ranks`; without any, the first rank of each pipeline stage.
+
+        Raises RecipeError for ranks that the layout does not have, and for a recipe that is
+        not for GPUs.
+        """
+        layout = planned.plan.layout
+        if planned.recipe.cluster.gpu == "cpu":
+            fix = "--set cluster.gpu=h100-80gb, or `dmt rehearse` without --gpu"
+            raise RecipeError([Problem("cluster.gpu", "'cpu'", "a GPU, with --gpu", fix)])
+        each = layout.world // layout.pp
+        chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
+        if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
+            raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
+        return cls(_shortened(planned), planned, chosen)
+
+    @property
+    def layout(self) -> Layout:
+        """With the micro batches that are run."""
+        return self.assignment.plan.layout
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The planner's figures for what is run."""
+        return estimate_plan(self.assignment.recipe, self.assignment.plan)
+
+    def run(self, folder: Path) -> Iterator["RehearsedRank"]:
+        """Rehearse rank after rank. `folder` is a scratch folder.
+
+        Raises RunFailed where a rank's engine fails.
+        """
+        write(replace(self.assignment, run_dir=folder / "run"), ["dmt", *sys.argv[1:]])
+        for rank in self.ranks:
+            yield self._rehearsed(rank, folder)
+
+    def _rehearsed(self, rank: int, folder: Path) -> "RehearsedRank":
+        output = folder / f"rank-{rank}.json"
+        command = [sys.executable, "-m", "toolkit.rehearse.gpu", str(folder / "run")]
+        done = subprocess.run(
+            [*command, str(rank), str(output)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            preexec_fn=die_with_parent(signal.SIGKILL),
+        )
+        if done.returncode or not output.exists():
+            said = redact(done.stdout).strip().splitlines()
+            raise RunFailed(
+                f"rank {rank} failed on a GPU that is not there: {said[-1] if said else ''}"
+                + "".join(f"\n  {line}" for line in said[-20:-1]),
+                retry=False,
+            )
+        found = RankFindings.from_dict(json.loads(output.read_text("utf-8")))
+        stage = rank // (self.layout.world // self.layout.pp)
+        return RehearsedRank(self, rank, stage, found)
+
+
+@dataclass(frozen=True)
+class RehearsedRank:
+    """What was found on one rank, beside what was planned."""
+
+    rehearsal: DressRehearsal
+    rank: int
+    stage: int
+    """Its pipeline rank."""
+    found: RankFindings
+
+    @property
+    def planned(self) -> Memory:
+        """The planner's memory of its stage."""
+        setup = self.rehearsal.estimate.setup
+        return stage_memory(setup.workload, setup.layout, self.stage)
+
+    @property
+    def planned_flops(self) -> float:
+        """The planner's FLOPs of what is run."""
+        setup = self.rehearsal.estimate.setup
+        return rank_flops(setup.workload, setup.layout, self.stage)
+
+    @property
+    def peak(self) -> Peak:
+        """Of the step."""
+        return self.found.peaks[STEP]
+
+    @property
+    def needed_gib(self) -> float:
+        """With what the allocator reserves besides, and CUDA and NCCL hold."""
+        return with_reserve(max(peak.nbytes for peak in self.found.peaks.values())) / GIB
+
+    @property
+    def fits(self) -> bool:
+        """On the plan's device."""
+        capacity = self.rehearsal.estimate.setup.cluster.gpu.memory_gib
+        return capacity is None or self.needed_gib <= capacity
+
+    @property
+    def wrong(self) -> list[GpuFinding]:
+        """What no step on a GPU should do."""
+        return [one for one in self.found.findings if one.what in _WRONG]
+
+
+def _shortened(planned: Assignment) -> Assignment:
+    """The same layout with as many micro batches as a step's peak needs."""
+    plan, recipe = planned.plan, planned.recipe
+    most = MICRO_BATCHES * plan.layout.pp
+    layout = replace(
+        plan.layout, gradient_accumulation=min(most, plan.layout.gradient_accumulation)
+    )
+    training = recipe.training.model_copy(update={"global_batch_size": layout.global_batch})
+    model = recipe.model
+    if model.config:  # weights are not read: nothing is fetched
+        model = model.model_copy(update={"init": "random", "checkpoint": None})
+    recipe = recipe.model_copy(update={"training": training, "model": model})
+    return replace(
+        planned,
+        recipe=recipe,
+        plan=replace(plan, layout=layout),
+        engine_config=plan.backend.render(recipe, layout),
+    )

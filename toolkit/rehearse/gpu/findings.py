@@ -1,0 +1,90 @@
+"""What is found on a GPU that is not there. Without torch, for those who only report it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOST_WAITS = "the host waits for the GPU"
+MIXED = "tensors of two devices meet"
+WIDENED = "16-bit activations become fp32"
+NOT_NCCL = "NCCL gets a tensor in host memory"
+
+STEP = "resume"
+"""The phase of the step that is measured: the first one had no optimizer states yet."""
+PHASES = ("build", "evaluate", STEP)
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
+ACTIVATIONS, BACKWARD = "activations", "backward pass"
+COMMUNICATION, BUFFERS, OTHER = "communication", "buffers", "other"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a GPU holds when it holds most."""
+
+    nbytes: int
+    """In blocks of the allocator, without what it reserves besides."""
+    holders: Mapping[str, Mapping[str, int]]
+    """Bytes by kind (a constant of this module) and by module or place, the largest first."""
+
+
+@dataclass(frozen=True)
+class GpuFinding:
+    """Something that was done, with its place."""
+
+    what: str
+    """One of this module's constants."""
+    how: str
+    """E.g. `item()`, or the devices that met."""
+    where: tuple[str, ...]
+    """`file.py:line function`, the innermost first."""
+    phase: str
+    """What the rank was doing: `build`, `step`, `evaluate`, `state`, `resume`."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective operation that this rank took part in."""
+
+    name: str
+    group: str
+    """Backend and ranks, e.g. `nccl 0,1`."""
+    size: int
+    """Ranks of the group."""
+    nbytes: int
+    """Of its tensors on this rank."""
+    phase: str
+
+
+@dataclass
+class RankFindings:
+    """All that was found on one rank."""
+
+    findings: list[GpuFinding] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    state: dict[str, int] = field(default_factory=dict)
+    """Elements of each quantity that this rank holds."""
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    """What the GPU holds at its fullest, by phase."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Of a step, by module."""
+    ended_by: str | None = None
+    """The error that tensors of two devices were."""
+
+    def of(self, what: str, phase: str | None = None) -> list[GpuFinding]:
+        """The findings of one kind, perhaps of one phase."""
+        return [f for f in self.findings if f.what == what and phase in (None, f.phase)]
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "RankFindings":
+        """What `dataclasses.asdict` made, perhaps as JSON."""
+        made = {
+            "findings": [
+                GpuFinding(**{**one, "where": tuple(one["where"])})
+                for one in fields["findings"]
+            ],
+            "collectives": [Collective(**one) for one in fields["collectives"]],
+            "peaks": {phase: Peak(**peak) for phase, peak in fields["peaks"].items()},
+        }
+        return cls(**{**fields, **made})

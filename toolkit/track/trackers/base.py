@@ -1,0 +1,72 @@
+"""What a tracker of runs has to do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toolkit.run.directory import RunDirectory
+
+Settings = Mapping[str, Any]
+"""The tracker's section of the recipe; empty where it has none."""
+Rows = Mapping[int, Mapping[str, float]]
+"""Step → name → value, in the order of steps; NaN and infinity included."""
+
+
+class GaveUp(Exception):
+    """The tracker cannot be used; the text is for the user."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker may know of a run: never a secret."""
+
+    directory: RunDirectory
+    name: str
+    run_id: str
+    """The same in every start of the run."""
+    config: Mapping[str, Any]
+    """`recipe` and `plan`, as far as the run directory has them."""
+    settings: Settings
+
+
+class Tracker(ABC):
+    """Posts one run. Whatever a method raises ends the tracker, and never the run."""
+
+    title: ClassVar[str]
+    """Its name in messages."""
+    install: ClassVar[str]
+    """The command that installs its package."""
+    not_inherited: ClassVar[tuple[str, ...]] = ()
+    """Environment variables of another run around this one; the recipe decides these."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Set for its process: no reports to the tracker's maker."""
+
+    @abstractmethod
+    def start(self, run: TrackedRun) -> Mapping[str, int] | None:
+        """Begin, or continue, the run with this id.
+
+        Returns the newest step that is stored of every name, as spelled here, so that nothing
+        is posted twice; None where the store cannot be asked: then the follower remembers what
+        it has posted.
+        """
+
+    def spelled(self, name: str) -> str:
+        """A name of DMT's (`loss`, `validation/SOURCE`) as this tracker's rows have it."""
+        return name
+
+    @abstractmethod
+    def log(self, rows: Rows) -> None:
+        """Store these numbers; what can be asked later is stored when this returns."""
+
+    def summarize(self, numbers: Mapping[str, object]) -> None:  # noqa: B027 - optional
+        """Note what was predicted for the whole run, and measured; may come again."""
+
+    @abstractmethod
+    def finish(self, exit_code: int) -> None:
+        """Write out what is held back, and say how the run ended."""
+
+    @staticmethod
+    def afterwards(run: RunDirectory, settings: Settings) -> str | None:  # noqa: ARG004
+        """What the user may do with the run now, in one line."""
+        return None
