@@ -36,7 +36,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import psutil
-from pairs import RECIPE, Run, dmt
+from pairs import RECIPE, dmt
 
 CLIENTS = 50
 PAUSE_S = 0.2
@@ -73,7 +73,9 @@ class Audience:
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time of server and clients so far."""
-        times = {name: psutil.Process(one.pid).cpu_times() for name, one in self.processes.items()}
+        times = {
+            name: psutil.Process(one.pid).cpu_times() for name, one in self.processes.items()
+        }
         return {name: one.user + one.system for name, one in times.items()}
 
     def answers(self) -> dict[str, int]:
@@ -135,7 +137,7 @@ class Client:
 
 
 def ask(url: str, said: Path) -> None:
-    """Ask as CLIENTS pages do, until the process is killed; `said` has the number of answers."""
+    """Ask as CLIENTS pages do until the process is killed; `said` counts their answers."""
     os.nice(19)
     split = urlsplit(url)
     selector = selectors.DefaultSelector()
@@ -180,7 +182,8 @@ def window(run_dir: Path, audience: Audience, on: bool, half: Half) -> None:
     before, cpu_before = len(lines_of(run_dir)), audience.cpu_s()
     started = time.perf_counter()
     audience.work(on)
-    time.sleep(WINDOW_S)
+    while time.perf_counter() - started < WINDOW_S or len(lines_of(run_dir)) < before + 2:
+        time.sleep(0.1)  # longer where a machine is so busy that no line is inside
     audience.work(False)
     half.wall_s += time.perf_counter() - started
     half.cpu_s.update({name: s - cpu_before[name] for name, s in audience.cpu_s().items()})
