@@ -222,22 +222,33 @@ def test_a_killed_trainer(tracker: str, tmp_path: Path) -> None:
     assert [step for step, _ in READERS[tracker](tmp_path)["loss"]] == [1, 2, 3]
 
 
+_TALKATIVE = """
+import os
+print("this is", os.environ["SOME_TOKEN"], flush=True)
+raise ImportError("not here: " + os.environ["SOME_TOKEN"])
+"""
+
+
 @pytest.mark.parametrize("tracker", READERS)
 def test_a_missing_package(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = tmp_path / "shadow" / tracker
     shadow.mkdir(parents=True)
-    (shadow / "__init__.py").write_text("raise ImportError('not here')")
+    (shadow / "__init__.py").write_text(_TALKATIVE)
     monkeypatch.setenv("PYTHONPATH", f"{shadow.parent}:{os.environ.get('PYTHONPATH', ROOT)}")
     trainer = TrackedTrainer(tmp_path, tracker)
     trainer.steps(1)
     trainer.events.write("end", exit_code=0)
     told = str(trainer.follower.finish(HANG_S))
     title, install = TRACKERS[tracker].title, TRACKERS[tracker].install
-    assert told.startswith(f"{title} is off: it cannot be imported (not here); {install}. ")
+    reason = f"it cannot be imported (not here: ***); {install}"
+    assert told.startswith(f"{title} is off: {reason}. ")
+    assert "this is ***" in trainer.log()
     (warning,) = [one for one in jsonl.read(trainer.run.events) if one["kind"] == "warning"]
     assert warning["source"] == tracker
+    logged = [trainer.run.events, *trainer.run.logs.iterdir()]
+    assert all(CANARY not in file.read_text() for file in logged)
 
 
 @pytest.mark.parametrize("tracker", READERS)
