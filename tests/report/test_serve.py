@@ -125,7 +125,7 @@ def test_what_costs_more_is_done_less_often(run: Path, monkeypatch: pytest.Monke
     # What clients have cost, the pause until the runs are read again, and what that costs: few
     # clients, some, so many that their share is not kept, and a long run.
     for number, (clients_s, pause_s, next_s) in enumerate(
-        [(0.0, 0.5, 0.0), (0.05, 1.0, 0.0), (60.0, 1.5, 0.2), (0.2, 4.0, 0.0)], 2
+        [(0.0, 0.5, 0.0), (0.02, 1.0, 0.0), (60.0, 1.2, 0.2), (0.2, 2.0, 0.0)], 2
     ):
         append(run, 11 + number)
         cpu_s += clients_s

@@ -29,11 +29,10 @@ from toolkit.run.directory import RunDirectory
 
 IDLE_S = 10.0
 """How long a client may take to say what it wants."""
-_EVERY_S, _BUSY_EVERY_S = 0.5, 1.5
-"""How often runs are looked at; the second where there are many clients."""
-_SHARE = 0.05
-"""Of one core: a run whose reading takes more of it is read less often, and one with many
-clients, up to `_BUSY_EVERY_S`."""
+_EVERY_S, _BUSY_EVERY_S = 0.5, 1.2
+"""How often runs are looked at; the second where this process takes more than `_SHARE`."""
+_SHARE, _READING_SHARE = 0.02, 0.1
+"""Of one core: all of this process, with its clients, and reading alone, at most."""
 _HELD_S = 20.0
 """How long a request for news waits for them."""
 
@@ -59,7 +58,7 @@ class LivePage:
         with self._lock:
             now, cpu_s, began = time.monotonic(), time.process_time(), time.thread_time()
             busy_s = min(_BUSY_EVERY_S, (cpu_s - self._cpu_s) / _SHARE)
-            if now - self._read_at < max(_EVERY_S, busy_s, self._reading_s / _SHARE):
+            if now - self._read_at < max(_EVERY_S, busy_s, self._reading_s / _READING_SHARE):
                 return self._data
             seen = [self._signs(run) for run in self._runs]
             if seen != self._seen:
