@@ -75,8 +75,9 @@ def test_why_did_it_slow_down_and_which_rank_was_it(tab: Tab, project: Project) 
     assert step in (15, 16), sentence
     waited_s = float(sentence.split("rank 1 waited for data, ")[1].split()[0])
     assert waited_s > 0.45
-    # A busy machine may keep any rank waiting for a core; only the slowed run waits for data.
-    assert "waited for data" not in before
+    # A busy machine may keep any rank waiting, but not that long for data.
+    named = re.search(r"waited for data, (?:rank \d+ longest, )?([\d.e-]+) s", before)
+    assert not named or float(named[1]) < waited_s / 4, before
     label = tab.run("document.querySelector('[data-chart=ranks]').ariaLabel")
     drawn = re.search(r"today, rank 1 from 0[^;]* highest ([\d.]*\d)", label)
     assert drawn and float(drawn[1]) >= waited_s, label

@@ -1,5 +1,6 @@
 """Every tracker has every number once, by its own reader, whatever is killed; and no secret."""
 
+import fcntl
 import math
 import os
 import sqlite3
@@ -220,6 +221,45 @@ def test_a_killed_trainer(tracker: str, tmp_path: Path) -> None:
     psutil.wait_procs([follower], timeout=HANG_S)
     assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
     assert [step for step, _ in READERS[tracker](tmp_path)["loss"]] == [1, 2, 3]
+
+
+def test_one_follower_at_a_time(tmp_path: Path) -> None:
+    """It waits for the one of an earlier start, which still posts: whose log is locked."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    with (tmp_path / "run/logs/tensorboard.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        trainer = TrackedTrainer(tmp_path, "tensorboard")
+        trainer.steps(1)
+
+        def waits() -> bool:
+            locks = Path("/proc/locks").read_text().splitlines()
+            return any("->" in one and str(trainer.process.pid) in one.split() for one in locks)
+
+        wait_until(waits, "a follower that waits")
+        assert not trainer.run.tensorboard.exists()
+    trainer.finish()
+    assert tensorboard_points(tmp_path)["loss"] == [(1, 1.0)]
+
+
+OF_OTHER_RUNS = {
+    "wandb": {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "WANDB_MODE", "WANDB_SERVICE"},
+    "tensorboard": set(),
+    "mlflow": {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"},
+    "trackio": set(),
+}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_its_environment(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a run around this one, and no rank: launchers end what has one."""
+    unwanted = {"RANK", *OF_OTHER_RUNS[tracker]}
+    for name in unwanted:
+        monkeypatch.setenv(name, "0")
+    with TrackedTrainer(tmp_path, tracker).process as follower:
+        found = psutil.Process(follower.pid).environ()
+        follower.kill()
+    assert found["SOME_TOKEN"] == CANARY
+    assert not unwanted & found.keys()
 
 
 _TALKATIVE = """
