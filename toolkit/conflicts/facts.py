@@ -117,6 +117,7 @@ def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
     yield "parallel.sequence", layout.sequence_parallel
     yield "parallel.replicate", layout.replicate
     yield "parallel.zero.stage", layout.zero_stage
+    yield "parallel.zero.hpz", layout.hpz
     yield "parallel.zero.offload_optimizer", layout.offload_optimizer
     yield "parallel.zero.offload_parameters", layout.offload_parameters
     yield "parallel.recompute", layout.recompute

@@ -113,6 +113,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "attention", f"{plan.attention}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    if layout.hpz > 1:
+        yield "second copy of the weights", f"the same numbers, spread over {layout.hpz} ranks"
     rows = padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
         yield "loss in chunks", "the logits of some tokens at a time, the same numbers"

@@ -176,6 +176,7 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
             "stage": layout.zero_stage,
             "offload_optimizer": layout.offload_optimizer,
             "offload_parameters": layout.offload_parameters,
+            "hpz": layout.hpz,
         }
     )
     parallel = recipe.parallel.model_copy(

@@ -660,6 +660,15 @@ class ZeroSection(Section):
     offloads optimizer states and parameters together: both `cpu` or both `none`."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
+    hpz: Degree | None = None
+    """Engine deepspeed, stage 3 (ZeRO++): ranks, those of a node, among which a second copy of the
+    weights is spread from the first forward pass of a step on: later passes gather them there.
+    null: what `config` states, otherwise 1, no second copy."""
+    quantized_weights: bool | None = None
+    """Engine deepspeed, stage 3, on GPUs (ZeRO++): gathered weights travel in 8 bits and are
+    rounded to them. null: what `config` states, otherwise false."""
+    quantized_gradients: bool | None = None
+    """The same for gradients, in 4 bits between nodes; with `training.precision: fp16` only."""
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
     relative to the recipe's file. Default: the preset that fits stage and offload."""

@@ -151,7 +151,10 @@ class TransformersModel:
         return hf.tensors_of(self.module)
 
     def close(self) -> None:
-        """See `TrainedModel.close`."""
+        """See `TrainedModel.close`: the group of ZeRO++, which DeepSpeed makes only once."""
+        from deepspeed.utils import groups
+
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 class MegatronShard:
