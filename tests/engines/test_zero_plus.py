@@ -33,7 +33,7 @@ SHARDED = {
         "stage3_max_reuse_distance": 0,
     },
 }
-"""The model is small: its parameters would stay whole on every rank, at least between passes."""
+"""The model is small: its parameters would stay whole on every rank between passes."""
 CASE = Case("deepspeed", 1, stage=3, zero=SHARDED)
 ON_GPUS = {
     "training__precision": "fp16", "cluster__gpu": "h100-80gb", "cluster__nodes": 2,

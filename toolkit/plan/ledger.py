@@ -78,6 +78,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             "initial weights",
             f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
         )
+    if recipe.training.deterministic:
+        yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
     yield "data order", "global batch k follows from the seed and k, under any world size"
     if isinstance(recipe.data.train, tuple):
         yield "blended sources", "each has its share of every prefix to within one sample"

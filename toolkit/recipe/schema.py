@@ -484,6 +484,9 @@ class TrainingSection(Section):
     and a section `fp8`."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
+    deterministic: bool = False
+    """true: two runs in the same layout, with the same packages and GPUs, are bitwise equal.
+    Slower; an operator that cannot be so is an error (docs/gpu.md)."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -661,8 +664,8 @@ class ZeroSection(Section):
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     hpz: Degree | None = None
-    """Engine deepspeed, stage 3 (ZeRO++): ranks, those of a node, among which a second copy of the
-    weights is spread from the first forward pass of a step on: later passes gather them there.
+    """Engine deepspeed, stage 3 (ZeRO++): ranks, those of a node, among which a second copy of
+    the weights is spread by the first forward pass of a step; later passes gather them there.
     null: what `config` states, otherwise 1, no second copy."""
     quantized_weights: bool | None = None
     """Engine deepspeed, stage 3, on GPUs (ZeRO++): gathered weights travel in 8 bits and are

@@ -245,9 +245,9 @@ class DeepSpeedBackend(Backend):
 def _quantized(job: PlanRequest) -> Iterator[Problem]:
     """What DeepSpeed's quantizer cannot do, or does wrong silently.
 
-    It is a CUDA operator (`QuantizerBuilder`). Weights are cast to fp16 before it, gradients are
-    not: csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads their bits as fp16. Among
-    the ranks of one node stage3.py (`__avg_scatter_grads`) does not quantize gradients.
+    It is a CUDA operator (`QuantizerBuilder`). Weights are cast to fp16 before it, gradients
+    are not: csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads their bits as fp16.
+    Among the ranks of one node stage3.py (`__avg_scatter_grads`) does not quantize gradients.
     """
     precision, cluster = job.training.precision, job.cluster
     for name in legality.zero_plus(job.parallel.zero):

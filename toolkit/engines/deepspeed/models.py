@@ -174,7 +174,7 @@ class MegatronShard:
         self.config = setup.model_config
         assert setup.megatron is not None
         self.model = setup.megatron
-        rendered = render_model(self.model, setup.layout, setup.precision)
+        rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
         self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
         self.module = self.chunks[0]
         self.balance = Balance(setup)  # of nothing: with experts the engine is another
