@@ -1,0 +1,84 @@
+"""The report of a self-test, for a person or an issue: no secrets, no names of this machine."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from toolkit.doctor import accelerators, packages
+from toolkit.doctor.finding import Finding
+from toolkit.doctor.needs import Needs
+from toolkit.doctor.selftest.check import Check, Workplace
+from toolkit.doctor.selftest.losses import BF16, FP8, GPU_FP32
+from toolkit.doctor.selftest.plan import MARK
+from toolkit.doctor.selftest.runs import LEAST_SHARE, SLOWEST
+from toolkit.redact import redact
+from toolkit.rehearse.comparison import TOLERANCE
+from toolkit.run import jsonl
+
+BOUNDS = f"""\
+Bounds, relative: fp32 {TOLERANCE.loss:g} on a processor (other orders of summation), {GPU_FP32.loss:g} on GPUs
+(their exponentials and roots are other instructions; no GPU has measured it). 16 bits: loss {BF16.loss:g}, gradient norm
+{BF16.grad_norm:g}; 8 bits: {FP8.loss:g} and {FP8.grad_norm:g}: four times the largest difference of any layout measured on a processor.
+Bandwidth on GPUs: {LEAST_SHARE:.0%} of the link's peak (PCIe instead of NVLink has less). Step time on GPUs: {SLOWEST:g} times the plan's."""
+
+
+def write(folder: Path, place: Workplace, checks: Sequence[Check], took_s: float) -> Path:
+    """Write `report.md` into `folder`; its path."""
+    file = folder / "report.md"
+    text = "\n".join(_lines(place, checks, took_s))
+    home = str(Path.home())
+    file.write_text(redact(text if home == "/" else text.replace(home, "~")) + "\n", "utf-8")
+    return file
+
+
+def machine_output(place: Workplace, checks: Sequence[Check]) -> dict[str, Any]:
+    """What `--json` prints."""
+    found: dict[str, Any] = jsonl.plain(
+        {"machine": asdict(place.machine), "checks": [asdict(check) for check in checks]}
+    )
+    return found
+
+
+def _lines(place: Workplace, checks: Sequence[Check], took_s: float) -> Iterator[str]:
+    count = place.machine.processes
+    yield f"{MARK}: {count} × {place.machine.gpu}"
+    yield ""
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    yield f"{when}, {took_s / 60:.1f} minutes, DMT {_version()}. {_count(checks)}."
+    yield ""
+    yield "| step | what | verdict | found | bound |"
+    yield "|---|---|---|---|---|"
+    for check in checks:
+        cells = check.step, check.name, check.verdict, check.found, check.bound
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    yield ""
+    yield BOUNDS
+    for check in checks:
+        if check.tail:
+            yield f"\n## {check.step} {check.name}: the end of {check.log}\n"
+            yield from ("~~~", check.tail, "~~~")
+    yield "\n## This machine\n"
+    for finding in _machine():
+        yield f"- {finding.name}: {finding.found}"
+
+
+def _machine() -> Iterator[Finding]:
+    yield from packages.check(Needs())
+    yield from accelerators.check(Needs())
+
+
+def _count(checks: Sequence[Check]) -> str:
+    """`20 ok, 4 measured, 1 failed`."""
+    names = ("ok", "measured", "skipped", "failed")
+    counts: Mapping[str, int] = {n: sum(c.verdict == n for c in checks) for n in names}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def _version() -> str:
+    try:
+        return version("dmt")
+    except PackageNotFoundError:
+        return "from a checkout"
