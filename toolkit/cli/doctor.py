@@ -115,10 +115,10 @@ def doctor(
     )
     file = out or Path("cluster.yaml")
     if testing:
-        from toolkit.cli.selftest import test_machine
+        from toolkit.cli.selftest import try_machine
 
         where = folder or Path("dmt-selftest")
-        test_machine(where, processes, file if calibrate else None, gpu_selftest, as_json)
+        try_machine(where, processes, file if calibrate else None, gpu_selftest, as_json)
     elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from toolkit.cli.bars import print_hanging
 from toolkit.cli.console import Console
 from toolkit.doctor.calibrate import check_out
 from toolkit.doctor.selftest import plan, report
-from toolkit.doctor.selftest.check import Check
+from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.handlers import handling
 from toolkit.terminal import tell
 
@@ -24,7 +23,7 @@ EXIT_CHECKS_FAILED = 1
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
 
 
-def test_machine(
+def try_machine(
     folder: Path, processes: int | None, cluster: Path | None, gpu_only: bool, as_json: bool
 ) -> None:
     """Run the self-test, write its report, and exit with 1 when a part failed.
@@ -49,7 +48,7 @@ def test_machine(
         raise typer.Exit(EXIT_CHECKS_FAILED)
 
 
-def _run(steps: Sequence[plan.Step], place: plan.Workplace) -> list[Check]:
+def _run(steps: Sequence[plan.Step], place: Workplace) -> list[Check]:
     """Every step; a line on standard error about each check, and a bar on a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")

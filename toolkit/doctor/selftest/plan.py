@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from toolkit.backend import BACKENDS
@@ -99,9 +100,9 @@ def layouts_for(processes: int) -> tuple[RehearsedLayout, ...]:
 
 
 def _in_8_bits(layout: RehearsedLayout) -> bool:
-    parallel = layout.parallel
-    support = BACKENDS[parallel.engine].supports.get(parallel.model)  # type: ignore[call-overload]
-    return support is not None and parallel.zero.stage in support.fp8_stages
+    engine, model = BACKENDS[layout.parallel.engine], layout.parallel.model
+    stages = [one.fp8_stages for name, one in engine.supports.items() if name == model]
+    return layout.parallel.zero.stage in chain(*stages)
 
 
 def _timed(place: Workplace) -> tuple[Path, Sequence[str]]:

@@ -4,6 +4,7 @@ python -m toolkit.doctor.selftest.rank RUN_DIR
 """
 
 import json
+import re
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +23,7 @@ def _watched(assignment: Assignment, ranks: Ranks) -> None:
     if ranks.rank == 0:
         called = {event.key for event in seen.key_averages() if event.key.startswith(_PREFIX)}
         names = {name.removeprefix(_PREFIX).removesuffix("_backward") for name in called}
-        kernels = sorted(name.replace("_attention", "") for name in names)
+        kernels = sorted({re.sub("_attention|attention_", "", name, count=1) for name in names})
         (assignment.run_dir / ATTENTION_FILE).write_text(json.dumps(kernels), encoding="utf-8")
 
 

@@ -98,10 +98,9 @@ def resume(place: Workplace, recipe: Path) -> Iterator[Check]:
     kill = {VARIABLE: f"step=kill@rank{ranks - 1},hit{KILLED}"}
     code = _launch(place, folder, recipe, settings, kill)
     before = _losses(folder)
-    if code != EXIT_FAILED or max(before, default=0) <= SAVED:
-        raise _failed(
-            folder, f"the killed run ended with {code} after step {max(before, default=0)}"
-        )
+    last = max(before, default=0)
+    if code != EXIT_FAILED or last <= SAVED:
+        raise _failed(folder, f"the killed run ended with {code} after step {last}")
     if code := _launch(place, folder, recipe, settings):
         raise _failed(folder, f"the resumed run ended with {code}")
     events = jsonl.read(RunDirectory(folder / "run").events)
@@ -162,7 +161,7 @@ def _launch(
     folder: Path,
     recipe: Path,
     settings: Sequence[str],
-    environment: Mapping[str, str] = {},  # noqa: B006 - never changed
+    environment: Mapping[str, str] = {},
     cluster: Path | None = None,
 ) -> int:
     """`dmt launch` of a recipe on this machine, its output in a file; its exit code."""
@@ -191,10 +190,8 @@ def _losses(folder: Path) -> dict[int, float]:
 
 
 def _failed(folder: Path, what: str) -> LoggedFailure:
-    lines = _log(folder)
-    return LoggedFailure(
-        f"{what}: {_error(folder)}", folder / "log", "\n".join(lines[-_TAIL_LINES:])
-    )
+    tail = "\n".join(_log(folder)[-_TAIL_LINES:])
+    return LoggedFailure(f"{what}: {_error(folder)}", folder / "log", tail)
 
 
 def _error(folder: Path) -> str:
