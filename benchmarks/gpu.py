@@ -1,15 +1,16 @@
 """Every engine of DMT on one GPU against transformers' Trainer with Liger and against a loop
 with torchtitan's settings: tokens/s and MFU.
 
-    python benchmarks/gpu.py [--shape 1b | 8b | tiny] [--rounds 3] [--steps 30] [--out RESULT.json]
+    python benchmarks/gpu.py [--shape 1b | 8b | tiny] [--pairs 3] [--steps 30]
+        [--engines ddp,fsdp] [--precision bf16 | fp32] [--layers N] [--out RESULT.json]
 
-In each round every side runs once, alone on the GPU, the engines and the two loops in turn and in
-the opposite order every second time; quoted is the median of the ratios within a round. A step
-time is that from the end of the first step to the end of the last. Needs liger-kernel.
+In each of `--pairs` rounds every side runs once, alone on the GPU, in an order that is turned
+around every second time; quoted is the median of the ratios within a round. A step time is that
+from the end of the first step to the end of the last. Needs liger-kernel.
 
 1b: Llama 3.2 1B. 8b: layers of Llama 3.1 8B, four of them, so that weights, fp32 masters and
-moments fit on 80 GB; --layers changes it. tiny: on any machine without a GPU, to try this program:
-the Trainer is then without Liger, whose kernels are the GPU's.
+moments fit on 80 GB; --layers changes it. tiny: for a machine without a GPU, to try this
+program: the Trainer is then without Liger, whose kernels are the GPU's.
 """
 
 import json

@@ -237,9 +237,9 @@ def dmt(folder: Path, recipe: Path, overrides: Sequence[str], steps: int) -> Run
 
 
 def loop(folder: Path, script: str, steps: int, processes: int = 2) -> Run:
-    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS DONE`, under torchrun. RUN_DIR is that
-    of the last `dmt` in `folder`; rank 0 is to make the files DONE.first and DONE.last after
-    those steps.
+    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS DONE`, under torchrun. RUN_DIR is
+    that of the last `dmt` in `folder`; rank 0 is to make the files DONE.first and DONE.last
+    after those steps.
     """
     done = folder / "loop"
     for mark in (".first", ".last"):

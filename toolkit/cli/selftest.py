@@ -30,9 +30,9 @@ def try_machine(
 
     `cluster`: the cluster file that is measured, written and used.
     """
-    place = plan.workplace(gpu_only, processes, folder)
     if cluster is not None:
         check_out(cluster)
+    place = plan.workplace(gpu_only, processes, folder)
     began = time.monotonic()
     checks = _run(plan.steps(place, cluster), place)
     file = report.write(folder, place, checks, time.monotonic() - began)

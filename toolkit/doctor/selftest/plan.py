@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from toolkit.backend import BACKENDS
@@ -62,7 +61,7 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
         report.write_text(f"{MARK}: not finished\n", "utf-8")  # the folder is ours from here on
     except OSError as error:
         raise PlanError(f"--folder: cannot write: {error}", fix="name another") from error
-    return Workplace(machine, folder / "runs")
+    return Workplace(machine, (folder / "runs").resolve())
 
 
 def steps(place: Workplace, cluster: Path | None) -> list[Step]:
@@ -100,9 +99,12 @@ def layouts_for(processes: int) -> tuple[RehearsedLayout, ...]:
 
 
 def _in_8_bits(layout: RehearsedLayout) -> bool:
-    engine, model = BACKENDS[layout.parallel.engine], layout.parallel.model
-    stages = [one.fp8_stages for name, one in engine.supports.items() if name == model]
-    return layout.parallel.zero.stage in chain(*stages)
+    parallel = layout.parallel
+    supports = BACKENDS[parallel.engine].supports.items()
+    return any(
+        model == parallel.model and parallel.zero.stage in support.fp8_stages
+        for model, support in supports
+    )
 
 
 def _timed(place: Workplace) -> tuple[Path, Sequence[str]]:

@@ -19,12 +19,12 @@ from toolkit.rehearse.comparison import TOLERANCE
 from toolkit.run import jsonl
 
 BOUNDS = f"""\
-Bounds are relative differences from fp32 in one process of plain transformers. fp32 on a processor:
-{TOLERANCE.loss:g} (other orders of summation); on GPUs: {GPU_FP32.loss:g} (other exponentials and
-roots; no GPU has measured it). bf16: loss {BF16.loss:g}, norm {BF16.grad_norm:g}; fp8: loss
-{FP8.loss:g}, norm {FP8.grad_norm:g} (five to ten times the largest difference that a processor has
-measured). Bandwidth on GPUs: {LEAST_SHARE:.0%} of the link's peak (PCIe instead of NVLink has less).
-Step time on GPUs: {SLOWEST:g} times the plan's."""
+Losses and norms: relative differences from plain transformers, fp32, one process. Bounds: fp32
+on a processor {TOLERANCE.loss:g} (other orders of summation), on GPUs {GPU_FP32.loss:g} (other
+exponentials and roots; no GPU has measured it); bf16: loss {BF16.loss:g}, norm
+{BF16.grad_norm:g}; fp8: loss {FP8.loss:g}, norm {FP8.grad_norm:g} (five to ten times the
+largest difference on a processor). On GPUs, bandwidth: {LEAST_SHARE:.0%} of the link's peak
+(PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's."""
 
 
 def write(folder: Path, place: Workplace, checks: Sequence[Check], took_s: float) -> Path:
