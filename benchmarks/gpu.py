@@ -163,6 +163,7 @@ def main() -> None:
     here = (
         "cluster.nodes=1", "cluster.gpus_per_node=1", f"cluster.gpu={machine.gpu}",
         f"training.precision={options.precision}", "parallel.recompute=none",
+        "schedule.warmup_steps=0",
         *([f"model.config.num_hidden_layers={layers}"] if layers else []),
     )  # fmt: skip
     engines = options.engines.split(",") if options.engines else sorted(BACKENDS.names)

@@ -5,8 +5,8 @@
 torchtitan itself is not used: its choices are, on transformers' model, with the shape, batch,
 AdamW and clipping of a run directory. FSDP2 on every layer and on the rest, weights gathered in
 the recipe's precision, gradients reduced in fp32; every layer and the loss compiled; whole
-logits, cross entropy in fp32; AdamW in one kernel. Recompute: none, as in the recipe, instead of
-torchtitan's selective one. The data are random tokens that lie on the device.
+logits, cross entropy in fp32; AdamW in one kernel. Recompute: none, as in the recipe, instead
+of torchtitan's selective one. The data are random tokens that lie on the device.
 """
 
 import os

@@ -67,8 +67,9 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
 def steps(place: Workplace, cluster: Path | None) -> list[Step]:
     """What is tested. `cluster`: the cluster file that is measured and written first."""
     layouts = layouts_for(place.machine.processes)
-    eight = tuple(one for one in layouts if _in_8_bits(one))
     experts = tuple(one for one in layouts if one.name in EXPERT_LAYOUTS)
+    layouts = tuple(one for one in layouts if one.parallel.expert == 1)
+    eight = tuple(one for one in layouts if _in_8_bits(one))
     losses = [
         Losses("losses fp32", DENSE, layouts),
         Losses("losses bf16", DENSE, layouts, "bf16"),
