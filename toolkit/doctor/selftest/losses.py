@@ -30,6 +30,7 @@ from toolkit.rehearse.rehearsal import (
 )
 from toolkit.rehearse.table import verdict, why
 
+WORKER = "toolkit.doctor.selftest.rank"
 SEQUENCE = 128
 """Tokens of a sequence: fused attention has kernels for it."""
 GPU_FP32 = Bounds(1e-4, 1e-4)
@@ -64,7 +65,7 @@ class Losses:
         options = Options(
             processes=place.machine.processes,
             limit_s=LIMIT_S,
-            worker="toolkit.doctor.selftest.rank",
+            worker=WORKER,
             gpu=place.machine.gpu,
         )
         folder = place.folder / self.title.replace(" ", "-")

@@ -47,7 +47,7 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
             "--gpu-selftest: torch sees no GPU on this machine",
             fix="dmt doctor says why; --selftest tests the processor",
         )
-    calibrate.check_known(machine)
+    calibrate.check_known(machine, "--gpu-selftest" if gpu_only else "--selftest")
     report = folder / "report.md"
     ours = report.is_file() and report.read_text("utf-8", errors="replace").startswith(MARK)
     if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):

@@ -32,7 +32,7 @@ LEAST_SHARE = 0.25
 SLOWEST = 2.0
 """Times the plan's step: published runs are all within it (docs/planner.md)."""
 _TAIL_LINES = 20
-_QUIET = (
+QUIET = (
     "logging.wandb=null", "logging.every_steps=1", "evaluation.every_steps=null",
     "evaluation.batches=1", "checkpoint.export=false", "schedule.warmup_steps=0",
 )  # fmt: skip
@@ -92,7 +92,7 @@ def resume(place: Workplace, recipe: Path) -> Iterator[Check]:
     ranks = place.machine.processes
     settings = [
         *(f"training.{name}" for name in (f"steps={STEPS}", f"global_batch_size={4 * ranks}")),
-        *_QUIET, f"checkpoint.every_steps={SAVED}", "checkpoint.asynchronous=false",
+        *QUIET, f"checkpoint.every_steps={SAVED}", "checkpoint.asynchronous=false",
     ]  # fmt: skip
     folder = place.folder / "resume"
     kill = {VARIABLE: f"step=kill@rank{ranks - 1},hit{KILLED}"}
@@ -127,7 +127,7 @@ def speed(
     """The step time, MFU and memory of a run, next to those of its plan."""
     folder = place.folder / f"speed-{engine}"
     settings = [
-        *settings, *_QUIET, "checkpoint.every_steps=null", f"parallel.engine={engine}",
+        *settings, *QUIET, "checkpoint.every_steps=null", f"parallel.engine={engine}",
     ]  # fmt: skip
     code = _launch(place, folder, recipe, settings, cluster=cluster)
     name = recipe.stem

@@ -1,0 +1,184 @@
+"""`dmt doctor --selftest`: real runs on the processor, failures that do not stop the rest, and
+what it would run on GPUs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.processes import ROOT
+from tests.warm import SUBPROCESS
+from toolkit.backend import BACKENDS
+from toolkit.cli.main import main
+from toolkit.doctor.calibrate import Machine
+from toolkit.doctor.selftest import plan, report, runs
+from toolkit.doctor.selftest.check import Check, Workplace
+from toolkit.hardware.cluster_file import load_cluster
+from toolkit.intake.load import load_recipe
+from toolkit.rehearse.rehearsal import Options, _assignment, prepare
+from toolkit.run.assignment import decide
+
+SECRET = "hf_" + "aB3" * 12
+LAYOUTS = ("ddp", "zero2", "fsdp3", "megatron-tp2-sp", "megatron-ep2")
+"""One of each engine, and one of experts."""
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer layouts, and warm processes; what is measured is measured for real."""
+    chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS)
+    monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
+    monkeypatch.setattr("toolkit.rehearse.ranks.subprocess", SUBPROCESS)
+    monkeypatch.chdir(ROOT)
+
+
+def checks_of(text: str) -> dict[tuple[str, str], dict[str, object]]:
+    return {(one["step"], one["name"]): one for one in json.loads(text)["checks"]}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_the_whole_self_test_on_the_processor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every step runs for real: engines against transformers, a kill, links, speed."""
+    folder, cluster = tmp_path / "selftest", tmp_path / "cluster.yaml"
+    options = ["--processes", "2", "--folder", str(folder), "--out", str(cluster)]
+    code = main(["doctor", "--selftest", "--calibrate", *options, "--json"])
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    checks = checks_of(out)
+    for precision, names in {
+        "losses fp32": LAYOUTS[:4],
+        "losses bf16": LAYOUTS[:4],
+        "losses fp8": LAYOUTS[:3],
+        "experts bf16": (LAYOUTS[0], LAYOUTS[4]),
+    }.items():
+        for name in names:
+            one = checks.pop((precision, name))
+            assert one["verdict"] == "ok", one
+            assert one["numbers"]["attention"] == ["flash_for_cpu"], one  # type: ignore[index]
+    resumed = checks.pop(("resume", "rank 1 killed"))
+    assert resumed["verdict"] == "ok", resumed
+    assert resumed["numbers"]["resumed_from"] == [runs.SAVED]  # type: ignore[index]
+    assert 6 in resumed["numbers"]["repeated"]  # type: ignore[index]
+    for operation in ("all-reduce", "all-gather", "reduce-scatter", "p2p"):
+        assert checks.pop(("bandwidth", operation))["verdict"] == "measured"
+    assert checks.pop(("calibrate", "cpu"))["verdict"] == "measured"
+    for engine in BACKENDS.names:
+        one = checks.pop((f"speed {engine}", "llama-bytes"))
+        assert one["verdict"] == "measured" and "from measured speeds" in str(one["found"]), one
+    assert not checks
+    assert load_cluster(cluster).gpu.measured is not None
+    text = (folder / "report.md").read_text()
+    assert text.startswith(plan.MARK) and "| resume | rank 1 killed | ok |" in text
+    assert "- torch: " in text
+    assert not (folder / "runs").exists()  # nothing failed: nobody needs them
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layout's optimizer fails; the others are compared, and the exit code is 1."""
+    monkeypatch.setattr("toolkit.doctor.selftest.losses.WORKER", "tests.rehearse.failing")
+    wanted = plan.steps
+    chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS[:2])
+    monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
+    monkeypatch.setattr(
+        plan,
+        "steps",
+        lambda *_: [s for s in wanted(*_) if s.title in ("losses fp32", "bandwidth")],
+    )
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    folder = tmp_path / "selftest"
+    assert main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder)]) == 1
+    out, _ = capfd.readouterr()
+    assert "RuntimeError: the disk is full" in out
+    assert "log: runs/losses-fp32/ddp/logs" in out
+    assert "all-reduce" in out  # the next step ran
+    text = (folder / "report.md").read_text()
+    assert "failing.py" in text and "the disk is full" in text
+    assert (folder / "runs/losses-fp32/ddp/logs").is_dir()
+
+
+def test_a_step_that_raises_does_not_end_the_others(tmp_path: Path) -> None:
+    def raises() -> Iterator[Check]:
+        yield Check("one", "begun", "ok", "")
+        raise RuntimeError(f"could not log in with {SECRET}\nand more")
+
+    def fine() -> Iterator[Check]:
+        yield Check("two", "", "ok", "")
+
+    place = Workplace(Machine("cpu", 2), tmp_path)
+    found = list(plan.run([plan.Step("one", raises), plan.Step("two", fine)], place))
+    assert [(check.step, check.verdict) for check in found] == [
+        ("one", "ok"), ("one", "failed"), ("two", "ok"),
+    ]  # fmt: skip
+    assert found[1].found == "could not log in with ***"
+
+
+def test_a_report_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    tail = f"token={SECRET}\n0123456789abcdef0123456789abcdef01234567 {Path.home()}/run"
+    check = Check("resume", "", "failed", f"{SECRET} was refused", log="runs/log", tail=tail)
+    place = Workplace(Machine("cpu", 2), tmp_path)
+    text = report.write(tmp_path, place, [check], 60).read_text()
+    for secret in (SECRET, "0123456789abcdef0123456789abcdef01234567", f"{Path.home()}/run"):
+        assert secret not in text
+        assert secret not in json.dumps(report.machine_output(place, [check])).replace(
+            f"{Path.home()}/run", ""
+        )
+    assert "was refused" in text and "## resume" in text
+
+
+def test_refusals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ["--folder", str(tmp_path)]
+    (tmp_path / "mine.txt").touch()
+    for arguments, code, text in (
+        (["--gpu-selftest"], 3, "torch sees no GPU"),
+        (["--selftest", *folder], 2, "exists and was not written by this command"),
+        (["--selftest", "--processes", "1000"], 2, "--processes: found 1000"),
+        (["--selftest", "--out", "cluster.yaml"], 2, "--out would be ignored"),
+        (["--selftest", "--bandwidth"], 2, "--bandwidth would be ignored"),
+        (["--bandwidth", *folder], 2, "--folder would be ignored"),
+    ):
+        assert main(["doctor", *arguments]) == code, arguments
+        assert text in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    device = SimpleNamespace(name="Tesla P40")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
+    assert main(["doctor", "--gpu-selftest", "--folder", str(tmp_path / "new")]) == 3
+    assert "--gpu-selftest: the hardware catalogue does not know" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_what_would_run_on_gpus_is_legal(processes: int, tmp_path: Path) -> None:
+    """Nothing that is planned for H100s is refused, on any number of them, and every engine
+    and the kernel that Hopper is planned with are among it."""
+    place = Workplace(Machine("h100-80gb", processes), tmp_path)
+    here = [f"cluster.gpus_per_node={processes}", "cluster.gpu=h100-80gb"]
+    rehearsal = prepare(load_recipe(plan.DENSE, here), Options(processes=processes))
+    layouts = plan.layouts_for(processes)
+    assert len({one.name for one in layouts}) == len(layouts)
+    assert {one.parallel.engine for one in layouts} == set(BACKENDS.names)
+    training = rehearsal.recipe.training.model_copy(update={"precision": "bf16"})
+    recipe = rehearsal.recipe.model_copy(update={"training": training})
+    for one in layouts:
+        if one.parallel.expert == 1:
+            folder = tmp_path / one.name
+            found = _assignment(recipe, one.parallel, one.processes, folder, "h100-80gb")
+            assert found.recipe.cluster.gpu == "h100-80gb"
+            assert found.plan.attention_kernel == "cudnn"
+    shape, settings = plan._timed(place)
+    for engine in BACKENDS.names:
+        overrides = [*settings, *runs.QUIET, *here, f"parallel.engine={engine}"]
+        planned = decide(load_recipe(shape, [*overrides, "cluster.nodes=1"]), tmp_path).plan
+        assert planned.engine == engine and planned.fits
