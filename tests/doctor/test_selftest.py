@@ -13,7 +13,7 @@ from tests.warm import SUBPROCESS
 from toolkit.backend import BACKENDS
 from toolkit.cli.main import main
 from toolkit.doctor.calibrate import Machine
-from toolkit.doctor.selftest import plan, report, runs
+from toolkit.doctor.selftest import losses, plan, report, runs
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.intake.load import load_recipe
@@ -84,7 +84,7 @@ def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layout's optimizer fails; the others are compared, and the exit code is 1."""
-    monkeypatch.setattr("toolkit.doctor.selftest.losses.WORKER", "tests.rehearse.failing")
+    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.failing")
     wanted = plan.steps
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS[:2])
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
@@ -103,6 +103,20 @@ def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     text = (folder / "report.md").read_text()
     assert "failing.py" in text and "the disk is full" in text
     assert (folder / "runs/losses-fp32/ddp/logs").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_the_bounds_of_bf16_find_a_reduction_that_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one step of five, on two ranks."""
+    monkeypatch.setattr(losses, "WORKER", "tests.rehearse.dropped_reduction")
+    layouts = tuple(one for one in plan.layouts_for(2) if one.name == "zero2")
+    suite = losses.Losses("losses bf16", plan.DENSE, layouts, "bf16")
+    (check,) = suite.checks(Workplace(Machine("cpu", 2), tmp_path / "runs"))
+    assert check.verdict == "failed"
+    assert check.found.startswith("step 2: gradient norm")
 
 
 def test_a_step_that_raises_does_not_end_the_others(tmp_path: Path) -> None:
@@ -182,3 +196,48 @@ def test_what_would_run_on_gpus_is_legal(processes: int, tmp_path: Path) -> None
         overrides = [*settings, *runs.QUIET, *here, f"parallel.engine={engine}"]
         planned = decide(load_recipe(shape, [*overrides, "cluster.nodes=1"]), tmp_path).plan
         assert planned.engine == engine and planned.fits
+
+
+def rated(bus_gigabytes_per_s: float) -> dict[str, object]:
+    """What the ranks of 8 H100 write of one collective: NVLink has 450 GB/s each way."""
+    bus = bus_gigabytes_per_s * 1e9
+    rate = {
+        "operation": "all-reduce", "message_bytes": 2**28, "seconds": 2**28 / bus,
+        "algorithm_bytes_per_s": bus, "bus_bytes_per_s": bus, "peak_bytes_per_s": 450e9,
+    }  # fmt: skip
+    return {"gpu": "h100-80gb", "nodes": 1, "world": 8, "rates": [rate]}
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(370.0, "ok"), (55.0, "failed")])
+def test_links_slower_than_nvlink_fail_on_gpus(
+    rate: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """55 GB/s is what PCIe 5.0 would give."""
+    monkeypatch.setattr(runs, "measured_by_ranks", lambda *_: rated(rate))
+    (check,) = runs.bandwidth(Workplace(Machine("h100-80gb", 8), tmp_path))
+    assert check.verdict == verdict and check.bound == "25% of the peak"
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(1.4, "ok"), (2.5, "failed")])
+def test_steps_slower_than_the_plan_fail_on_gpus(
+    slower: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(_: Workplace, folder: Path, *_others: object, **_settings: object) -> int:
+        run = folder / "run"
+        run.mkdir(parents=True)
+        event = {
+            "kind": "prediction",
+            "predicted": {"step_time_s": 0.5, "memory_gib": 30.0, "basis": "data sheet"},
+            "measured": {"step_time_s": slower / 2, "memory_gib": 31.0, "process_gib": None},
+            "measured_over_predicted": {"step_time": slower, "memory": 31 / 30},
+        }
+        (run / "events.jsonl").write_text(json.dumps(event) + "\n")
+        lines = [json.dumps({"step": step, "mfu": 0.4}) for step in range(1, 6)]
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return 0
+
+    monkeypatch.setattr(runs, "_launch", launched)
+    place = Workplace(Machine("h100-80gb", 1), tmp_path)
+    (check,) = runs.speed(place, "fsdp", plan.BILLION, (), None)
+    assert check.verdict == verdict
+    assert "MFU 40.0%" in check.found and "data sheets (+" in check.found

@@ -114,7 +114,7 @@ def _timed(place: Workplace) -> tuple[Path, Sequence[str]]:
     if not place.on_gpu:
         return DENSE, ("training.steps=20", f"training.global_batch_size={8 * ranks}")
     sizes = "training.sequence_length=8192", f"training.global_batch_size={4 * ranks}"
-    return BILLION, (*_LOCAL_TEXT, *sizes, "training.tokens=null", "training.steps=20")
+    return BILLION, (*_LOCAL_TEXT, *sizes, "training.tokens=null", "training.steps=12")
 
 
 def run(todo: Sequence[Step], place: Workplace) -> Iterator[Check]:

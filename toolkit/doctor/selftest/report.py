@@ -1,14 +1,13 @@
 """The report of a self-test, for a person or an issue: no secrets, no names of this machine."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from toolkit import __version__
 from toolkit.doctor import accelerators, packages
-from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.doctor.selftest.losses import BF16, FP8, GPU_FP32
@@ -46,41 +45,19 @@ def machine_output(place: Workplace, checks: Sequence[Check]) -> dict[str, Any]:
 
 def _lines(place: Workplace, checks: Sequence[Check], took_s: float) -> Iterator[str]:
     count = place.machine.processes
-    yield f"{MARK}: {count} × {place.machine.gpu}"
-    yield ""
+    yield f"{MARK}: {count} × {place.machine.gpu}\n"
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    yield f"{when}, {took_s / 60:.1f} minutes, DMT {_version()}. {_count(checks)}."
-    yield ""
+    yield f"{when}, {took_s / 60:.1f} minutes, DMT {__version__}.\n"
     yield "| step | what | verdict | found | bound |"
     yield "|---|---|---|---|---|"
     for check in checks:
         cells = check.step, check.name, check.verdict, check.found, check.bound
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-    yield ""
-    yield BOUNDS
+    yield f"\n{BOUNDS}"
     for check in checks:
         if check.tail:
-            yield f"\n## {check.step} {check.name}: the end of {check.log}\n"
-            yield from ("~~~", check.tail, "~~~")
+            title = f"{check.step} {check.name}: the end of {check.log}"
+            yield f"\n## {title}\n\n~~~\n{check.tail}\n~~~"
     yield "\n## This machine\n"
-    for finding in _machine():
+    for finding in (*packages.check(Needs()), *accelerators.check(Needs())):
         yield f"- {finding.name}: {finding.found}"
-
-
-def _machine() -> Iterator[Finding]:
-    yield from packages.check(Needs())
-    yield from accelerators.check(Needs())
-
-
-def _count(checks: Sequence[Check]) -> str:
-    """`20 ok, 4 measured, 1 failed`."""
-    names = ("ok", "measured", "skipped", "failed")
-    counts: Mapping[str, int] = {n: sum(c.verdict == n for c in checks) for n in names}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-
-
-def _version() -> str:
-    try:
-        return version("dmt")
-    except PackageNotFoundError:
-        return "from a checkout"

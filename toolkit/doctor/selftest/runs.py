@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from toolkit.doctor import calibrate
 from toolkit.doctor.bandwidth import Bandwidth
-from toolkit.doctor.selftest.check import LIMIT_S, Check, LoggedFailure, Workplace
+from toolkit.doctor.selftest.check import LIMIT_S, Check, CheckVerdict, LoggedFailure, Workplace
 from toolkit.doctor.selftest.losses import GPU_FP32
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
@@ -58,42 +59,34 @@ def calibration(place: Workplace, out: Path) -> Iterator[Check]:
     calibrate.write_cluster(out, calibrate.cluster_text(place.machine, speeds))
     flops = ", ".join(f"{key} {n / 1e12:.3g} TFLOP/s" for key, n in speeds.matmul_flops.items())
     text = f"{flops}, memory {speeds.memory_bytes_per_s / 1e9:.3g} GB/s; wrote {out.name}"
-    numbers = {"matmul_flops": speeds.matmul_flops, "memory": speeds.memory_bytes_per_s}
-    yield Check("calibrate", place.machine.gpu, "measured", text, numbers=numbers)
+    yield Check("calibrate", place.machine.gpu, "measured", text, numbers=asdict(speeds))
 
 
 def bandwidth(place: Workplace) -> Iterator[Check]:
     """Collectives between the ranks, each at its largest size."""
     if place.machine.processes == 1:
-        text = "one process has no peer"
-        yield Check("bandwidth", place.machine.gpu, "skipped", text)
+        yield Check("bandwidth", "", "skipped", "one process has no peer")
         return
     found = measured_by_ranks(place, "bandwidth", "toolkit.doctor.bandwidth")
     rates = Bandwidth.from_dict(found).rates
     for rate in {one.operation: one for one in rates}.values():  # the last is the largest
         peak, bus = rate.peak_bytes_per_s, rate.bus_bytes_per_s
         text = f"{rate.message_bytes / 2**20:.4g} MiB: bus {bus / 1e9:.3g} GB/s"
-        bounded = place.on_gpu and peak is not None
-        if peak is not None:
-            nominal = "" if place.on_gpu else ", which is nominal"
-            text += f", {bus / peak:.0%} of {peak / 1e9:.3g}{nominal}"
-        slow = bounded and peak is not None and bus < LEAST_SHARE * peak
-        yield Check(
-            "bandwidth",
-            rate.operation,
-            "failed" if slow else "ok" if bounded else "measured",
-            text,
-            f"{LEAST_SHARE:.0%} of the peak" if bounded else "",
-            numbers={"bus_bytes_per_s": bus, "peak_bytes_per_s": peak},
-        )
+        verdict: CheckVerdict = "measured"
+        bound = ""
+        if peak is not None and place.on_gpu:  # a processor's is nominal
+            text += f", {bus / peak:.0%} of {peak / 1e9:.3g}"
+            bound = f"{LEAST_SHARE:.0%} of the peak"
+            verdict = "ok" if bus >= LEAST_SHARE * peak else "failed"
+        yield Check("bandwidth", rate.operation, verdict, text, bound, numbers=asdict(rate))
 
 
 def resume(place: Workplace, recipe: Path) -> Iterator[Check]:
     """Kill a rank of a run, start the run again, and compare the steps that are done twice."""
     ranks = place.machine.processes
     settings = [
-        *(f"training.{name}" for name in (f"steps={STEPS}", f"global_batch_size={4 * ranks}")),
-        *QUIET, f"checkpoint.every_steps={SAVED}", "checkpoint.asynchronous=false",
+        *QUIET, f"training.steps={STEPS}", f"training.global_batch_size={4 * ranks}",
+        f"checkpoint.every_steps={SAVED}", "checkpoint.asynchronous=false",
     ]  # fmt: skip
     folder = place.folder / "resume"
     kill = {VARIABLE: f"step=kill@rank{ranks - 1},hit{KILLED}"}
@@ -127,10 +120,8 @@ def speed(
 ) -> Iterator[Check]:
     """The step time, MFU and memory of a run, next to those of its plan."""
     folder = place.folder / f"speed-{engine}"
-    settings = [
-        *settings, *QUIET, "checkpoint.every_steps=null", f"parallel.engine={engine}",
-    ]  # fmt: skip
-    code = _launch(place, folder, recipe, settings, cluster=cluster)
+    how = "checkpoint.every_steps=null", f"parallel.engine={engine}"
+    code = _launch(place, folder, recipe, [*settings, *QUIET, *how], cluster=cluster)
     name = recipe.stem
     if code == EXIT_USER_ERROR:  # no layout of it fits
         yield Check(f"speed {engine}", name, "skipped", _error(folder))
@@ -146,15 +137,13 @@ def speed(
     slower = event["measured_over_predicted"]["step_time"]
     text = "; ".join(f"{what} {value}" for what, value in differences(event))
     text += "" if mfu is None else f"; MFU {mfu:.1%}"
-    bounded = place.on_gpu and slower is not None
-    yield Check(
-        f"speed {engine}",
-        name,
-        "measured" if not bounded else "failed" if slower > SLOWEST else "ok",
-        text,
-        f"{SLOWEST:g} × the plan's step" if bounded else "",
-        numbers={**event["predicted"], "measured": event["measured"], "mfu": mfu},
-    )
+    verdict: CheckVerdict = "measured"
+    bound = ""
+    if place.on_gpu and slower is not None:
+        bound = f"{SLOWEST:g} × the plan's step"
+        verdict = "ok" if slower <= SLOWEST else "failed"
+    numbers = {**event, "mfu": mfu}
+    yield Check(f"speed {engine}", name, verdict, text, bound, numbers=numbers)
 
 
 def _launch(
