@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,19 +35,27 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def checks_of(text: str) -> dict[tuple[str, str], dict[str, object]]:
+def checks_of(text: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["step"], one["name"]): one for one in json.loads(text)["checks"]}
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *titles: str) -> None:
+    """Of the whole self-test, the steps whose titles begin so."""
+    every = plan.steps
+    monkeypatch.setattr(
+        plan, "steps", lambda *_: [one for one in every(*_) if one.title.startswith(titles)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short")
-def test_the_whole_self_test_on_the_processor(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_engines_on_the_processor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step runs for real: engines against transformers, a kill, links, speed."""
-    folder, cluster = tmp_path / "selftest", tmp_path / "cluster.yaml"
-    options = ["--processes", "2", "--folder", str(folder), "--out", str(cluster)]
-    code = main(["doctor", "--selftest", "--calibrate", *options, "--json"])
+    """Every engine trains for real, in fp32, bf16 and emulated fp8, against transformers."""
+    only(monkeypatch, "losses", "experts")
+    folder = tmp_path / "selftest"
+    code = main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder), "--json"])
     out, err = capfd.readouterr()
     assert code == 0, out + err
     checks = checks_of(out)
@@ -59,23 +68,39 @@ def test_the_whole_self_test_on_the_processor(
         for name in names:
             one = checks.pop((precision, name))
             assert one["verdict"] == "ok", one
-            assert one["numbers"]["attention"] == ["flash_for_cpu"], one  # type: ignore[index]
+            assert one["numbers"]["attention"] == ["flash_for_cpu"], one
+    assert not checks
+    text = (folder / "report.md").read_text()
+    assert text.startswith(plan.MARK) and "| losses bf16 | zero2 | ok |" in text
+    assert "- torch: " in text
+    assert not (folder / "runs").exists()  # nothing failed: nobody needs them
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short")
+def test_runs_and_measurements_on_the_processor(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill and a resume, links, a cluster file, and every engine's speed against its plan."""
+    only(monkeypatch, "resume", "bandwidth", "calibrate", "speed")
+    folder, cluster = tmp_path / "selftest", tmp_path / "cluster.yaml"
+    options = ["--processes", "2", "--folder", str(folder), "--out", str(cluster)]
+    code = main(["doctor", "--selftest", "--calibrate", *options, "--json"])
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    checks = checks_of(out)
     resumed = checks.pop(("resume", "rank 1 killed"))
     assert resumed["verdict"] == "ok", resumed
-    assert resumed["numbers"]["resumed_from"] == [runs.SAVED]  # type: ignore[index]
-    assert 6 in resumed["numbers"]["repeated"]  # type: ignore[index]
+    assert resumed["numbers"]["resumed_from"] == [runs.SAVED]
+    assert 6 in resumed["numbers"]["repeated"]
     for operation in ("all-reduce", "all-gather", "reduce-scatter", "p2p"):
         assert checks.pop(("bandwidth", operation))["verdict"] == "measured"
     assert checks.pop(("calibrate", "cpu"))["verdict"] == "measured"
     for engine in BACKENDS.names:
         one = checks.pop((f"speed {engine}", "llama-bytes"))
-        assert one["verdict"] == "measured" and "from measured speeds" in str(one["found"]), one
+        assert one["verdict"] == "measured" and "from measured speeds" in one["found"], one
     assert not checks
     assert load_cluster(cluster).gpu.measured is not None
-    text = (folder / "report.md").read_text()
-    assert text.startswith(plan.MARK) and "| resume | rank 1 killed | ok |" in text
-    assert "- torch: " in text
-    assert not (folder / "runs").exists()  # nothing failed: nobody needs them
 
 
 @pytest.mark.slow
@@ -83,16 +108,11 @@ def test_the_whole_self_test_on_the_processor(
 def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first layout's optimizer fails; the others are compared, and the exit code is 1."""
+    """Two layouts fail in their second step; bandwidth is measured, and the exit code is 1."""
     monkeypatch.setattr(losses, "WORKER", "tests.rehearse.failing")
-    wanted = plan.steps
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS[:2])
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
-    monkeypatch.setattr(
-        plan,
-        "steps",
-        lambda *_: [s for s in wanted(*_) if s.title in ("losses fp32", "bandwidth")],
-    )
+    only(monkeypatch, "losses fp32", "bandwidth")
     monkeypatch.setenv("HF_TOKEN", SECRET)
     folder = tmp_path / "selftest"
     assert main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder)]) == 1

@@ -11,7 +11,7 @@ from toolkit.doctor import calibrate
 from toolkit.doctor.selftest import runs
 from toolkit.doctor.selftest.check import Check, LoggedFailure, Workplace
 from toolkit.doctor.selftest.losses import Losses
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import BackendUnavailable, PlanError, RunFailed
 from toolkit.redact import redact
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
 from toolkit.starter.draft import FOLDER
@@ -124,12 +124,8 @@ def run(todo: Sequence[Step], place: Workplace) -> Iterator[Check]:
             yield from step.run()
         except LoggedFailure as error:
             log = str(error.log.relative_to(place.folder.parent))
-            yield Check(step.title, "", "failed", _line(error), log=log, tail=error.tail)
+            yield Check(step.title, "", "failed", error.message, log=log, tail=error.tail)
         except Exception as error:  # noqa: BLE001 - a step is isolated, whatever it raises
-            yield Check(step.title, "", "failed", _line(error))
-
-
-def _line(error: Exception) -> str:
-    """What was wrong, without secrets."""
-    text = redact(str(error)).strip().partition("\n")[0]
-    return text or type(error).__name__
+            said, _, tail = redact(str(error) or type(error).__name__).strip().partition("\n")
+            log = place.folder.name if isinstance(error, RunFailed) else ""
+            yield Check(step.title, "", "failed", said, log=log, tail=tail)
