@@ -3,6 +3,7 @@
 import fcntl
 import math
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -237,6 +238,10 @@ def test_one_follower_at_a_time(tmp_path: Path) -> None:
 
         wait_until(waits, "a follower that waits")
         assert not trainer.run.tensorboard.exists()
+        # Whoever stops the job signals all of it; the follower ends with its trainer.
+        assert os.getsid(trainer.process.pid) == trainer.process.pid
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            trainer.process.send_signal(number)
     trainer.finish()
     assert tensorboard_points(tmp_path)["loss"] == [(1, 1.0)]
 
