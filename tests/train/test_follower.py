@@ -117,3 +117,18 @@ def test_what_a_store_has_is_not_posted_again(run: RunDirectory) -> None:
     one, tracker = poster(run, PostedState("id"), {"loss": 20, "evaluation/loss": 10})
     one.post_new()
     assert tracker.rows == [(20, {"evaluation/loss": 10.0})]
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ({"kind": "end", "exit_code": 0}, 0),
+        ({"kind": "end", "exit_code": 75}, 75),
+        ({"kind": "save", "step": 10}, 1),
+    ],
+)
+def test_how_the_run_ended(run: RunDirectory, last: Mapping[str, object], code: int) -> None:
+    """Killed runs leave no `end`."""
+    jsonl.append(run.events, {"kind": "start", "step": 0})
+    jsonl.append(run.events, last)
+    assert follower._exit_code(run.events) == code

@@ -84,7 +84,7 @@ def mlflow_points(folder: Path) -> Points:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "a run"
+    assert (run.info.run_name, run.info.status) == ("a run", "FINISHED")
     assert run.data.params.get("recipe.optimizer.learning_rate", "0.5") == "0.5"
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
