@@ -100,8 +100,10 @@ def test_what_is_posted_is_noted_before(run: RunDirectory) -> None:
     one.post_new()
     evaluation(run, 10)
     step(run, 20)
+    evaluation(run, 20)
     one.post_new()
     assert tracker.noted == [10, 20]
+    assert tracker.rows[-1] == (20, {"loss": 20.0, "evaluation/loss": 10.0})
     again, later = poster(run, PostedState.load(run.path / "state.json"))
     again.post_new()
     step(run, 30)
