@@ -68,6 +68,7 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
         "stage": layout.zero_stage,
         "offload_optimizer": layout.offload_optimizer,
         "offload_parameters": layout.offload_parameters,
+        "hpz": layout.hpz,
     }
     return ParallelSection(
         engine=pair.engine,
@@ -157,10 +158,11 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
     experts = _smallest(layout.ep)
     small: dict[str, int] = {}
     room = processes
+    grouped = layout.replicate > 1 or layout.hpz > 1
     for name in order:
         # 2 data-parallel ranks do what more do, but where experts are spread over more, and
-        # where there are copies of shards.
-        most = max(2, experts, 4 if layout.replicate > 1 else 0)
+        # where there are copies of shards or weights.
+        most = max(2, experts, 4 if grouped else 0)
         degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
         small[name] = degree if degree <= room else 1
         room //= small[name]
@@ -171,6 +173,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
         zero_stage=layout.zero_stage,
         replicate=2 if layout.replicate > 1 and small["dp"] == 4 else 1,
+        hpz=2 if layout.hpz > 1 and small["dp"] == 4 else 1,
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,
