@@ -8,6 +8,7 @@ Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash"]
+CompiledParts = Literal["none", "layers"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
@@ -32,6 +33,8 @@ class Layout:
     recompute: Recompute = "none"
     loss: LossKernel = "whole"
     """Logits and loss of a micro batch at once, or of some of its tokens at a time."""
+    compile: CompiledParts = "none"
+    """What torch.compile makes kernels of: each decoder layer, or nothing."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 
@@ -85,7 +88,8 @@ def layout_text(engine: str, model: str, layout: Layout) -> str:
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
     recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
     loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
-    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}"
+    compiled = "" if layout.compile == "none" else f", compiled {layout.compile}"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}{compiled}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

@@ -88,6 +88,8 @@ class Case:
     """Further settings of the recipe's `optimizer`."""
     loss: str = "auto"
     """The recipe's `kernels.loss`."""
+    compile: str = "none"
+    """The recipe's `kernels.compile`."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
     bucket: int | None = None
@@ -109,6 +111,7 @@ class Case:
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
+        parts += [f"compiled {self.compile}"] if self.compile != "none" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         resumed += ["in buckets"] * (self.bucket is not None)
@@ -160,7 +163,7 @@ def recipe(case: Case, world: int) -> Recipe:
                     "nvme_path": case.nvme_path,
                 },
             },
-            "kernels": {"loss": case.loss},
+            "kernels": {"loss": case.loss, "compile": case.compile},
             "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},
         }

@@ -274,6 +274,8 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
     yield "recompute", layout.recompute
     if layout.loss != "whole":
         yield "loss", layout.loss
+    if layout.compile != "none":
+        yield "compile", layout.compile
 
 
 def _offload(plan: Plan) -> str:

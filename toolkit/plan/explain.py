@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
+from toolkit.plan.rules import compiling
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
@@ -29,9 +30,10 @@ NAMES: Mapping[str, str] = {
     "micro_batch": "micro batch",
     "recompute": "recompute",
     "loss": "loss",
+    "compile": "compile",
 }
 """Fields of a layout that are decided, in the words of a recipe and in the order shown."""
-_BY_ITSELF = ("recompute", "loss", "zero_stage", "sequence_parallel")
+_BY_ITSELF = ("recompute", "loss", "compile", "zero_stage", "sequence_parallel")
 """Decisions that are changed alone, where that fits, to say what they cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
@@ -77,6 +79,7 @@ def _is_open(search: Search, field: str) -> bool:
         "micro_batch": True,
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
+        "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
     }.get(field, False)
 
 
@@ -173,6 +176,8 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
         return table()[search.best.pair].recompute
     if field == "loss":
         return "whole", "chunked"
+    if field == "compile" and search.best.layout.compile == "layers":
+        return ("none",)
     return ()
 
 
@@ -276,6 +281,7 @@ def _asked(job: PlanRequest, field: str) -> object:
         "micro_batch": job.training.micro_batch_size,
         "recompute": parallel.recompute,
         "loss": job.kernels.loss,
+        "compile": job.kernels.compile,
     }[field]
 
 
@@ -304,6 +310,8 @@ def _note(search: Search, field: str) -> str:
         times = layout.gradient_accumulation
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
+    if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
+        return f"; {compiling.objection(job, search.best.pair, layout.zero_stage)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(search) if _asked(job, field) == "auto" else ""
     return ""

@@ -84,6 +84,7 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     parallel, zero = job.parallel, job.parallel.zero
     stated: dict[str, Any] = {
         "kernels.loss": job.kernels.loss,
+        "kernels.compile": job.kernels.compile,
         "parallel.overlap": parallel.overlap,
         "parallel.recompute": parallel.recompute,
         "training.micro_batch_size": job.training.micro_batch_size,

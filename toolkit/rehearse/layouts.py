@@ -159,6 +159,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,
         loss=layout.loss,
+        compile=layout.compile,
     )
 
 

@@ -1,9 +1,11 @@
 """What is trained: all that memory and time depend on besides the layout and the cluster."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
+from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import Fp8Section, TrainingSection
 
@@ -85,6 +87,15 @@ class Workload:
         """What its engine's way of working costs."""
         return BACKENDS[self.engine].cost
 
+    def in_layout(self, layout: Layout) -> "Workload":
+        """With what a layout decides of its operators: compiled layers are fused ones."""
+        return _fused(self) if layout.compile == "layers" else self
+
+
+@lru_cache(64)
+def _fused(workload: Workload) -> Workload:
+    return replace(workload, fused_elementwise=True)
+
 
 def planned_workload(
     spec: ModelSpec,
@@ -101,7 +112,7 @@ def planned_workload(
     """What a recipe trains, as this toolkit's engines run it.
 
     Attention is torch's fused kernel (`cudnn`: that one); the other operators are single ones,
-    without Transformer Engine or torch.compile. Without `overlap`, gradients are reduced after
+    where no layout compiles them. Without `overlap`, gradients are reduced after
     the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
     mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
     measured.
