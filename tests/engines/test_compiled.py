@@ -157,7 +157,7 @@ def test_what_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(hf.decoder_layers(model)[0]), "forward", breaks)
     compiled.compile_layers(model, "layers")
     with pytest.raises(PlanError, match=r"kernels\.compile: torch cannot compile the layers"):
-        compiled.explain_failures(hf.log_probs)(model, batch())
+        compiled.explain_failures("compile")(hf.log_probs)(model, batch())
 
 
 def test_no_layers() -> None:

@@ -184,9 +184,8 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
 
 def _compiles(assignment: Assignment | None) -> str | None:
     """The setting for which torch compiles layers."""
-    if assignment is None or assignment.plan.layout.compile == "none":
-        return None
-    return f"kernels.compile: {assignment.recipe.kernels.compile}"
+    setting = assignment.plan.layout.compiles if assignment else None
+    return f"kernels.{setting}" if setting else None
 
 
 def _run_dir(recipe: Recipe) -> Path:

@@ -137,10 +137,10 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
     module, _, attribute = BACKENDS[name].engine.partition(":")
     engine: Engine = getattr(import_module(module), attribute)(setup)
     _try_first(setup.attention_kernel, engine)
-    if setup.layout.compile != "none":
+    if setting := setup.layout.compiles:
         from toolkit.models.compiled import explain_failures
 
-        _around_steps(explain_failures, engine)
+        _around_steps(explain_failures(setting), engine)
     if setup.isolates:
         from toolkit.engines.isolation import check_isolation
 

@@ -29,9 +29,8 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
     """Compile `model`'s decoder layers; nothing where `parts` is `none`.
 
-    Names, parameters and hooks stay as they are: only what a call runs is another. Kernels are
-    kept in a folder that is this user's alone, where `TORCHINDUCTOR_CACHE_DIR` names no other:
-    torch's default lies where all users write. Raises PlanError for a model without layers.
+    Names, parameters and hooks stay as they are: only what a call runs is another.
+    Raises PlanError for a model without layers.
     """
     if parts == "none":
         return
@@ -42,10 +41,21 @@ def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
             "knows",
             fix="set it to none",
         )
-    os.environ.setdefault(_FOLDER, str(private_folder("inductor")))
-    torch._dynamo.config.recompile_limit = GRAPHS
+    prepare()
     for layer in layers:
         layer.compile(fullgraph=True, dynamic=False)
+
+
+def prepare() -> None:
+    """Let this process compile as this module says, whoever asks torch to.
+
+    Kernels are kept in a folder that is this user's alone, where `TORCHINDUCTOR_CACHE_DIR`
+    names no other: torch's default lies where all users write.
+    """
+    os.environ.setdefault(_FOLDER, str(private_folder("inductor")))
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = GRAPHS
+    settings.automatic_dynamic_shapes = False
 
 
 @contextmanager
@@ -55,19 +65,22 @@ def eager() -> Iterator[None]:
         yield
 
 
-def explain_failures(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute`, with one error for layers that torch cannot compile: PlanError."""
+def explain_failures(setting: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: PlanError for what torch cannot compile for this setting of `kernels`."""
 
-    @wraps(compute)
-    def explained(*arguments: Any, **options: Any) -> Any:
-        try:
-            return compute(*arguments, **options)
-        except TorchDynamoException as error:
-            reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
-            raise PlanError(
-                f"kernels.compile: torch cannot compile the layers of this model "
-                f"({type(error).__name__}: {reason})",
-                fix="set it to none",
-            ) from error
+    def explaining(compute: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(compute)
+        def explained(*arguments: Any, **options: Any) -> Any:
+            try:
+                return compute(*arguments, **options)
+            except TorchDynamoException as error:
+                reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
+                raise PlanError(
+                    f"kernels.{setting}: torch cannot compile the layers of this model "
+                    f"({type(error).__name__}: {reason})",
+                    fix="set it to none",
+                ) from error
 
-    return explained
+        return explained
+
+    return explaining

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
-from toolkit.plan.rules import compiling
+from toolkit.plan.rules import compiling, fusing
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
@@ -31,9 +31,10 @@ NAMES: Mapping[str, str] = {
     "recompute": "recompute",
     "loss": "loss",
     "compile": "compile",
+    "fused": "fused",
 }
 """Fields of a layout that are decided, in the words of a recipe and in the order shown."""
-_BY_ITSELF = ("recompute", "loss", "compile", "zero_stage", "sequence_parallel")
+_BY_ITSELF = ("recompute", "loss", "compile", "fused", "zero_stage", "sequence_parallel")
 """Decisions that are changed alone, where that fits, to say what they cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
@@ -79,6 +80,8 @@ def _is_open(search: Search, field: str) -> bool:
         "micro_batch": True,
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
+        "fused": search.cluster.gpu.memory_gib is not None
+        and search.best.pair.model == "megatron",
         "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
     }.get(field, False)
 
@@ -176,7 +179,7 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
         return table()[search.best.pair].recompute
     if field == "loss":
         return "whole", "chunked"
-    if field == "compile" and search.best.layout.compile == "layers":
+    if field in ("compile", "fused") and getattr(search.best.layout, field) != "none":
         return ("none",)
     return ()
 
@@ -282,6 +285,7 @@ def _asked(job: PlanRequest, field: str) -> object:
         "recompute": parallel.recompute,
         "loss": job.kernels.loss,
         "compile": job.kernels.compile,
+        "fused": job.kernels.fused,
     }[field]
 
 
@@ -312,6 +316,8 @@ def _note(search: Search, field: str) -> str:
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
         return f"; {compiling.objection(job, search.best.pair, layout.zero_stage)}"
+    if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
+        return f"; {fusing.objection(job, search.best.pair)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(search) if _asked(job, field) == "auto" else ""
     return ""

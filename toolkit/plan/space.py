@@ -14,7 +14,7 @@ from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Placement, Recompute
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.rules import compiling, legality
+from toolkit.plan.rules import compiling, fusing, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
@@ -261,6 +261,7 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
         compile=compiling.parts(job, pair, zero.stage),  # type: ignore[arg-type]
+        fused=fusing.whose(job, pair),
     )
 
 

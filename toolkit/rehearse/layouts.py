@@ -160,6 +160,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         recompute=layout.recompute,
         loss=layout.loss,
         compile=layout.compile,
+        fused=layout.fused,
     )
 
 

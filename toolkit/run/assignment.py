@@ -59,12 +59,13 @@ class Assignment:
         Raises BackendUnavailable naming what is missing and how to get it.
         """
         self.plan.backend.prepare(self.engine_config, report)
-        if self.plan.layout.compile == "none":
+        layout = self.plan.layout
+        if layout.compiles is None:
             return
         on_gpu = self.recipe.cluster.gpu != "cpu"
         if missing := missing_for_torch_compile(on_gpu=on_gpu):
             raise BackendUnavailable(
-                f"kernels.compile: {'; '.join(one.what for one in missing)}",
+                f"kernels.{layout.compiles}: {'; '.join(one.what for one in missing)}",
                 fix="; ".join([*(one.fix for one in missing), "or set it to none"]),
             )
 

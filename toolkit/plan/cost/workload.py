@@ -38,6 +38,9 @@ class Workload:
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
+    fused_glu: bool = False
+    """Of what else runs as single operators, a gated activation function is one kernel, which
+    keeps only its input."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
@@ -89,12 +92,14 @@ class Workload:
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones."""
-        return _fused(self) if layout.compile == "layers" else self
+        if layout.compiles is None:
+            return self
+        return _fused(self, layout.compile == "layers")
 
 
 @lru_cache(64)
-def _fused(workload: Workload) -> Workload:
-    return replace(workload, fused_elementwise=True)
+def _fused(workload: Workload, everything: bool) -> Workload:
+    return replace(workload, fused_glu=True, fused_elementwise=everything)
 
 
 def planned_workload(
