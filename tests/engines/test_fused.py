@@ -1,6 +1,7 @@
 """`kernels.fused: megatron`: the numbers of plain transformers, with SwiGLU as one kernel."""
 
 from dataclasses import replace
+
 import pytest
 
 from tests.engines.cases import LAYERS, TOLERANCE, megatron, run, zero

@@ -56,6 +56,8 @@ class EngineSetup:
     fp8: Fp8Section | None = None
     attention_kernel: AttentionKernel = "sdpa"
     """See `Plan.attention_kernel`."""
+    deterministic: bool = False
+    """The recipe's `training.deterministic`."""
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
         """Let a transformers model compute as planned; before anything shards or wraps it."""
@@ -121,6 +123,7 @@ class EngineSetup:
             lora=lora,
             balance=recipe.model.balance,
             fp8=recipe.fp8,
+            deterministic=recipe.training.deterministic,
             attention_kernel=plan.attention_kernel,
         )
 
