@@ -83,8 +83,8 @@ class Support:
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
     """What it computes in, where the device can."""
-    fp8_stages: tuple[Stage, ...] = ()
-    """In which ZeRO stages the products of decoder layers may be in 8 bits."""
+    kernel_stages: tuple[Stage, ...] = ()
+    """In which ZeRO stages decoder layers may be compiled, and have products in 8 bits."""
 
 
 class Rehearsed(NamedTuple):

@@ -8,6 +8,8 @@ Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash"]
+CompiledParts = Literal["none", "layers"]
+FusedKernels = Literal["none", "megatron"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
@@ -34,8 +36,17 @@ class Layout:
     recompute: Recompute = "none"
     loss: LossKernel = "whole"
     """Logits and loss of a micro batch at once, or of some of its tokens at a time."""
+    compile: CompiledParts = "none"
+    """What torch.compile makes kernels of: each decoder layer, or nothing."""
+    fused: FusedKernels = "none"
+    """Whose kernels compute several operators at once."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
+
+    @property
+    def compiles(self) -> str | None:
+        """The setting of `kernels` for which torch compiles something in a run."""
+        return next((one for one in ("compile", "fused") if getattr(self, one) != "none"), None)
 
     @property
     def world(self) -> int:
@@ -87,7 +98,9 @@ def layout_text(engine: str, model: str, layout: Layout) -> str:
     batch = f"micro batch {layout.micro_batch} × {layout.gradient_accumulation}"
     recompute = "" if layout.recompute == "none" else f", {layout.recompute} recompute"
     loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
-    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}"
+    compiled = "" if layout.compile == "none" else f", compiled {layout.compile}"
+    fused = "" if layout.fused == "none" else f", fused by {layout.fused}"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}{compiled}{fused}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

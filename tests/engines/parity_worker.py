@@ -90,6 +90,10 @@ class Case:
     """Further settings of the recipe's `optimizer`."""
     loss: str = "auto"
     """The recipe's `kernels.loss`."""
+    fused: str = "none"
+    """The recipe's `kernels.fused`."""
+    compile: str = "none"
+    """The recipe's `kernels.compile`."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
     bucket: int | None = None
@@ -112,6 +116,8 @@ class Case:
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
+        parts += [f"compiled {self.compile}"] if self.compile != "none" else []
+        parts += [f"fused by {self.fused}"] if self.fused != "none" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         resumed += ["in buckets"] * (self.bucket is not None)
@@ -164,7 +170,7 @@ def recipe(case: Case, world: int) -> Recipe:
                     **case.zero,
                 },
             },
-            "kernels": {"loss": case.loss},
+            "kernels": {"loss": case.loss, "compile": case.compile, "fused": case.fused},
             "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},
         }

@@ -43,6 +43,7 @@ def test_every_layout(recipe: str) -> None:
     cases = [replace(case, steps=STEPS, fp8={"recipe": recipe}) for case in CASES]
     kept = {"recipe": recipe, "layers_in_bf16": {"last": 1}}
     cases.append(replace(cases[0], fp8=kept))
+    cases.append(replace(cases[2], compile="layers"))
     results = run(cases, 2)
     for case in cases:
         expected = reference(recipe, (0,) if case.fp8 == kept else (0, 1))

@@ -43,6 +43,7 @@ OTHERS = [
     megatron(expert=2, family=MIXTRAL),
     Case("ddp", 2, family=WINDOWED),
     Case("ddp", 2, family=SOME_WINDOWED, recompute="full"),
+    Case("ddp", 2, family=SOME_WINDOWED, compile="layers"),
 ]
 
 

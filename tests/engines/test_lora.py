@@ -78,6 +78,7 @@ MEGATRON = [
 RECOMPUTED = [
     adapted(Case("ddp", 2), recompute="full"),
     adapted(Case("fsdp", 2, stage=3), recompute="full"),
+    adapted(Case("fsdp", 2, stage=2, compile="layers"), recompute="full"),
     adapted(deepspeed(3), recompute="full"),
     adapted(megatron(tensor=2, sequence=True, recompute="full")),
     adapted(megatron(pipeline=2, recompute="full")),

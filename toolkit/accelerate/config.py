@@ -71,12 +71,26 @@ def _file(
     return "".join(f"# {line}\n" for line in heading) + start + body
 
 
+def in_scripts(recipe: Recipe) -> Recipe:
+    """The recipe as a script carries it out: its model is not compiled where that is open."""
+    if recipe.kernels.compile != "auto":
+        return recipe
+    kernels = recipe.kernels.model_copy(update={"compile": "none"})
+    return recipe.model_copy(update={"kernels": kernels})
+
+
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     """How Accelerate carries out a plan.
 
     Raises PlanError where it has no words for it, with the nearest plan that it has words for.
     """
     words = plan.backend.accelerate
+    if recipe.kernels.compile == "layers":
+        raise PlanError(
+            f"{recipe.name} has kernels.compile: layers, and in a script the model is its own",
+            fix="--set kernels.compile=none, and compile the model in the script; or train "
+            "with `dmt launch`",
+        )
     if (copies := plan.layout.replicate) > 1:
         raise PlanError(
             f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",

@@ -97,7 +97,7 @@ def _oversee(
 
     from toolkit.run import assignment as assignments
 
-    assignment.plan.backend.prepare(assignment.engine_config, tell)
+    assignment.prepare(tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]], places)
     show_run_directory(run)
     EventLog(run.events).write("launch", time=time.time() - process_age_s())

@@ -275,6 +275,10 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
     yield "recompute", layout.recompute
     if layout.loss != "whole":
         yield "loss", layout.loss
+    if layout.compile != "none":
+        yield "compile", layout.compile
+    if layout.fused != "none":
+        yield "fused", f"{layout.fused}'s kernels"
 
 
 def _offload(plan: Plan) -> str:

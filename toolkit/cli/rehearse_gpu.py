@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,6 +142,7 @@ def rank_output(one: RehearsedRank) -> dict[str, Any]:
         "planned_gib": one.planned.allocated / GIB,
         "peaks_gib": {phase: peak.nbytes / GIB for phase, peak in one.found.peaks.items()},
         "needed_gib": one.needed_gib,
+        "compiling_saves_gib": one.compiling_saves_gib,
         "fits": one.fits,
         "held_gib": {
             kind: {place: nbytes / GIB for place, nbytes in places.items()}
@@ -194,6 +195,8 @@ def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
     if run < of:
         console.print(f"  {run} of {of} micro batches were run", style="dim")
     console.print(_table(done))
+    for note in _of_compiled(done):
+        console.print(f"  {note}", style="dim", soft_wrap=True)
     fullest = max(done, key=lambda one: one.peak.nbytes)
     console.print(f"\nrank {fullest.rank} at its fullest", style="bold")
     held = {kind: sum(places.values()) / GIB for kind, places in fullest.peak.holders.items()}
@@ -224,6 +227,18 @@ def print_memory(done: Sequence[RehearsedRank]) -> None:
             f"  rehearsed  rank {one.rank} allocates {size(held)}, planned {size(planned)}; "
             f"with reserve and CUDA {size(one.needed_gib)}: {verdict}",
             soft_wrap=True,
+        )
+    for note in _of_compiled(done):
+        Console().print(f"  rehearsed  {note}", soft_wrap=True)
+
+
+def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:
+    """What `needs` has of layers that a GPU would run compiled."""
+    if any(one.compiling_saves_gib for one in done):
+        saved = max(one.compiling_saves_gib for one in done)
+        yield (
+            "layers were run operator after operator; compiled, they hold "
+            f"{size(saved)} less by the plan, which `needs` leaves out"
         )
 
 

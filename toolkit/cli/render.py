@@ -59,6 +59,8 @@ def render(
     Example: dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
     """
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
+    if to == "accelerate":
+        loaded = accelerate_config.in_scripts(loaded)
     plan = plan_recipe(loaded)
     target = to or _own_target(recipe, plan)
     if target == "accelerate":

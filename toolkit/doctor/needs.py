@@ -53,6 +53,8 @@ class Needs:
     programs: Mapping[str, str] = field(default_factory=dict)
     ops: Mapping[str, str] = field(default_factory=dict)
     """Operators that DeepSpeed compiles."""
+    compiles: str | None = None
+    """The setting for which torch compiles layers."""
     gpus: int = 0
     """How many this machine must have."""
     gpu: str | None = None
@@ -101,6 +103,7 @@ def needs_of(recipe: Recipe) -> Needs:
         packages=packages | dict(_packages(recipe, assignment)),
         programs=programs,
         ops=_ops(assignment),
+        compiles=_compiles(assignment),
         gpus=recipe.cluster.gpus_per_node if on_gpus else 0,
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
@@ -177,6 +180,12 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
         op: by_op.get(op, f"parallel.engine: {plan.engine}")
         for op in plan.backend.operators(assignment.engine_config)
     }
+
+
+def _compiles(assignment: Assignment | None) -> str | None:
+    """The setting for which torch compiles layers."""
+    setting = assignment.plan.layout.compiles if assignment else None
+    return f"kernels.{setting}" if setting else None
 
 
 def _run_dir(recipe: Recipe) -> Path:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from toolkit.compilers import missing_for_torch_compile
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import LAUNCHERS, Needs
 from toolkit.doctor.probe import ask
@@ -58,6 +59,7 @@ def check(needs: Needs) -> Iterator[Finding]:
     """Compilers, then launchers' programs."""
     put_ninja_on_path()  # as every run does
     yield from _tools(needs)
+    yield from _of_torch(needs)
     yield _nvcc(needs)
     yield _program(COMPILERS, "numactl", needs)
     yield from _locks(needs)
@@ -83,6 +85,21 @@ def _tools(needs: Needs) -> Iterator[Finding]:
             else f"{lacked.what}: DeepSpeed's offload is compiled",
             fix=lacked.fix,
             needed_by=next(iter(needing), None),
+            otherwise="warning",
+        )
+
+
+def _of_torch(needs: Needs) -> Iterator[Finding]:
+    """What torch.compile lacks."""
+    if needs.compiles is None:
+        return
+    for one in missing_for_torch_compile(on_gpu=needs.gpu is not None):
+        yield lacking(
+            COMPILERS,
+            f"{one.name} for torch.compile",
+            one.what,
+            fix=one.fix,
+            needed_by=needs.compiles,
             otherwise="warning",
         )
 

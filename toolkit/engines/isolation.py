@@ -14,6 +14,7 @@ from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.engines.base import Engine
 from toolkit.engines.setup import EngineSetup
 from toolkit.errors import PlanError
+from toolkit.models import compiled
 
 _DOCUMENT = 8
 """Tokens of a probed document, for each tensor-parallel rank."""
@@ -40,9 +41,10 @@ def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> fl
     other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
     exchanged = replace(batch, input_ids=other)
     # As many micro batches as a pipeline has stages: the interleaved schedule takes no fewer.
-    before, after = (
-        engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)
-    )
+    with compiled.eager():  # graphs are made for the shapes that are trained
+        before, after = (
+            engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)
+        )
     return abs(after - before)
 
 

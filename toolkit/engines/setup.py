@@ -1,5 +1,6 @@
 """What an engine is built from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import BalanceSection, Fp8Section, OptimizerSection, Recipe
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from toolkit.engines.distributed import Ranks
     from toolkit.models.weights import WeightSource
@@ -57,6 +58,15 @@ class EngineSetup:
     """See `Plan.attention_kernel`."""
     deterministic: bool = False
     """The recipe's `training.deterministic`."""
+
+    def settle_kernels(self, model: "PreTrainedModel") -> None:
+        """Let a transformers model compute as planned; before anything shards or wraps it."""
+        from toolkit.models import compiled, fp8
+        from toolkit.models import huggingface as hf
+
+        fp8.convert(model, self.fp8)
+        hf.chunk_loss(model, self.layout.loss)
+        compiled.compile_layers(model, self.layout.compile)
 
     @property
     def layers(self) -> int:
@@ -130,6 +140,10 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
     module, _, attribute = BACKENDS[name].engine.partition(":")
     engine: Engine = getattr(import_module(module), attribute)(setup)
     _try_first(setup.attention_kernel, engine)
+    if setting := setup.layout.compiles:
+        from toolkit.models.compiled import explain_failures
+
+        _around_steps(explain_failures(setting), engine)
     if setup.isolates:
         from toolkit.engines.isolation import check_isolation
 
@@ -146,5 +160,12 @@ def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
     names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     rest = (*names.values(), SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     order = list(dict.fromkeys((names[kernel], *rest)))
+    _around_steps(sdpa_kernel(order, set_priority=True), engine)
+
+
+def _around_steps(
+    wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], engine: Engine
+) -> None:
+    """Wrap all methods of an engine that compute."""
     for name in ("train_step", "evaluate", "sequence_log_probs"):
-        setattr(engine, name, sdpa_kernel(order, set_priority=True)(getattr(engine, name)))
+        setattr(engine, name, wrapper(getattr(engine, name)))

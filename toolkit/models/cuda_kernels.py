@@ -1,6 +1,6 @@
 """What transformers' models would compute slowly, with too much memory or with waits on CUDA.
 
-Three of transformers' functions decide by less than they would have to (5.23, torch 2.13). Each
+Two of transformers' functions decide by less than they would have to (5.23, torch 2.13). Each
 is replaced by one that knows more, and otherwise asks the original.
 """
 
@@ -10,10 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from transformers import masking_utils
-from transformers.integrations import moe, sdpa_attention
+from transformers.integrations import sdpa_attention
 
 _grouped_heads = sdpa_attention.use_gqa_in_sdpa
-_grouped_mm = moe._grouped_mm
 _find_documents = masking_utils.find_packed_sequence_indices
 _known: list[Tensor | None] = []
 """The segments of the batch that a model computes now, where we know them."""
@@ -22,7 +21,6 @@ _known: list[Tensor | None] = []
 def choose() -> None:
     """Replace them; the second call changes nothing."""
     sdpa_attention.use_gqa_in_sdpa = takes_grouped_heads
-    moe._grouped_mm = autocast_grouped_mm
     masking_utils.find_packed_sequence_indices = _documents
 
 
@@ -32,23 +30,9 @@ def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool
     On CUDA only the flash kernel takes fewer, and that computes in 16 bits: in fp32 torch would
     fall back to plain products, which keep all scores [batch, heads, sequence, sequence].
     """
-    if key.is_cuda and key.dtype == torch.float32 and not torch.is_autocast_enabled("cuda"):
+    if key.is_cuda and key.dtype == torch.float32:
         return False
     return bool(_grouped_heads(mask, key, value))
-
-
-def autocast_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """The products of all experts, under autocast in its precision.
-
-    torch's autocast does not know grouped products (pytorch#174763), and transformers casts
-    the input to the weights' type: with fp32 weights they would all be computed in fp32.
-    """
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        input, weight = input.to(dtype), weight.to(dtype)
-    product: Tensor = _grouped_mm(input, weight, offs)
-    return product
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit.backend import Pair
 from toolkit.layout import Layout, stage_layers
+from toolkit.plan.rules import compiling, fusing
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
@@ -30,9 +31,11 @@ NAMES: Mapping[str, str] = {
     "micro_batch": "micro batch",
     "recompute": "recompute",
     "loss": "loss",
+    "compile": "compile",
+    "fused": "fused",
 }
 """Fields of a layout that are decided, in the words of a recipe and in the order shown."""
-_BY_ITSELF = ("recompute", "loss", "zero_stage", "sequence_parallel")
+_BY_ITSELF = ("recompute", "loss", "compile", "fused", "zero_stage", "sequence_parallel")
 """Decisions that are changed alone, where that fits, to say what they cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
@@ -78,6 +81,9 @@ def _is_open(search: Search, field: str) -> bool:
         "micro_batch": True,
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
+        "fused": search.cluster.gpu.memory_gib is not None
+        and search.best.pair.model == "megatron",
+        "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
     }.get(field, False)
 
 
@@ -174,6 +180,8 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
         return table()[search.best.pair].recompute
     if field == "loss":
         return "whole", "chunked"
+    if field in ("compile", "fused") and getattr(search.best.layout, field) != "none":
+        return ("none",)
     return ()
 
 
@@ -278,6 +286,8 @@ def _asked(job: PlanRequest, field: str) -> object:
         "micro_batch": job.training.micro_batch_size,
         "recompute": parallel.recompute,
         "loss": job.kernels.loss,
+        "compile": job.kernels.compile,
+        "fused": job.kernels.fused,
     }[field]
 
 
@@ -306,6 +316,10 @@ def _note(search: Search, field: str) -> str:
         times = layout.gradient_accumulation
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
+    if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
+        return f"; {compiling.objection(job, search.best.pair, layout.zero_stage)}"
+    if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
+        return f"; {fusing.objection(job, search.best.pair)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(search) if _asked(job, field) == "auto" else ""
     return ""

@@ -155,6 +155,8 @@ def _approximated(
             "moments are rounded to 8 bits in every step, in blocks of whole tensors of the "
             "checkpoint; another last digit of a gradient may flip a code",
         )
+    if layout.compile != "none":
+        yield "compiled layers", "the same function with fewer roundings, in other last digits"
     if plan.model == "megatron":
         yield "kernels", "megatron-core computes transformers' function, in other last digits"
     if spec.moe_layers and (sums or plan.model == "megatron" or precision != "fp32"):

@@ -194,7 +194,9 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
         }
     )
     training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
-    kernels = recipe.kernels.model_copy(update={"loss": layout.loss})
+    kernels = recipe.kernels.model_copy(
+        update={"loss": layout.loss, "compile": layout.compile, "fused": layout.fused}
+    )
     if plan.attention == "sdpa":
         kernels = kernels.model_copy(update={"attention": plan.attention_kernel})
     return recipe.model_copy(

@@ -14,7 +14,7 @@ from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Placement, Recompute
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.rules import legality
+from toolkit.plan.rules import compiling, fusing, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
@@ -66,7 +66,7 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
         workload = job.workload(pair)
         recomputes = _recomputes(job, pair)
         for parallel in _settled(job, pair, fallback):
-            layout = _layout(job, parallel)
+            layout = _layout(job, pair, parallel)
             sizes = _micro_batches(job, layout)
             share = training.global_batch_size // layout.dp
             whole = replace(layout, gradient_accumulation=max(1, share))
@@ -246,7 +246,7 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
     )
 
 
-def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:
+def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
     """The layout of a settled intent."""
     zero, tp, pp = parallel.zero, int(parallel.tensor), int(parallel.pipeline)
     return Layout(
@@ -261,6 +261,8 @@ def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
+        compile=compiling.parts(job, pair, zero.stage),  # type: ignore[arg-type]
+        fused=fusing.whose(job, pair),
     )
 
 

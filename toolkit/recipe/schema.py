@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import AttentionKernel, LossKernel
+from toolkit.layout import AttentionKernel, CompiledParts, FusedKernels, LossKernel
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.recipe.lengths import SequenceLengths
 
@@ -931,6 +931,13 @@ class KernelsSection(Section):
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
     own first choice (`sdpa`); the others come after it. `auto`: cuDNN's on Hopper."""
+    compile: CompiledParts | Auto = "auto"
+    """What torch.compile makes kernels of, on transformers' models: `layers`, each decoder
+    layer, as one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for
+    families that the tests compile (docs/gpu.md)."""
+    fused: FusedKernels | Auto = "auto"
+    """Whose kernels compute several operators at once. `megatron`: megatron-core's SwiGLU, in
+    its dense models; `none`: nobody's. `auto`: megatron-core's on GPUs."""
 
 
 class LayersInBf16(Section):

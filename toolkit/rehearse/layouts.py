@@ -178,6 +178,8 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,
         loss=layout.loss,
+        compile=layout.compile,
+        fused=layout.fused,
     )
 
 

@@ -237,7 +237,7 @@ def run_layout(
         return LayoutResult(candidate, skipped=_reason(error))
     plan = assignment.plan
     try:
-        plan.backend.prepare(assignment.engine_config, tell)
+        assignment.prepare(tell)
     except BackendUnavailable as error:
         return LayoutResult(candidate, plan, skipped=error.message)
     write(assignment, ["dmt", "rehearse"])

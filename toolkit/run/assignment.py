@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any
 
 from toolkit.backend import adopt_engine_config
 from toolkit.checkpoint.locate import locate
+from toolkit.compilers import missing_for_torch_compile
 from toolkit.conflicts import preflight
 from toolkit.data.local import local_problems
 from toolkit.errors import (
+    BackendUnavailable,
     CheckpointError,
     DmtError,
     PlanError,
@@ -50,6 +52,22 @@ class Assignment:
     of releases that made no prediction."""
     predicted_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of the predicted memory (`memory_gib`) and step time (`step_time_s`), for reports."""
+
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Check for and build what its engine, or torch.compile, compiles on this machine.
+
+        Raises BackendUnavailable naming what is missing and how to get it.
+        """
+        self.plan.backend.prepare(self.engine_config, report)
+        layout = self.plan.layout
+        if layout.compiles is None:
+            return
+        on_gpu = self.recipe.cluster.gpu != "cpu"
+        if missing := missing_for_torch_compile(on_gpu=on_gpu):
+            raise BackendUnavailable(
+                f"kernels.{layout.compiles}: {'; '.join(one.what for one in missing)}",
+                fix="; ".join([*(one.fix for one in missing), "or set it to none"]),
+            )
 
 
 def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:

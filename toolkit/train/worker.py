@@ -461,7 +461,7 @@ class _Worker:
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.phases.begin("building operators")
-        self.together.leaders_first(lambda: plan.backend.prepare(engine_config, tell))
+        self.together.leaders_first(lambda: self.assignment.prepare(tell))
         self.phases.begin(BUILDING)
         weights = self.together.run(lambda: self._weights(config, checkpoints, first=first))
         self.phases.begin(BUILDING)

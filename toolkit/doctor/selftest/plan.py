@@ -103,7 +103,7 @@ def _in_8_bits(layout: RehearsedLayout) -> bool:
     parallel = layout.parallel
     supports = BACKENDS[parallel.engine].supports.items()
     return any(
-        model == parallel.model and parallel.zero.stage in support.fp8_stages
+        model == parallel.model and parallel.zero.stage in support.kernel_stages
         for model, support in supports
     )
 

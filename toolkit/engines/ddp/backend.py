@@ -25,7 +25,7 @@ class DdpBackend(Backend):
     name = "ddp"
     title = "PyTorch's DDP"
     engine = "toolkit.engines.ddp.engine:build"
-    supports = {"hf": Support(preference=20, fp8_stages=(0,))}
+    supports = {"hf": Support(preference=20, kernel_stages=(0,))}
     distributed_types = ("NO", "MULTI_CPU", "MULTI_GPU")
     accelerate = DdpInAccelerate()
     cost = DdpCost()

@@ -25,7 +25,7 @@ from toolkit.engines.fsdp import config as fsdp_config
 from toolkit.engines.fsdp.engine import FsdpEngine, local
 from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
-from toolkit.models import fp8
+from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 
 
@@ -56,8 +56,7 @@ class DdpEngine(DataParallelEngine):
         inject(self.model, setup.lora)
         hf.fill(self.model, setup.weights)
         hf.freeze(self.model, setup.frozen)
-        fp8.convert(self.model, setup.fp8)
-        hf.chunk_loss(self.model, setup.layout.loss)
+        setup.settle_kernels(self.model)
         if setup.layout.recompute == "full":
             hf.enable_recompute(self.model)
         self.model.train()
@@ -84,7 +83,9 @@ class DdpEngine(DataParallelEngine):
         last digits.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        torch.autograd.backward(hf.log_probs(self.replica, MicroBatch(tokens, tokens)).sum())
+        with compiled.eager():
+            log_probs = hf.log_probs(self.replica, MicroBatch(tokens, tokens))
+            torch.autograd.backward(log_probs.sum())
         self.model.zero_grad()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -77,7 +77,7 @@ class DeepSpeedBackend(Backend):
         "hf": Support(
             preference=10,
             zero_stages=_STAGES,
-            fp8_stages=_STAGES[:3],
+            kernel_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             zero_plus=True,

@@ -31,7 +31,6 @@ from toolkit.engines import distributed
 from toolkit.engines.balance import Balance
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
-from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 
@@ -112,8 +111,7 @@ class TransformersModel:
         self.config, self.weights = setup.model_config, setup.weights
         model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
-        fp8.convert(model, setup.fp8)
-        hf.chunk_loss(model, setup.layout.loss)
+        setup.settle_kernels(model)
         if setup.layout.recompute == "full":
             hf.enable_recompute(model)
         self.module = model

@@ -26,12 +26,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
+from toolkit.compilers import (
+    CPP,
+    HEADERS,
+    Missing,
+    compiler,
+    missing_compiler,
+    missing_headers,
+    user_cache,
+)
 from toolkit.errors import BackendUnavailable
 from toolkit.handlers import handling
 
@@ -50,7 +58,7 @@ BUILD_LIMIT_S = 1800.0
 OLD_LOCK_S = 600.0
 """Age at which a lock counts as left behind where its holder cannot be looked up."""
 
-TOOLS = ("C++ compiler", "ninja", "Python headers", "libaio")
+TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
 ON_GPU = ("fused_adam", "async_io", "quantizer")
@@ -60,16 +68,6 @@ _POLL_S = 0.2
 _GRACE_S = 3.0
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Something that a build needs and this machine lacks."""
-
-    name: str
-    """One of TOOLS, nvcc, or a lock's op."""
-    what: str
-    fix: str
 
 
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -168,9 +166,8 @@ def build_folder(op: str) -> Path:
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is not None:
         return Path(root) / op
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return cache / "torch_extensions" / f"{python}_{torch_accelerator()}" / op
+    return user_cache() / "torch_extensions" / f"{python}_{torch_accelerator()}" / op
 
 
 def torch_accelerator() -> str:
@@ -210,28 +207,12 @@ def compiled_at_start(ops: Sequence[str]) -> list[str]:
 
 def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
     """Compiler, ninja and headers that are not there."""
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    usable = bool(compiler) and shutil.which(compiler[0]) is not None
-    if not usable:
-        stated = "CXX" in os.environ
-        named = f" ({os.environ['CXX']!r}, named by CXX)" if stated else ""
-        yield Missing(
-            "C++ compiler",
-            f"there is no C++ compiler{named}",
-            "unset CXX, or install one: " * stated
-            + "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL)",
-        )
+    yield from missing_compiler(CPP, "CXX", ("c++",))
     if shutil.which("ninja") is None:
         yield Missing("ninja", "the build tool ninja is not on PATH", "pip install ninja")
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        yield Missing(
-            "Python headers",
-            f"Python's headers are missing ({headers / 'Python.h'})",
-            "apt-get install python3-dev (Debian, Ubuntu), dnf install python3-devel "
-            "(Fedora, RHEL)",
-        )
-    if "async_io" in ops and not (_libaio_links(compiler) if usable else _libaio_header()):
+    yield from missing_headers()
+    found = compiler("CXX", ("c++",))
+    if "async_io" in ops and not (_libaio_links(found) if found else _libaio_header()):
         yield Missing(
             "libaio",
             "libaio, which NVMe offload reads and writes through, cannot be compiled against",

@@ -81,7 +81,7 @@ class FsdpBackend(Backend):
             offload_parameters=_CPU,
             offload_together=True,
             only_when_asked=True,
-            fp8_stages=(2, 3),
+            kernel_stages=(2, 3),
         )
     }
     configured = True

@@ -32,7 +32,6 @@ from toolkit.engines.data_parallel import DataParallelEngine
 from toolkit.engines.distributed import joint_norm
 from toolkit.engines.owners import owner_shards
 from toolkit.engines.setup import EngineSetup
-from toolkit.models import fp8
 from toolkit.models import huggingface as hf
 
 
@@ -50,8 +49,7 @@ class FsdpEngine(DataParallelEngine):
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
-        fp8.convert(self.model, setup.fp8)
-        hf.chunk_loss(self.model, setup.layout.loss)
+        setup.settle_kernels(self.model)
         self.balance = Balance.of_transformers(setup, self.model)
         self.units = self._shard(config)
         """What is gathered as one: the whole model's rest first, then in model order."""

@@ -93,6 +93,7 @@ _TRANSFORMER_OTHERS = frozenset(
     # `_model_arguments`, `_pipeline_arguments` and `_fusion_arguments` say these ...
     ("num_query_groups", "window_size", "window_attn_skip_freq", "moe_layer_freq",
      "no_rope_freq", "recompute_modules", "activation_func", "batch_p2p_comm",
+     "bias_activation_fusion",
      "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
      "overlap_p2p_comm",
      # ... Megatron-LM derives these from --bf16 and --fp16, and always frees what was sent.
@@ -240,7 +241,8 @@ def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
     # Megatron-LM's fused gelu is the tanh approximation, its plain one is exact.
     if transformer["activation_func"] != "gelu_tanh":
         yield ("--no-bias-gelu-fusion",)
-    yield ("--no-bias-swiglu-fusion",)
+    if not transformer["bias_activation_fusion"]:
+        yield ("--no-bias-swiglu-fusion",)
     yield ("--no-bias-dropout-fusion",)
     yield ("--no-rope-fusion",)
     yield ("--attention-softmax-in-fp32",)

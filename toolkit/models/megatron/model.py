@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from toolkit.batch import MicroBatch
 from toolkit.layout import Layout, LossKernel, loss_chunks
+from toolkit.models import compiled
 from toolkit.models.families import MegatronModel
 from toolkit.models.log_probs import in_chunks
 from toolkit.models.megatron import cpu
@@ -228,6 +229,8 @@ def build_chunks(
     `join_groups` comes first.
     """
     config = transformer_config(transformer)
+    if config.bias_activation_fusion:
+        compiled.prepare()
     stages = config.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for stage in range(stages):

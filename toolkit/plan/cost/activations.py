@@ -195,12 +195,14 @@ def _inner_tensors(workload: Workload) -> int:
     """Tensors of the MLP's inner size that are kept.
 
     Plain (GELU, squared ReLU): input and output of the activation function. Gated: gate, up
-    and their product; in single operators, also the activated gate, and of megatron-core's a
+    and the product; in single operators, also the activated gate, and of megatron-core's a
     copy of up (its `glu` adds an offset, 0).
     """
     if not workload.spec.gated_mlp:
         return 2
-    return 3 if workload.fused_elementwise else 5 if _single_megatron(workload) else 4
+    if workload.fused_elementwise or workload.fused_glu:
+        return 3
+    return 5 if _single_megatron(workload) else 4
 
 
 def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:

@@ -106,6 +106,7 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
     Later stages hold fewer micro batches, so with equal layers only the first, the last and
     those with one layer more than it can be the fullest.
     """
+    workload = workload.in_layout(layout)
     step = _step(workload, *_micro_batch(layout))
     shares = _fullest_shares(workload, *_degrees(layout))
     if len(shares) == 1:
@@ -116,6 +117,7 @@ def peak_memory(workload: Workload, layout: Layout) -> Memory:
 
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
+    workload = workload.in_layout(layout)
     step = _step(workload, *_micro_batch(layout))
     return _memory(workload, layout, step, stage_share(workload.spec, *_degrees(layout), stage))
 

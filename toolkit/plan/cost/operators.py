@@ -280,7 +280,7 @@ def _elementwise_bytes(
     inner = part.tokens * spec.intermediate / part.tp
     if experts:
         inner = part.tokens * spec.experts_per_token * spec.expert_intermediate / part.tp
-    gated, gated_back = (3, 5) if fused else (5, 8)
+    gated, gated_back = (3, 5) if fused or workload.fused_glu else (5, 8)
     forward += inner * (gated if spec.gated_mlp else 2)
     backward += inner * (gated_back if spec.gated_mlp else 3)
     if not spec.learned_positions:

@@ -161,6 +161,7 @@ def step_time(
 
     Raises PlanError where the accelerator lacks the workload's precision.
     """
+    workload = workload.in_layout(layout)
     spec, pp = workload.spec, layout.pp
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)

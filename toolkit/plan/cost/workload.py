@@ -1,9 +1,11 @@
 """What is trained: all that memory and time depend on besides the layout and the cluster."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
+from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.schema import Fp8Section, TrainingSection, ZeroSection
 
@@ -36,6 +38,9 @@ class Workload:
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
+    fused_glu: bool = False
+    """Of what else runs as single operators, a gated activation function is one kernel, which
+    keeps only its input."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
@@ -87,6 +92,17 @@ class Workload:
         """What its engine's way of working costs."""
         return BACKENDS[self.engine].cost
 
+    def in_layout(self, layout: Layout) -> "Workload":
+        """With what a layout decides of its operators: compiled layers are fused ones."""
+        if layout.compiles is None:
+            return self
+        return _fused(self, layout.compile == "layers")
+
+
+@lru_cache(64)
+def _fused(workload: Workload, everything: bool) -> Workload:
+    return replace(workload, fused_glu=True, fused_elementwise=everything)
+
 
 def planned_workload(
     spec: ModelSpec,
@@ -104,7 +120,7 @@ def planned_workload(
     """What a recipe trains, as this toolkit's engines run it.
 
     Attention is torch's fused kernel (`cudnn`: that one); the other operators are single ones,
-    without Transformer Engine or torch.compile. Without `overlap`, gradients are reduced after
+    where no layout compiles them. Without `overlap`, gradients are reduced after
     the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
     mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
     measured.

@@ -19,7 +19,7 @@ from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
 from toolkit.plan.cost.workload import Workload, planned_workload
-from toolkit.plan.rules import attention, legality
+from toolkit.plan.rules import attention, compiling, fusing, legality
 from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -191,7 +191,7 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     stacked, fused = job.divided
     if offloaded := [*_offloaded_owners(job)]:
         return offloaded
-    if wrong := [*_fp8(job, pair)]:
+    if wrong := [*_layer_kernels(job, pair)]:
         return wrong
     backend = BACKENDS[pair.engine]
     if pair.model != "megatron":
@@ -205,11 +205,14 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
     return [*fused, *found, *backend.rules(job, pair.model)]
 
 
-def _fp8(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """What torchao's products in 8 bits cannot be in."""
+def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+    """What layers with torchao's products in 8 bits, and compiled layers, cannot be in."""
+    if job.kernels.compile == "layers":
+        yield from compiling.problems(job, pair)
+    yield from fusing.problems(job, pair)
     if job.fp8 is None:
         return
-    stages, stage = legality.table()[pair].fp8_stages, job.parallel.zero.stage
+    stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
     kept = job.fp8.layers_in_bf16
     if not stages:
         yield Problem(

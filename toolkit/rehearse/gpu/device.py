@@ -143,9 +143,6 @@ def _attention(
     Raises RuntimeError where a GPU has neither.
     """
     del enable_gqa
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (one.to(dtype) for one in (query, key, value))
     if attn_mask is None and query.dtype != torch.float32:
         found = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale

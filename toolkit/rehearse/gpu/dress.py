@@ -38,11 +38,14 @@ _WRONG = (MIXED, NOT_NCCL, WIDENED)
 
 @dataclass(frozen=True)
 class DressRehearsal:
-    """What is rehearsed: a recipe as planned, with fewer micro batches per step."""
+    """What is rehearsed: a recipe as planned, with fewer micro batches per step.
+
+    Layers are not compiled: what torch.compile makes of them depends on a GPU.
+    """
 
     assignment: Assignment
     planned: Assignment
-    """With all of its micro batches."""
+    """As it was planned."""
     ranks: tuple[int, ...]
 
     @classmethod
@@ -135,8 +138,18 @@ class RehearsedRank:
 
     @property
     def needed_gib(self) -> float:
-        """With what the allocator reserves besides, and CUDA and NCCL hold."""
-        return with_reserve(max(peak.nbytes for peak in self.found.peaks.values())) / GIB
+        """With what the allocator reserves besides, and CUDA and NCCL hold; without what
+        compiled layers save."""
+        most = max(peak.nbytes for peak in self.found.peaks.values())
+        return with_reserve(most - self.compiling_saves_gib * GIB) / GIB
+
+    @property
+    def compiling_saves_gib(self) -> float:
+        """What the planner's compiled layers hold less than those that were run."""
+        setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
+        compiled = replace(setup.layout, compile=wanted.compile)
+        less = stage_memory(setup.workload, compiled, self.stage).allocated
+        return (self.planned.allocated - less) / GIB
 
     @property
     def fits(self) -> bool:
@@ -151,11 +164,13 @@ class RehearsedRank:
 
 
 def _shortened(planned: Assignment) -> Assignment:
-    """The same layout with as many micro batches as a step's peak needs."""
+    """The same layout, not compiled, with as many micro batches as a step's peak needs."""
     plan, recipe = planned.plan, planned.recipe
     most = MICRO_BATCHES * plan.layout.pp
     layout = replace(
-        plan.layout, gradient_accumulation=min(most, plan.layout.gradient_accumulation)
+        plan.layout,
+        gradient_accumulation=min(most, plan.layout.gradient_accumulation),
+        compile="none",
     )
     training = recipe.training.model_copy(update={"global_batch_size": layout.global_batch})
     model = recipe.model

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from toolkit.compilers import private_folder
 from toolkit.errors import BackendUnavailable
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
@@ -39,11 +40,9 @@ def load() -> None:
 def _built(torch: Path, version: str) -> Path:
     """The compiled guard of this torch."""
     key = f"{torch} {version}".encode() + _SOURCE.read_bytes()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    library = cache / "dmt" / f"fake-gpu-{hashlib.sha256(key).hexdigest()[:16]}.so"
+    library = private_folder("fake-gpu") / f"{hashlib.sha256(key).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    library.parent.mkdir(parents=True, exist_ok=True)
     unfinished = library.with_suffix(f".{os.getpid()}")
     include = torch / "include"
     command = [

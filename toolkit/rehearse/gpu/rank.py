@@ -18,6 +18,7 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.config import DTYPES
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.intake.load import load_recipe
+from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
@@ -77,7 +78,7 @@ def rehearse(
     spec = model_spec(config.to_dict())
     selects = spec.experts_per_token / spec.experts if spec.experts else 0.0
     watch = Watch(compute, _is_layer, selects)
-    with mode, watch.watching():
+    with mode, watch.watching(), compiled.eager():
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights
         )

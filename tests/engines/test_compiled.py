@@ -1,0 +1,234 @@
+"""`kernels.compile: layers`: the numbers of plain transformers, by kernels that torch makes."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, PreTrainedModel
+
+from tests.engines.cases import LAYERS, TOLERANCE, run
+from tests.engines.parity_worker import Case, reference, weighted_reference
+from tests.models.configs import CONFIGS
+from toolkit import compilers
+from toolkit.batch import MicroBatch
+from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.models import compiled
+from toolkit.models import huggingface as hf
+from toolkit.models.config_keys import is_dropout
+from toolkit.models.families import attention, model_spec
+from toolkit.plan.cost.activations import layer_activations
+from toolkit.plan.cost.workload import Workload
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+]
+
+STEPS = 5
+CASES = [
+    Case("fsdp", 2, 2),
+    Case("ddp", 2),
+    Case("ddp", 2, recompute="full"),
+    Case("fsdp", 1, 3, recompute="full"),
+    *(Case("deepspeed", 2, stage) for stage in (0, 1, 2)),
+]
+DENSE = [
+    name
+    for name in CONFIGS
+    if not model_spec({"model_type": name.split()[0], **CONFIGS[name]}).moe_layers
+]
+
+
+def case(one: Case) -> Case:
+    return replace(one, steps=STEPS, family=LAYERS, compile="layers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES[:1], marks=pytest.mark.quick), CASES[1:]],
+    ids=["some", "others"],
+)
+def test_every_layout(cases: list[Case], tmp_path: Path) -> None:
+    """Saved half-way, and continued in a new engine that starts from other weights."""
+    expected = reference(family=LAYERS)
+    for name, result in run(
+        [replace(case(one), resume_in=str(tmp_path)) for one in cases], 2
+    ).items():
+        for quantity in ("loss", "grad_norm"):
+            found = result[quantity]
+            assert found == pytest.approx(expected[quantity][:STEPS], rel=TOLERANCE), name
+
+
+@pytest.mark.slow
+def test_weights_and_positions() -> None:
+    """The validation loss, without gradients, is of a second graph."""
+    expected = weighted_reference(STEPS, LAYERS)
+    (result,) = run([replace(case(Case("ddp", 2)), weighted=True)], 1).values()
+    assert result["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    assert result["validation"] == pytest.approx(expected["validation"][0], rel=TOLERANCE)
+
+
+def small_model(name: str, **changes: Any) -> PreTrainedModel:
+    config = {"model_type": name.split()[0], **CONFIGS[name], **changes}
+    built = AutoConfig.for_model(**config)
+    built._attn_implementation = attention(config)
+    for key in filter(is_dropout, built.to_dict()):
+        setattr(built, key, 0.0)
+    torch.manual_seed(0)
+    return hf.new_model(built, torch.float32)
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are found and differentiated, but run by torch's own kernels."""
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda self, **how: compile_module(self, **how, backend="aot_eager"),
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def batch(rows: int = 2, length: int = 16) -> MicroBatch:
+    tokens = torch.randint(90, (rows, length), generator=torch.Generator().manual_seed(rows))
+    return MicroBatch(tokens, tokens.roll(-1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.usefixtures("without_inductor")
+def test_families(name: str) -> None:
+    """Each layer of every dense family is one graph; those of a kind share theirs."""
+    plain, model = small_model(name), small_model(name)
+    compiled.compile_layers(model, "layers")
+    assert [one for one, _ in hf.named_parameters(model)] == [
+        one for one, _ in hf.named_parameters(plain)
+    ]
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    for one in (plain, model):
+        torch.autograd.backward(hf.log_probs(one, batch()).sum())
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+    assert graphs() in (1, 2)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_one_graph_for_each_shape() -> None:
+    """Training, evaluation, another length: none is compiled twice, none for all shapes."""
+    model = small_model("llama").train()
+    compiled.compile_layers(model, "layers")
+    for _ in range(2):
+        for length in (16, 24):
+            torch.autograd.backward(hf.log_probs(model, batch(length=length)).sum())
+            with hf.evaluating(model):
+                hf.log_probs(model, batch(length=length))
+    assert graphs() == 4
+    with compiled.eager():
+        hf.log_probs(model, batch(length=8))
+    assert graphs() == 4
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_no_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("llama")
+    attend = type(hf.decoder_layers(model)[0]).forward
+
+    def breaks(self: Any, *arguments: Any, **options: Any) -> Any:
+        torch._dynamo.graph_break()
+        return attend(self, *arguments, **options)
+
+    monkeypatch.setattr(type(hf.decoder_layers(model)[0]), "forward", breaks)
+    compiled.compile_layers(model, "layers")
+    with pytest.raises(PlanError, match=r"kernels\.compile: torch cannot compile the layers"):
+        compiled.explain_failures("compile")(hf.log_probs)(model, batch())
+
+
+def test_no_layers() -> None:
+    with pytest.raises(PlanError, match="Linear has no decoder layers"):
+        compiled.compile_layers(nn.Linear(2, 2), "layers")
+
+
+def saved_bytes(layers: int, parts: Any, recompute: str) -> int:
+    """What a model of so many layers keeps for the backward pass, besides its weights."""
+    model = small_model("llama", **ACTIVATIONS, num_hidden_layers=layers).to(torch.bfloat16)
+    compiled.compile_layers(model.train(), parts)
+    if recompute == "full":
+        hf.enable_recompute(model)
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        assert hf.log_probs(model, batch(1, 512)).requires_grad
+    return sum(
+        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in own
+    )
+
+
+ACTIVATIONS = {
+    "hidden_size": 256, "intermediate_size": 896, "max_position_embeddings": 512,
+    "num_attention_heads": 8, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_memory(recompute: Any) -> None:
+    """What the planner says a compiled layer keeps is what inductor's graph keeps."""
+    spec = model_spec({"model_type": "llama", **CONFIGS["llama"], **ACTIVATIONS})
+    for parts in ("none", "layers"):
+        workload = Workload(spec, 512, "bf16", "ddp", fused_elementwise=parts == "layers")
+        planned = layer_activations(workload, 1, 1, False, 1, recompute).stored.total
+        kept = (saved_bytes(3, parts, recompute) - saved_bytes(1, parts, recompute)) / 2
+        assert kept == pytest.approx(planned, rel=0.02), parts
+
+
+# Where it is compiled
+
+
+def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = compilers.private_folder("inductor")
+    assert folder == tmp_path / "dmt" / "inductor"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(BackendUnavailable, match="others may write to it"):
+        compilers.private_folder("inductor")
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "variable", "named"),
+    [(False, "CXX", "C++ compiler"), (True, "CC", "C compiler")],
+)
+def test_without_a_compiler(
+    on_gpu: bool, variable: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not compilers.missing_for_torch_compile(on_gpu=on_gpu)
+    monkeypatch.setenv(variable, "/no/such/compiler")
+    (missing,) = compilers.missing_for_torch_compile(on_gpu=on_gpu)
+    assert missing.name == named
+    assert f"named by {variable}" in missing.what
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("PATH", "")
+    (missing,) = compilers.missing_for_torch_compile(on_gpu=on_gpu)
+    assert missing.what == f"there is no {named}"

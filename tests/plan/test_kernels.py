@@ -1,0 +1,128 @@
+"""`kernels.compile` and `kernels.fused`: what `auto` decides, why, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.making import RECIPES
+from toolkit.errors import RecipeError
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import Plan, plan_recipe, settled
+
+LLAMA = "llama/llama-3.1-8b-pretrain"
+
+
+def overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
+
+
+def planned(recipe: str, **settings: Any) -> Plan:
+    return plan_recipe(load_recipe(Path(RECIPES / f"{recipe}.yaml"), overrides(settings)))
+
+
+def why(plan: Plan, field: str) -> str:
+    return next(one for one in plan.reasons if one.startswith(f"{field} "))
+
+
+def refused(recipe: str, **settings: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        planned(recipe, **settings)
+    return "; ".join(f"{one.key}: {one.found}: {one.allowed}" for one in caught.value.problems)
+
+
+def test_layers_are_compiled_on_gpus() -> None:
+    plan = planned(LLAMA, parallel__engine="fsdp")
+    assert plan.layout.compile == "layers"
+    assert "compile layers: auto; compile none " in why(plan, "compile")
+    eager = planned(LLAMA, parallel__engine="fsdp", kernels__compile="none")
+    assert plan.step_time_s is not None and eager.step_time_s is not None
+    assert plan.step_time_s < eager.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "reason"),
+    [
+        (
+            LLAMA,
+            {"parallel__zero__stage": 3, "parallel__engine": "deepspeed"},
+            "gathers weights",
+        ),
+        (LLAMA, {"cluster__gpu": "mi300x"}, "no published run shows that it pays on mi300x"),
+        ("llama/llama-3.1-8b-lora", {"parallel__model": "hf"}, "no published run compiles ad"),
+        ("mistral/mixtral-8x7b-pretrain", {"parallel__engine": "fsdp"}, "depends on data"),
+    ],
+)
+def test_why_nothing_is_compiled(recipe: str, settings: dict[str, Any], reason: str) -> None:
+    plan = planned(recipe, **{"parallel__model": "hf"} | settings)
+    assert plan.layout.compile == "none"
+    assert reason in why(plan, "compile")
+
+
+def test_on_cpus() -> None:
+    plan = planned("tiny/llama-bytes")
+    assert plan.layout.compiles is None
+    assert planned("tiny/llama-bytes", kernels__compile="layers").layout.compile == "layers"
+
+
+def test_settled() -> None:
+    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"))
+    for engine in ("megatron", "fsdp"):
+        parallel = recipe.parallel.model_copy(update={"engine": engine})
+        wanted = recipe.model_copy(update={"parallel": parallel})
+        plan = plan_recipe(wanted)
+        assert plan_recipe(settled(wanted, plan)).layout == plan.layout
+
+
+def test_products_in_8_bits_pay_where_layers_are_compiled() -> None:
+    """Single operators spend more on rounding than 8 bits save."""
+    one = {"parallel__engine": "fsdp", "cluster__nodes": 1, "training__sequence_length": 8192}
+    times = {
+        (fp8, parts): planned(
+            LLAMA, **one, **({"fp8__recipe": "rowwise"} if fp8 else {}), kernels__compile=parts
+        ).step_time_s
+        for fp8 in (False, True)
+        for parts in ("none", "layers")
+    }
+    assert times[True, "layers"] < times[False, "layers"]
+    assert times[True, "none"] > times[False, "none"]
+
+
+def test_megatron_core_fuses_its_activation_function() -> None:
+    plan = planned(LLAMA, parallel__engine="megatron")
+    assert plan.layout.fused == "megatron"
+    assert "fused megatron: auto; fused none " in why(plan, "fused")
+    single = replace(plan.layout, fused="none")
+    recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"))
+    rendered = plan.backend.render(recipe, plan.layout)
+    assert rendered["transformer"]["bias_activation_fusion"]
+    assert not plan.backend.render(recipe, single)["transformer"]["bias_activation_fusion"]
+    experts = planned("mistral/mixtral-8x7b-pretrain", parallel__engine="megatron")
+    assert experts.layout.fused == "none"
+    assert "other numbers of tokens" in why(experts, "fused")
+    gelu = planned(
+        "gpt2/gpt2-124m-pretrain", parallel__engine="megatron", cluster__gpu="h100-80gb"
+    )
+    assert "SwiGLU only" in why(gelu, "fused")
+
+
+def test_what_is_refused() -> None:
+    layers = {"kernels__compile": "layers"}
+    assert "kernels.compile: layers for engine megatron" in refused(
+        LLAMA, **layers, parallel__engine="megatron"
+    )
+    assert "parallel.zero.stage: 3 with kernels.compile: layers" in refused(
+        LLAMA,
+        **layers,
+        parallel__engine="deepspeed",
+        parallel__model="hf",
+        parallel__zero__stage=3,
+    )
+    assert "depends on data" in refused(
+        "mistral/mixtral-8x7b-pretrain", **layers, parallel__model="hf", parallel__engine="fsdp"
+    )
+    assert "kernels.fused: megatron for engine fsdp" in refused(
+        LLAMA, kernels__fused="megatron", parallel__engine="fsdp"
+    )

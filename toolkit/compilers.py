@@ -1,0 +1,92 @@
+"""What is compiled while a run starts: the tools for it, and where its results are kept."""
+
+import os
+import shlex
+import shutil
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import BackendUnavailable
+
+CPP = "C++ compiler"
+HEADERS = "Python headers"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that a build needs and this machine lacks."""
+
+    name: str
+    """Of the tool; of a lock, its operator's."""
+    what: str
+    fix: str
+
+
+def compiler(variable: str, usual: Sequence[str]) -> list[str]:
+    """The command that an environment variable names, or the first usual one that is there;
+    empty where there is none."""
+    commands = [shlex.split(os.environ[variable])] if variable in os.environ else None
+    for command in commands or ([one] for one in usual):
+        if command and shutil.which(command[0]) is not None:
+            return command
+    return []
+
+
+def missing_compiler(name: str, variable: str, usual: Sequence[str]) -> Iterator[Missing]:
+    """The compiler `name`, where it is not there."""
+    if compiler(variable, usual):
+        return
+    stated = variable in os.environ
+    named = f" ({os.environ[variable]!r}, named by {variable})" if stated else ""
+    yield Missing(
+        name,
+        f"there is no {name}{named}",
+        f"unset {variable}, or install one: " * stated
+        + "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL)",
+    )
+
+
+def missing_headers() -> Iterator[Missing]:
+    """Python's headers, where they are not there."""
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        yield Missing(
+            HEADERS,
+            f"Python's headers are missing ({headers / 'Python.h'})",
+            "apt-get install python3-dev (Debian, Ubuntu), dnf install python3-devel "
+            "(Fedora, RHEL)",
+        )
+
+
+def missing_for_torch_compile(*, on_gpu: bool) -> list[Missing]:
+    """What torch.compile lacks here: it writes C++ for CPUs; for GPUs Triton's kernels, which a
+    C compiler wraps."""
+    if on_gpu:
+        lacking = missing_compiler("C compiler", "CC", ("gcc", "clang", "cc"))
+    else:
+        lacking = missing_compiler(CPP, "CXX", ("g++",))
+    return [*lacking, *missing_headers()]
+
+
+def user_cache() -> Path:
+    """Where this user's caches are."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def private_folder(*names: str) -> Path:
+    """A folder under DMT's cache for code that will be run: made, and nobody else's.
+
+    Raises BackendUnavailable where another user owns it or may write to it.
+    """
+    folder = (user_cache() / "dmt").joinpath(*names)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise BackendUnavailable(
+            f"{folder}, where compiled code is kept, belongs to another user, or others may "
+            "write to it",
+            fix=f"chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of your own",
+        )
+    return folder

@@ -1,0 +1,86 @@
+"""Decoder layers of transformers' models, compiled by torch: a graph for each batch shape.
+
+Every layer is compiled whole (`fullgraph`), as torchtitan compiles its blocks, and for one
+shape at a time: a graph depends on nothing that ran before, so a resumed run has the same ones.
+Layers that compute alike share their graphs.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from toolkit.compilers import private_folder
+from toolkit.errors import PlanError
+from toolkit.layout import CompiledParts
+from toolkit.models.huggingface import decoder_layers
+
+GRAPHS = 64
+"""Largest number of graphs for one class of layers: its kinds (with a window, without), times
+lengths of sequences, times two, for training and evaluation. torch's own limit is 8."""
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
+    """Compile `model`'s decoder layers; nothing where `parts` is `none`.
+
+    Names, parameters and hooks stay as they are: only what a call runs is another.
+    Raises PlanError for a model without layers.
+    """
+    if parts == "none":
+        return
+    layers = decoder_layers(model)
+    if not layers:
+        raise PlanError(
+            f"kernels.compile: {type(model).__name__} has no decoder layers that transformers "
+            "knows",
+            fix="set it to none",
+        )
+    prepare()
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=False)
+
+
+def prepare() -> None:
+    """Let this process compile as this module says, whoever asks torch to.
+
+    Kernels are kept in a folder that is this user's alone, where `TORCHINDUCTOR_CACHE_DIR`
+    names no other: torch's default lies where all users write.
+    """
+    os.environ.setdefault(_FOLDER, str(private_folder("inductor")))
+    settings: Any = torch._dynamo.config
+    settings.recompile_limit = GRAPHS
+    settings.automatic_dynamic_shapes = False
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """A block in which compiled layers run as they are, and nothing is compiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def explain_failures(setting: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: PlanError for what torch cannot compile for this setting of `kernels`."""
+
+    def explaining(compute: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(compute)
+        def explained(*arguments: Any, **options: Any) -> Any:
+            try:
+                return compute(*arguments, **options)
+            except TorchDynamoException as error:
+                reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
+                raise PlanError(
+                    f"kernels.{setting}: torch cannot compile the layers of this model "
+                    f"({type(error).__name__}: {reason})",
+                    fix="set it to none",
+                ) from error
+
+        return explained
+
+    return explaining

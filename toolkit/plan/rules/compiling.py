@@ -1,0 +1,73 @@
+"""Whether torch.compile makes kernels of the decoder layers of transformers' models.
+
+Compiled, chains of elementwise operators are one kernel, and fewer of their inputs are kept for
+the backward pass; torchtitan's published runs show both.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from toolkit.backend import Pair, Stage
+from toolkit.errors import Problem
+from toolkit.hardware.catalogue import accelerator
+from toolkit.layout import CompiledParts
+from toolkit.plan.rules import legality
+from toolkit.plan.rules.attention import GENERATIONS
+
+if TYPE_CHECKING:
+    from toolkit.plan.rules.models import PlanRequest
+
+
+def parts(job: "PlanRequest", pair: Pair, stage: Stage) -> CompiledParts:
+    """What the recipe states; for `auto` the layers, unless there is an `objection`."""
+    if job.kernels.compile != "auto":
+        return job.kernels.compile
+    return "none" if objection(job, pair, stage) else "layers"
+
+
+def objection(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
+    """Why `auto` compiles nothing in a ZeRO stage of a pair; empty where it does."""
+    device = accelerator(job.cluster.gpu)
+    if why := _uncompilable(job, pair, stage):
+        return why
+    if device.generation == "cpu":
+        return "no published run shows that it pays on CPUs"
+    if device.generation not in GENERATIONS:
+        return f"no published run shows that it pays on {device.name}"
+    if job.spec.generic:
+        return f"no test compiles {job.spec.family}"
+    return "no published run compiles adapters" if job.adapter else ""
+
+
+def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
+    """Why `pair` cannot compile the layers that the recipe wants compiled."""
+    stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage
+    if not stages or job.spec.moe_layers:
+        yield Problem(
+            "kernels.compile",
+            f"layers for {pair}",
+            f"auto or none: {_uncompilable(job, pair, stages[0] if stages else 0)}",
+            "set kernels.compile to auto",
+        )
+    elif stage not in ("auto", *stages):
+        yield Problem(
+            "parallel.zero.stage",
+            f"{stage} with kernels.compile: layers",
+            f"{', '.join(map(str, stages))} for {pair}: {_GATHERS}",
+            "set parallel.zero.stage to auto, or kernels.compile to auto",
+        )
+
+
+_GATHERS = "stage 3 gathers weights inside of a layer"
+
+
+def _uncompilable(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
+    stages = legality.table()[pair].kernel_stages
+    if not stages:
+        by_itself = "megatron-core compiles what it fuses by itself"
+        return by_itself if pair.model == "megatron" else f"{pair} does not"
+    if stage not in stages:
+        return _GATHERS
+    if job.spec.moe_layers:
+        return "which experts a token takes depends on data, which one graph cannot"
+    return ""
