@@ -24,9 +24,13 @@ class Peak:
     """What a GPU holds when it holds most."""
 
     nbytes: int
-    """In blocks of the allocator, without what it reserves besides."""
+    """What is allocated, in blocks of the allocator."""
     holders: Mapping[str, Mapping[str, int]]
     """Bytes by kind (a constant of this module) and by module or place, the largest first."""
+    reserved: int
+    """What PyTorch's allocator has reserved after it."""
+    reserved_expandable: int
+    """The same with `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
 
 
 @dataclass(frozen=True)
