@@ -3,9 +3,10 @@
     python benchmarks/gpu_published.py CASES.json
 
 Of the cases, those with a peak that the engines can express: torchtitan's eager runs (what
-they reserve, with the planner's share for that; their recompute of every second product is put
-around the layers here), and Megatron's with sequence parallelism and selective recompute (what
-is allocated, on the first stage). Runs with torch.compile or Transformer Engine are left out.
+they reserve, in segments of the allocator's default; their recompute of every second product is
+put around the layers here), and Megatron's with sequence parallelism and selective recompute
+(what is allocated, on the first stage). Runs with torch.compile or Transformer Engine are left
+out.
 """
 
 import argparse
@@ -22,12 +23,6 @@ from typing import Any
 from toolkit.rehearse.gpu import guard
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-SIZES = {
-    "nbytes": "allocated",
-    "reserved": "reserved",
-    "reserved_expandable": "in expandable segments",
-}
-"""Fields of `Peak`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,7 @@ class Expressed:
     change: Callable[[Any], None]
     """What is done to the engine before it trains."""
     reported: str
-    """What is published, a field of `Peak`."""
+    """What is published: `allocated` or `reserved`."""
 
 
 def expressed(case: dict[str, Any]) -> Expressed | None:
@@ -87,7 +82,7 @@ def expressed(case: dict[str, Any]) -> Expressed | None:
         *(f"parallel.{key}={value}" for key, value in parallel.items()),
         *(f"model.config.{key}={value}" for key, value in config.items()),
     ]
-    return Expressed("gpt2/gpt2-124m-pretrain.yaml", settings, lambda _: None, "nbytes")
+    return Expressed("gpt2/gpt2-124m-pretrain.yaml", settings, lambda _: None, "allocated")
 
 
 def every_second_product(engine: Any) -> None:
@@ -128,6 +123,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose id has this in it")
     options = parser.parse_args()
     cases = json.loads(options.cases.read_text())
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # as in the published runs
     guard.load()
     mode = import_module("toolkit.rehearse.gpu.device").pretend()
     errors = []
@@ -148,13 +144,13 @@ def main() -> None:
         os.wait()
         error = gib[found.reported] / published - 1
         errors.append(abs(error))
-        sizes = "  ".join(f"{name} {gib[key]:6.2f}" for key, name in SIZES.items())
+        sizes = "  ".join(f"{name} {size:6.2f}" for name, size in gib.items())
         print(f"{error:+6.1%} of {published:6.2f}  {sizes}  {case['id']}", flush=True)
     print(f"mean of {len(errors)}: {sum(errors) / len(errors):.1%}")
 
 
 def rehearsed(found: Expressed, mode: Any) -> dict[str, int]:
-    """Bytes at the peak of a step on the first rank: those of `SIZES`."""
+    """Bytes of a step on the first rank."""
     from toolkit.intake.load import load_recipe
     from toolkit.rehearse.gpu.dress import DressRehearsal
     from toolkit.rehearse.gpu.findings import STEP
@@ -165,7 +161,8 @@ def rehearsed(found: Expressed, mode: Any) -> dict[str, int]:
     rehearsal = DressRehearsal.of(planned)
     skipped = ("step", "evaluate")
     done = rehearse(rehearsal.assignment, 0, mode, found.change, skip=skipped)
-    return {key: getattr(done.peaks[STEP], key) for key in SIZES}
+    allocated = done.peaks[STEP].nbytes
+    return {"allocated": allocated, "reserved": done.reserved, "least": done.least}
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ Stage = Literal[0, 1, 2, 3]
 ANY = 65536
 """Largest degree of the schema: no limit of the pair's own."""
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Where PyTorch's allocator is set up: its name, and the one that it had."""
+EXPANDABLE = "expandable_segments:True"
+
 _ON_DEVICE: frozenset[Placement] = frozenset(("none",))
 _PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
 
@@ -153,15 +157,19 @@ class Backend:
         return json.dumps(self.render(recipe, plan.layout), indent=2), ()
 
     def environment(self, layout: "Layout", gpu: str) -> dict[str, str]:
-        """Variables that must be set before a worker first touches its GPU.
+        """Variables that must be set before a worker first touches its GPU; a user's own stay.
 
         One queue to the GPU keeps tensor-parallel communication ahead of the products that
         hide it (megatron-core's own advice up to Hopper); it would slow ZeRO-3's gathers.
+        What is free in many segments of PyTorch's allocator is too small for large tensors;
+        pages of one can be given back (docs/gpu.md#memory-that-is-reserved).
         """
-        name = "CUDA_DEVICE_MAX_CONNECTIONS"
-        if gpu == "cpu" or layout.tp == 1 or name in os.environ:
+        if gpu == "cpu":
             return {}
-        return {name: "1"}
+        wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.tp > 1 else {}
+        if not any(name in os.environ for name in ALLOCATOR):
+            wanted[ALLOCATOR[0]] = EXPANDABLE
+        return {name: value for name, value in wanted.items() if name not in os.environ}
 
     def prepare(self, config: Mapping[str, Any], report: Callable[[str], None]) -> None:
         """Check for and build what the engine compiles on this machine.

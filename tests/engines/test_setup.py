@@ -14,20 +14,27 @@ from toolkit.recipe.schema import ModelSection
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
-def test_one_queue_to_the_gpu_for_tensor_parallel_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
+def test_what_is_set_before_a_gpu_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One queue for tensor parallel alone; an allocator that can give back pages."""
+    queues, allocator, before = (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    )
+    for name in (queues, allocator, before):
+        monkeypatch.delenv(name, raising=False)
     split = plan_recipe(recipe(Case("megatron", 2, parallel={"tensor": 2}), world=2))
     whole = replace(split, layout=replace(split.layout, tp=1))
-    assert split.backend.environment(split.layout, "h100-80gb") == {name: "1"}
-    assert whole.backend.environment(whole.layout, "h100-80gb") == {}
+    pages = {allocator: "expandable_segments:True"}
+    assert split.backend.environment(split.layout, "h100-80gb") == {queues: "1", **pages}
+    assert whole.backend.environment(whole.layout, "h100-80gb") == pages
     assert split.backend.environment(split.layout, "cpu") == {}
-    monkeypatch.setenv(name, "8")
-    assert split.backend.environment(split.layout, "h100-80gb") == {}, (
-        "the user's own value stays"
-    )
+    monkeypatch.setenv(queues, "8")
+    assert split.backend.environment(split.layout, "h100-80gb") == pages, "the user's own stays"
+    for name in (allocator, before):
+        with monkeypatch.context() as set_by_user:
+            set_by_user.setenv(name, "max_split_size_mb:512")
+            assert split.backend.environment(split.layout, "h100-80gb") == {}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ GIB = 2**30
 RESERVE_SHARE = 0.07
 """Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
 it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
-peaks with torch.compile (Llama 3 8B on 8 and 128 H100)."""
+peaks with torch.compile (Llama 3 8B on 8 and 128 H100). Where there is room it reserves more;
+what it cannot do without is below 1% in expandable segments (docs/gpu.md)."""
 CONTEXT_BYTES = 1.0 * GIB
 """Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
 channel buffers (10 MiB per channel and communicator)."""
@@ -78,11 +79,6 @@ class Memory:
     def total(self) -> float:
         """All that the device needs."""
         return self.reserved + self.context
-
-
-def with_reserve(allocated: float) -> float:
-    """Bytes that a device needs for a peak of `allocated` ones."""
-    return (1 + RESERVE_SHARE) * allocated + CONTEXT_BYTES
 
 
 class _Step(NamedTuple):

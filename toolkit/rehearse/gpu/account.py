@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.rehearse.gpu import device
-from toolkit.rehearse.gpu.allocator import Allocator, rounded
+from toolkit.rehearse.gpu.allocator import Allocator, Request, least, rounded
 from toolkit.rehearse.gpu.findings import (
     ACTIVATIONS,
     BACKWARD,
@@ -50,8 +50,8 @@ class Account:
 
     flops: dict[str, Counter[str]] = field(default_factory=dict)
     """By phase and module, of matrix products and attention; attention counted in full."""
-    _events: list[tuple[int, int, int]] = field(default_factory=list)
-    """Bytes that come or go, the number of their storage, and the stream."""
+    _events: list[Request] = field(default_factory=list)
+    """Bytes that come or go, of which storage, and on which stream."""
     _labels: list[tuple[str, str]] = field(default_factory=list)
     """Of each storage: kind, and module or place."""
     _sizes: list[int] = field(default_factory=list)
@@ -114,28 +114,21 @@ class Account:
             kind: {place: size for place, size in places.most_common() if size}
             for kind, places in ranked
         }
-        return Peak(
-            totals[last],
-            {kind: places for kind, places in holders.items() if places},
-            self._reserved(start, stop, expandable=False),
-            self._reserved(start, stop, expandable=True),
-        )
+        return Peak(totals[last], {kind: places for kind, places in holders.items() if places})
 
-    def _reserved(self, start: int, stop: int, *, expandable: bool) -> int:
-        """Bytes that the allocator has reserved when a phase is over, and once more: what a
-        step leaves free is not always what the next one asks for."""
-        allocator = Allocator(expandable=expandable)
-        phase = self._events[start:stop]
+    def reserved(self, *, expandable: bool) -> tuple[int, int]:
+        """Bytes that the allocator has reserved in the end, and the least it can do with.
+
+        The last phase comes twice: what a step leaves free is not always what the next one
+        asks for.
+        """
+        phase = self._events[self._starts[self._phase] :]
         left: Counter[int] = Counter()
         for size, number, _ in phase:
             left[number] += size
-        again = [event for event in phase if not left[event[1]]]
-        for size, number, stream in [*self._events[:stop], *again]:
-            if size > 0:
-                allocator.allocate(number, size, stream)
-            else:
-                allocator.free(number)
-        return allocator.reserved
+        requests = self._events + [event for event in phase if not left[event[1]]]
+        most = Allocator(expandable=expandable).replay(requests)
+        return most, least(requests, most, expandable=expandable)
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class _Generator:
 
 _DEFAULT = _Stream()
 _streams = [_DEFAULT]
-"""On the last one, memory is allocated. Also in the backward pass, whose thread is waited for."""
+"""Memory is allocated on the last one, in the backward pass too: its thread is waited for."""
 
 
 def current_stream(*_: object) -> _Stream:
@@ -111,7 +111,6 @@ def _set_stream(stream: _Stream) -> None:
 
 def _within(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
     return stream or contextlib.nullcontext()
-
 
 
 def pretend() -> FakeTensorMode:

@@ -27,10 +27,6 @@ class Peak:
     """What is allocated, in blocks of the allocator."""
     holders: Mapping[str, Mapping[str, int]]
     """Bytes by kind (a constant of this module) and by module or place, the largest first."""
-    reserved: int
-    """What PyTorch's allocator has reserved after it."""
-    reserved_expandable: int
-    """The same with `PYTORCH_ALLOC_CONF=expandable_segments:True`."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,10 @@ class RankFindings:
     """What the GPU holds at its fullest, by phase."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of a step, by module."""
+    reserved: int = 0
+    """Bytes that PyTorch's allocator has reserved in the end, if it can."""
+    least: int = 0
+    """The least that it can do with: when there is no more, it gives back what is free."""
     ended_by: str | None = None
     """The error that tensors of two devices were."""
 

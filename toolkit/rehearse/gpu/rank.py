@@ -1,5 +1,6 @@
 """One rank's engine on a GPU that is not there: built, trained, evaluated, saved, resumed."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit.backend import ALLOCATOR, EXPANDABLE
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import block_shape
 from toolkit.engines.base import Counters, Engine
@@ -94,8 +96,18 @@ def rehearse(
     ended = watch.found.ended_by is not None
     phases = [] if ended else [one for one in PHASES if one not in skip]
     watch.found.peaks = {phase: watch.account.peak(phase) for phase in phases}
+    if not ended:
+        expandable = _expandable_segments(assignment)
+        watch.found.reserved, watch.found.least = watch.account.reserved(expandable=expandable)
     watch.found.flops = dict(watch.account.flops.get(STEP, Counter()).most_common())
     return watch.found
+
+
+def _expandable_segments(assignment: Assignment) -> bool:
+    """Whether the allocator would be set up that way, by this environment or a launch."""
+    plan, gpu = assignment.plan, str(assignment.recipe.cluster.gpu)
+    settings = {**os.environ, **plan.backend.environment(plan.layout, gpu)}
+    return any(EXPANDABLE in settings.get(name, "") for name in ALLOCATOR)
 
 
 def _modules(engine: Any) -> list[nn.Module]:
