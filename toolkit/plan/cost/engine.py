@@ -54,9 +54,13 @@ class EngineCost:
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Bytes of buckets, gathered and cast weights; `width` bytes per element are computed
-        in. DDP's gradients are its buckets."""
+        """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` bytes
+        per element are computed in. DDP's gradients are its buckets."""
         return 0.0
+
+    def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Those between the forward and the backward pass."""
+        return self.buffers(layout, width, share)
 
 
 def in_place_logit_bytes(width: int) -> int:

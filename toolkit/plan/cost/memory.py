@@ -50,6 +50,9 @@ class Memory:
     """Recomputed activations and gradients of one layer; 0 where the logits need more."""
     buffers: float
     """Communication: buckets, gathered weights, pipeline messages."""
+    idle: float = 0.0
+    """Buffers of the backward pass, where the loss is the peak: the allocator keeps them in the
+    pools of their own streams, which nothing else can use while there is room."""
     context: float = CONTEXT_BYTES
     """What CUDA and NCCL hold outside the allocator."""
 
@@ -68,7 +71,7 @@ class Memory:
     @property
     def reserve(self) -> float:
         """What the allocator holds beyond that."""
-        return RESERVE_SHARE * self.allocated
+        return self.idle + RESERVE_SHARE * (self.allocated + self.idle)
 
     @property
     def reserved(self) -> float:
@@ -124,17 +127,26 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * _chunks_waiting(layout, share)
+    width = compute_bytes(workload)
+    buffers = workload.cost.buffers(layout, width, share)
+    at_loss = workload.cost.buffers_at_loss(layout, width, share)
+    workspace, idle = step.workspace, 0.0
+    if logits + at_loss > workspace + buffers:
+        workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
+    else:
+        logits = 0.0
     # What owners exchange comes when they are gone.
-    exchange = _exchange(workload, layout, share) - activations - max(logits, step.workspace)
+    exchange = _exchange(workload, layout, share) - activations - logits - workspace
     return Memory(
         stage=share.stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        logits=logits if logits > step.workspace else 0.0,
-        workspace=0.0 if logits > step.workspace else step.workspace,
-        buffers=step.messages + _engine_buffers(workload, layout, share) + max(0.0, exchange),
+        logits=logits,
+        workspace=workspace,
+        buffers=step.messages + buffers + max(0.0, exchange),
+        idle=idle,
     )
 
 
@@ -336,11 +348,6 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     if workload.megatron_layers:
         return in_place_logit_bytes(width)
     return workload.cost.logit_bytes(width, tp)
-
-
-def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Buckets, gathered and cast weights."""
-    return workload.cost.buffers(layout, compute_bytes(workload), share)
 
 
 # What leaves the device
