@@ -34,14 +34,15 @@ with mode, watch.watching():
     second = mib(50)
     first.untyped_storage().resize_(0)
     del second
-print(json.dumps([watch.account.peak("resume").nbytes, *watch.account.reserved(expandable=False)]))
+account = watch.account
+print(json.dumps([account.peak("resume").nbytes, *account.reserved(expandable=False)]))
 """
 
 
 @pytest.mark.slow
 def test_streams_share_no_memory() -> None:
-    """Of 30, 40 on another stream, then 60 and 50 MiB, 90 are there at once; the 40 are kept for
-    their stream as long as there is room."""
+    """Of 30, 40 on another stream, then 60 and 50 MiB, 90 are there at once; the 40 are kept
+    for their stream as long as there is room."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False
     )
