@@ -80,11 +80,11 @@ class Run:
         self._process.wait()
         self._output.close()
 
-    def turn(self) -> bool:
-        """Let it run for a second, or to its last step; whether that is done."""
+    def turn(self, limit_s: float = TURN_S) -> bool:
+        """Let it run for so long, or to its last step; whether that is done."""
         started = time.perf_counter()
         self._signal(signal.SIGCONT)
-        while not (done := self._last()) and time.perf_counter() - started < TURN_S:
+        while not (done := self._last()) and time.perf_counter() - started < limit_s:
             if self._process.poll() is not None:
                 self.end()
             time.sleep(POLL_S)
@@ -182,12 +182,12 @@ class Pairs:
         """Ratios and medians, ready for JSON."""
         sides = {"dmt": self.ours, self.other: self.theirs}
         return {
-            f"tokens_per_s_ratio_dmt_to_{self.other}": _median_and_all(self.ratios),
+            f"tokens_per_s_ratio_dmt_to_{self.other}": median_and_all(self.ratios),
             "milliseconds_per_step": {
                 name: round(1e3 * statistics.median(self._step_s(run) for run in runs), 2)
                 for name, runs in sides.items()
             },
-            f"processor_time_ratio_dmt_to_{self.other}": _median_and_all(self.cpu_ratios),
+            f"processor_time_ratio_dmt_to_{self.other}": median_and_all(self.cpu_ratios),
             "processor_milliseconds_per_step": {
                 name: round(statistics.median(self._cpu_ms(run) for run in runs), 2)
                 for name, runs in sides.items()
@@ -199,7 +199,8 @@ class Pairs:
         }
 
 
-def _median_and_all(ratios: Sequence[float]) -> dict[str, Any]:
+def median_and_all(ratios: Sequence[float]) -> dict[str, Any]:
+    """Their median, and each."""
     return {
         "median": round(statistics.median(ratios), 4),
         "pairs": [round(ratio, 4) for ratio in ratios],
@@ -235,14 +236,16 @@ def dmt(folder: Path, recipe: Path, overrides: Sequence[str], steps: int) -> Run
     return Run(command, lambda: logged(1), lambda: logged(1 + steps // LOGGED_EVERY))
 
 
-def loop(folder: Path, script: str, steps: int) -> Run:
-    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS DONE`, in two processes under
-    torchrun. RUN_DIR is that of the last `dmt`; rank 0 is to make the files DONE.first and
-    DONE.last after those steps.
+def loop(folder: Path, script: str, steps: int, processes: int = 2) -> Run:
+    """A loop of its own, `benchmarks/SCRIPT RUN_DIR STEPS DONE`, under torchrun. RUN_DIR is
+    that of the last `dmt` in `folder`; rank 0 is to make the files DONE.first and DONE.last
+    after those steps.
     """
     done = folder / "loop"
+    for mark in (".first", ".last"):
+        done.with_suffix(mark).unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", f"benchmarks/{script}"]
+    command += [f"--nproc-per-node={processes}", f"benchmarks/{script}"]
     command += [str(folder / "dmt"), str(steps), str(done)]
     return Run(command, done.with_suffix(".first").exists, done.with_suffix(".last").exists)
 

@@ -5,7 +5,8 @@
 Model, batch sizes, AdamW, clipping, schedule and DeepSpeed's JSON are those of a run directory;
 the data are random tokens that lie in memory. Everything else is the Trainer's own default
 (its AdamW is PyTorch's fused one, also under DeepSpeed, whose JSON then has no optimizer). No
-validation, checkpoint or progress bar, which `dmt launch` does not draw into a file either.
+validation, checkpoint or progress bar, which `dmt launch` does not draw into a file either. On
+a GPU: Liger's kernels, and 16 bits by autocast over fp32 weights.
 """
 
 import json
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from ruamel.yaml import YAML
 from transformers import (
@@ -35,6 +37,8 @@ class Marker(TrainerCallback):
 
     def on_step_end(self, _arguments, state, *_, **__) -> None:
         if state.is_world_process_zero and state.global_step in (1, state.max_steps):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             last = state.global_step > 1
             self.done.with_suffix(".last" if last else ".first").touch()
 
@@ -57,6 +61,7 @@ def arguments(run: Path, recipe: dict, steps: int) -> TrainingArguments:
     """What the recipe says, in the Trainer's words."""
     layout = json.loads((run / "plan.json").read_text())["layout"]
     optimizer = recipe["optimizer"]
+    on_cpu = recipe["cluster"]["gpu"] == "cpu"
     return TrainingArguments(
         output_dir=str(run / "trainer"),
         max_steps=steps,
@@ -74,8 +79,10 @@ def arguments(run: Path, recipe: dict, steps: int) -> TrainingArguments:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
-        ddp_backend="gloo",
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu else None,
+        bf16=recipe["training"]["precision"] == "bf16",
+        use_liger_kernel=not on_cpu,  # whose kernels are the GPU's
         deepspeed=deepspeed_config(run),
     )
 

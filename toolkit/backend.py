@@ -75,6 +75,8 @@ class Support:
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     replicate: int = 1
     """Largest number of copies of all shards (hybrid sharding)."""
+    zero_plus: bool = False
+    """Can it do ZeRO++: `parallel.zero.hpz` and quantized messages?"""
     offload_together: bool = False
     """Are optimizer states and parameters always in the same place?"""
     without_overlap: bool = False
@@ -185,7 +187,7 @@ class Backend:
         """Why it cannot train this model at all, with the nearest way out."""
         return None
 
-    def rules(self, job: "PlanRequest") -> "Iterator[Problem]":
+    def rules(self, job: "PlanRequest", model: ModelName) -> "Iterator[Problem]":
         """What else it cannot do with this model and batch."""
         return iter(())
 

@@ -27,6 +27,8 @@ class Layout:
     zero_stage: Literal[0, 1, 2, 3] = 0
     replicate: int = 1
     """How often all shards are there (FSDP2's hybrid sharding); it divides dp."""
+    hpz: int = 1
+    """Ranks among which a second copy of the weights is spread (ZeRO++); 1: there is none."""
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
@@ -73,7 +75,7 @@ def degrees_text(engine: str, model: str, layout: Layout) -> str:
     ]
     words += ["sp"] * layout.sequence_parallel
     words += [f"zero{layout.zero_stage}"] if layout.zero_stage else []
-    words += [f"replicate{layout.replicate}"] if layout.replicate > 1 else []
+    words += [f"{key}{values[key]}" for key in ("replicate", "hpz") if values[key] > 1]
     for what in ("optimizer", "parameters"):
         if (place := values[f"offload_{what}"]) != "none":
             words.append(f"{what}:{place}")

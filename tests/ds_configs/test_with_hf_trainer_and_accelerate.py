@@ -107,7 +107,7 @@ for config in (hf.config, accelerate.deepspeed_config):
     read = DeepSpeedConfig(config)
     assert read.bfloat16_config.enabled and not read.float16_config.enabled
     assert read.gradient_clipping == 1.0
-    print(read.zero_config.stage, read.zero_config.zero_quantized_gradients)
+    print(read.zero_config.stage, read.zero_config.zero_quantized_weights)
 """
 
 

@@ -66,7 +66,7 @@ def test_why_did_it_slow_down_and_which_rank_was_it(tab: Tab, project: Project) 
     step = int(sentence.split("after step ")[1].split()[0])
     assert step in (19, 20), sentence
     assert "rank 1 waited for data, 0.5" in sentence
-    # A busy machine may keep either rank waiting for a core; only the slowed run waits for data.
+    # A busy machine may keep either rank waiting for a core; only today's waits for data.
     assert "waited for data" not in before
     label = tab.run("document.querySelector('[data-chart=ranks]').ariaLabel")
     assert "today, rank 1 from 0" in label and "highest 0.5" in label

@@ -1,5 +1,6 @@
 """An objective of another package: the summed cross entropy of a sequence, averaged."""
 
+import torch
 from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
@@ -24,3 +25,23 @@ class Demanding(Toy):
     """Reads what no data provides."""
 
     reads = ("loss_weights", "rewards")
+
+
+class Asking(Toy):
+    """Logs whether torch computes deterministically while a step is computed."""
+
+    metrics = ("deterministic",)
+
+    def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
+        fixed = torch.are_deterministic_algorithms_enabled()
+        sequences = self.count(batch)
+        return LossTerms(-log_probs.sum(), {"deterministic": sequences * fixed})
+
+
+class Unordered(Toy):
+    """Uses an operator whose result depends on which of several writes comes last."""
+
+    def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
+        written = torch.zeros(1).put_(torch.tensor([0, 0]), torch.ones(2))
+        terms = super().loss(log_probs, batch)
+        return LossTerms(terms.loss * written.sum(), terms.metrics)

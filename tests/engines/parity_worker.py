@@ -66,6 +66,8 @@ class Case:
     wide: bool = False
     parallel: dict[str, Any] = field(default_factory=dict)
     """Further settings of the recipe's `parallel` section."""
+    zero: dict[str, Any] = field(default_factory=dict)
+    """Further settings of its `zero` section."""
     family: dict[str, Any] = field(default_factory=dict)
     """Further keys of the model's config; with `vocab_size`, all of them."""
     resume_in: str | None = None
@@ -100,7 +102,8 @@ class Case:
     @property
     def name(self) -> str:
         parts = [self.engine, f"zero{self.stage}", self.offload, self.recompute]
-        parts += [f"{key}{value}" for key, value in self.parallel.items()]
+        settings = self.parallel | self.zero
+        parts += [f"{key}{value}" for key, value in settings.items()]
         parts += [f"{key}{value}" for key, value in self.family.items()]
         parts += [f"without {pattern}" for pattern in self.freeze]
         parts += [f"lora {self.adapter['targets']}"] if self.adapter else []
@@ -158,6 +161,7 @@ def recipe(case: Case, world: int) -> Recipe:
                     "offload_optimizer": case.offload,
                     "offload_parameters": case.offload if case.stage == 3 else "none",
                     "nvme_path": case.nvme_path,
+                    **case.zero,
                 },
             },
             "kernels": {"loss": case.loss},

@@ -62,7 +62,16 @@ CASES: dict[str, DeepSpeedRequest] = {
         OPTIMIZER,
         nvme_path="/nvme",
     ),
-    "zeropp": DeepSpeedRequest(Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"),
+    "zeropp": DeepSpeedRequest(
+        Layout(dp=16, zero_stage=3, hpz=8),
+        "bf16",
+        OPTIMIZER,
+        config="zeropp",
+        quantized_weights=True,
+    ),
+    "zero3-hpz-fp16": DeepSpeedRequest(
+        Layout(dp=16, zero_stage=3, hpz=4), "fp16", OPTIMIZER, quantized_gradients=True
+    ),
 }
 LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
 
@@ -119,7 +128,8 @@ def summary(config, dp):
                     for offload in (zero.offload_optimizer, zero.offload_param)],
         "nvme": [str(offload.nvme_path) for offload in
                  (zero.offload_optimizer, zero.offload_param) if offload],
-        "quantized": [zero.zero_quantized_weights, zero.zero_quantized_gradients],
+        "zeropp": [zero.zero_hpz_partition_size, zero.zero_quantized_weights,
+                   zero.zero_quantized_gradients],
         "bucket": zero.reduce_bucket_size,
         "aio": read.aio_config["queue_depth"],
     }
@@ -178,7 +188,8 @@ def test_deepspeed_reads_what_the_recipe_says(name: str, as_read: dict[str, Any]
     assert read["nvme"] == [
         "/nvme" if place == "nvme" else "None" for place in placed if place != "none"
     ]
-    assert read["quantized"] == [name == "zeropp"] * 2
+    quantized = [request.quantized_weights, request.quantized_gradients]
+    assert read["zeropp"] == [layout.hpz, *quantized]
     assert read["bucket"] == (100_000_000 if layout.zero_stage else 500_000_000)
 
 

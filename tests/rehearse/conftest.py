@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 
 import psutil
 import pytest
@@ -39,7 +40,9 @@ def rehearse(tmp_path: Path, request: pytest.FixtureRequest) -> Rehearse:
     ) -> dict[str, LayoutResult]:
         chosen = Options(**{"steps": 3, **options})  # type: ignore[arg-type]
         rehearsal = prepare(load_recipe(recipe, overrides), chosen)
-        reference, *found = run(rehearsal, select(rehearsal.layouts, names), chosen, tmp_path)
+        chosen_layouts = select(rehearsal.layouts, names)
+        folder = Path(mkdtemp(dir=tmp_path))  # a test may rehearse twice
+        reference, *found = run(rehearsal, chosen_layouts, chosen, folder)
         assert isinstance(reference, Record)
         assert len(reference.loss) == len(reference.grad_norm) == chosen.steps
         return {item.candidate.name: item for item in found if isinstance(item, LayoutResult)}

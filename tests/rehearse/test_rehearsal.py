@@ -66,6 +66,24 @@ def test_own_interleaved_pipeline_of_three_stages(rehearse: Rehearse) -> None:
 
 
 @pytest.mark.slow
+def test_overlap_leaves_the_table_as_it_is(rehearse: Rehearse) -> None:
+    """Interleaved messages, and gradients and weights of ZeRO 1 on their way, against none."""
+    four = [
+        *("parallel.engine=megatron", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+        *("parallel.zero.stage=1", "cluster.gpus_per_node=4"),
+    ]
+    both = [
+        rehearse("recipe", overrides=[*four, f"parallel.overlap={word}"])["recipe"]
+        for word in ("auto", "none")
+    ]
+    assert all(verdict(outcome) in ("exact", "within") for outcome in both)
+    overlapped, plain = (outcome.record for outcome in both)
+    for word in ("loss", "grad_norm"):
+        expected = pytest.approx(getattr(plain, word), rel=1e-5)
+        assert getattr(overlapped, word) == expected
+
+
+@pytest.mark.slow
 def test_biases_of_experts_move_as_in_the_reference(rehearse: Rehearse) -> None:
     """So far in a step that tokens choose other experts in the next."""
     layouts = ("zero3", "megatron-tp2-sp", "megatron-pp2", "megatron-ep2")

@@ -35,6 +35,26 @@ ProcessesOption = Annotated[
     typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
 ]
 
+SelfTestOption = Annotated[
+    bool,
+    typer.Option(
+        "--selftest",
+        help="Try instead what training needs, on the GPUs or, without any, the processor: "
+        "every engine against plain transformers, a resume, bandwidth, speed. Minutes.",
+    ),
+]
+GpuSelfTestOption = Annotated[
+    bool, typer.Option("--gpu-selftest", help="The same, but exit 3 where there is no GPU.")
+]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        help="Where --selftest works and writes report.md; default: dmt-selftest.",
+        show_default=False,
+    ),
+]
+
 
 def doctor(
     recipe: Annotated[
@@ -68,28 +88,41 @@ def doctor(
             "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
         ),
     ] = None,
+    selftest: SelfTestOption = False,
+    gpu_selftest: GpuSelfTestOption = False,
+    folder: FolderOption = None,
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, or measure its speed. Without a recipe, exit 3 only without torch.
+    """Check this machine, measure its speed, or test it. Without a recipe, exit 3 only without
+    torch; exit 1 when a part of the self-test fails.
 
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
+    testing = selftest or gpu_selftest
+    here = calibrate or testing
     _refuse_useless(
         {
-            "RECIPE": (recipe, not (bandwidth or calibrate)),
+            "RECIPE": (recipe, not (bandwidth or here)),
             "--set": (overrides, recipe is not None),
-            "--hostfile": (hostfile, not (bandwidth or calibrate)),
-            "--bandwidth": (bandwidth, not calibrate),
+            "--hostfile": (hostfile, not (bandwidth or here)),
+            "--bandwidth": (bandwidth, not here),
             "--out": (out, calibrate),
-            "--processes": (processes, calibrate or (bandwidth and "RANK" not in os.environ)),
+            "--folder": (folder, testing),
+            "--processes": (processes, here or (bandwidth and "RANK" not in os.environ)),
         }
     )
-    if bandwidth:
+    file = out or Path("cluster.yaml")
+    if testing:
+        from toolkit.cli.selftest import try_machine
+
+        where = folder or Path("dmt-selftest")
+        try_machine(where, processes, file if calibrate else None, gpu_selftest, as_json)
+    elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:
-        _calibrate(processes, out or Path("cluster.yaml"), as_json)
+        _calibrate(processes, file, as_json)
     else:
         _check(recipe, overrides, hostfile, as_json)
 
@@ -101,7 +134,8 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
         raise PlanError(
             f"dmt doctor: {', '.join(useless)} would be ignored here",
             fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
-            "--processes, but not under a launcher; --calibrate reads --processes and --out",
+            "--processes, but not under a launcher; --calibrate reads --processes and --out; "
+            "--selftest reads --processes, --folder and --calibrate",
         )
 
 

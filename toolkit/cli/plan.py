@@ -40,6 +40,7 @@ _DEGREES = {
     "virtual pipeline": "vpp",
     "expert": "ep",
     "copies of shards": "replicate",
+    "second copy over": "hpz",
 }
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}

@@ -16,6 +16,7 @@ from toolkit.conflicts.source import (
     Stated,
     Unknown,
 )
+from toolkit.engines import deterministic
 from toolkit.errors import RecipeError
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
@@ -83,9 +84,9 @@ _LONGEST = 80
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 _PREFIXES = (
-    *("ACCELERATE_", "CUDA_", "DEEPSPEED_", "DMT_", "DS_", "FSDP_", "GLOO_", "HF_", "LOCAL_"),
-    *("MASTER_", "MEGATRON_LM_", "NCCL_", "OMP_", "PARALLELISM_CONFIG_", "PET_", "PYTORCH_"),
-    *("SLURM_", "TORCH_", "TORCHELASTIC_", "TRANSFORMERS_", "WANDB_"),
+    *("ACCELERATE_", "CUBLAS_", "CUDA_", "DEEPSPEED_", "DMT_", "DS_", "FSDP_", "GLOO_", "HF_"),
+    *("LOCAL_", "MASTER_", "MEGATRON_LM_", "NCCL_", "NVTE_", "OMP_", "PARALLELISM_CONFIG_"),
+    *("PET_", "PYTORCH_", "SLURM_", "TORCH_", "TORCHELASTIC_", "TRANSFORMERS_", "WANDB_"),
 )
 _NAMES = (
     *("RANK", "WORLD_SIZE", "NNODES", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -172,6 +173,7 @@ class _Reader:
             self._torchrun(),
             self._devices(),
             self._wandb(),
+            self._deterministic(),
             self._others(),
         ):
             found.stated += stated
@@ -318,6 +320,20 @@ class _Reader:
                 OneOf(("bf16", "fp16")),
                 winner="environment",
                 advice="unset it: products of fp32 matrices would have ten bits",
+                breaks=True,
+            )
+
+    def _deterministic(self) -> Iterator[Stated]:
+        """Values that `training.deterministic` cannot have; launchers keep the user's own."""
+        if self.recipe.cluster.gpu == "cpu":
+            return
+        for name in deterministic.unsuitable(self.environ):
+            yield self._stated(
+                name,
+                "training.deterministic",
+                OneOf((False,)),
+                winner="environment",
+                advice=f"unset {name}, or set it to {deterministic.VARIABLES[name].value}",
                 breaks=True,
             )
 

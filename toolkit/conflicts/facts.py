@@ -117,6 +117,7 @@ def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
     yield "parallel.sequence", layout.sequence_parallel
     yield "parallel.replicate", layout.replicate
     yield "parallel.zero.stage", layout.zero_stage
+    yield "parallel.zero.hpz", layout.hpz
     yield "parallel.zero.offload_optimizer", layout.offload_optimizer
     yield "parallel.zero.offload_parameters", layout.offload_parameters
     yield "parallel.recompute", layout.recompute
@@ -168,7 +169,9 @@ def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]
             model = megatron_model(config)
             shape = {**model.transformer, **model.gpt}
         if plan is not None and plan.model != "hf":
-            sections = render_model(model, plan.layout, recipe.training.precision)
+            sections = render_model(
+                model, plan.layout, recipe.training.precision, recipe.training.deterministic
+            )
             shape = {**sections["transformer"], **sections["gpt"]}
     if "max_sequence_length" in shape:
         positions = max(shape["max_sequence_length"], recipe.training.sequence_length)

@@ -97,12 +97,12 @@ def catalogue_name(device: str) -> str:
     return device
 
 
-def check_known(machine: Machine) -> None:
+def check_known(machine: Machine, option: str = "--calibrate") -> None:
     """Raises BackendUnavailable when the catalogue lacks the machine's GPU: a cluster file
     states what was measured on top of a data sheet."""
     if machine.gpu not in GPUS:
         raise BackendUnavailable(
-            f"--calibrate: the hardware catalogue does not know {machine.gpu!r}",
+            f"{option}: the hardware catalogue does not know {machine.gpu!r}",
             fix="write a cluster file with `gpu: {like: NAME}` and what you know of it "
             "(docs/cluster.md)",
         )

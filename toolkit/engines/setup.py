@@ -55,6 +55,8 @@ class EngineSetup:
     fp8: Fp8Section | None = None
     attention_kernel: AttentionKernel = "sdpa"
     """See `Plan.attention_kernel`."""
+    deterministic: bool = False
+    """The recipe's `training.deterministic`."""
 
     @property
     def layers(self) -> int:
@@ -111,6 +113,7 @@ class EngineSetup:
             lora=lora,
             balance=recipe.model.balance,
             fp8=recipe.fp8,
+            deterministic=recipe.training.deterministic,
             attention_kernel=plan.attention_kernel,
         )
 

@@ -175,8 +175,8 @@ DMT = ("-m", "toolkit.cli.main")
 
 _OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
 _SETTINGS = (
-    *("CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_", "UCX_"),
-    *("DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "WANDB_"),
+    *("CUBLAS_", "CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_"),
+    *("UCX_", "DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "WANDB_"),
 )
 """How variables begin that change how ranks compute, communicate and report."""
 

@@ -78,6 +78,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             "initial weights",
             f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
         )
+    if recipe.training.deterministic:
+        yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
     yield "data order", "global batch k follows from the seed and k, under any world size"
     if isinstance(recipe.data.train, tuple):
         yield "blended sources", "each has its share of every prefix to within one sample"
@@ -113,6 +115,8 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
         yield "attention", f"{plan.attention}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+    if layout.hpz > 1:
+        yield "second copy of the weights", f"the same numbers, spread over {layout.hpz} ranks"
     rows = padded_vocab(spec.vocab, layout.tp)
     if layout.loss == "chunked":
         yield "loss in chunks", "the logits of some tokens at a time, the same numbers"

@@ -27,7 +27,7 @@ from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Search, search
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
 from toolkit.untrusted import read_json
 
 _LOSS_SCALE = 2.0**16
@@ -176,6 +176,7 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
             "stage": layout.zero_stage,
             "offload_optimizer": layout.offload_optimizer,
             "offload_parameters": layout.offload_parameters,
+            "hpz": layout.hpz,
         }
     )
     parallel = recipe.parallel.model_copy(
@@ -221,6 +222,7 @@ def plan_of(found: Search) -> Plan:
         reasons=(
             *(one.reason for one in decisions(found)),
             *_kernels(job),
+            *_deterministic(training),
             *_warnings(found, built),
             *(f"would fit: {change}" for change in changes),
         ),
@@ -262,6 +264,13 @@ def _kernels(job: PlanRequest) -> tuple[str, ...]:
         return ()
     why = "asked for" if job.kernels.attention != "auto" else "auto, the fastest on Hopper"
     return (f"attention {kernel}: {why}; torch's other kernels where it cannot",)
+
+
+def _deterministic(training: TrainingSection) -> tuple[str, ...]:
+    """What bitwise equal runs cost."""
+    if not training.deterministic:
+        return ()
+    return ("deterministic: asked for; slower kernels on GPUs, by how much is not predicted",)
 
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:

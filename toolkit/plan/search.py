@@ -292,6 +292,7 @@ def moving_parts(layout: Layout) -> int:
         + layout.sequence_parallel
         + layout.zero_stage
         + (layout.replicate > 1)
+        + (layout.hpz > 1)
         + sum(place != "none" for place in places)
         + (layout.recompute != "none")
         + (layout.loss != "whole")

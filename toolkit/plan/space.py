@@ -257,6 +257,7 @@ def _layout(job: PlanRequest, parallel: ParallelSection) -> Layout:
         ep=int(parallel.expert),
         sequence_parallel=bool(parallel.sequence),
         replicate=int(parallel.replicate),
+        hpz=zero.hpz or 1,
         zero_stage=zero.stage,  # type: ignore[arg-type]  # settled
         offload_optimizer=zero.offload_optimizer,  # type: ignore[arg-type]
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]

@@ -484,6 +484,9 @@ class TrainingSection(Section):
     and a section `fp8`."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
+    deterministic: bool = False
+    """true: two runs in the same layout, with the same packages and GPUs, are bitwise equal.
+    Slower; an operator that cannot be so is an error (docs/gpu.md)."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -660,6 +663,15 @@ class ZeroSection(Section):
     offloads optimizer states and parameters together: both `cpu` or both `none`."""
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
+    hpz: Degree | None = None
+    """Engine deepspeed, stage 3 (ZeRO++): ranks, those of a node, among which a second copy of
+    the weights is spread by the first forward pass of a step; later passes gather them there.
+    null: what `config` states, otherwise 1, no second copy."""
+    quantized_weights: bool | None = None
+    """Engine deepspeed, stage 3, on GPUs (ZeRO++): gathered weights travel in 8 bits and are
+    rounded to them. null: what `config` states, otherwise false."""
+    quantized_gradients: bool | None = None
+    """The same for gradients, in 4 bits between nodes; with `training.precision: fp16` only."""
     config: NonEmpty | None = None
     """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
     relative to the recipe's file. Default: the preset that fits stage and offload."""

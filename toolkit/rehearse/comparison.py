@@ -2,18 +2,26 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolkit.layout import Layout
 from toolkit.rehearse.record import Record
+
+
+class Bounds(NamedTuple):
+    """The largest relative differences at which a layout still computes the same."""
+
+    loss: float
+    grad_norm: float
+
 
 Verdict = Literal["exact", "within", "diverged", "skipped"]
 
 EXACT = 2.0**-23
 """Relative difference of neighbouring fp32 numbers: nothing smaller can be distinguished."""
-TOLERANCE = 1e-5
+TOLERANCE = Bounds(1e-5, 1e-5)
 """Other orders of summation, over tens of steps of fp32."""
-OFFLOAD_TOLERANCE = 1e-4
+OFFLOAD_TOLERANCE = Bounds(1e-4, 1e-4)
 """DeepSpeed's C++ Adam on the CPU rounds differently from torch's."""
 
 _LABELS = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -46,13 +54,13 @@ class Comparison:
     first: Divergence | None = None
 
 
-def tolerance(layout: Layout) -> float:
-    """The largest relative difference at which a layout still computes the same."""
+def tolerance(layout: Layout) -> Bounds:
+    """What rounding of fp32 accounts for in this layout."""
     offloaded = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
     return OFFLOAD_TOLERANCE if offloaded else TOLERANCE
 
 
-def compare(record: Record, reference: Record, limit: float) -> Comparison:
+def compare(record: Record, reference: Record, bounds: Bounds) -> Comparison:
     """Compare step by step, loss before gradient norm; both took the same steps."""
     worst = {"loss": 0.0, "grad_norm": 0.0}
     first: Divergence | None = None
@@ -62,7 +70,7 @@ def compare(record: Record, reference: Record, limit: float) -> Comparison:
             expected = getattr(reference, quantity)[step]
             difference = relative_difference(found, expected)
             worst[quantity] = max(worst[quantity], difference)
-            if difference > limit and first is None:
+            if difference > getattr(bounds, quantity) and first is None:
                 first = Divergence(step + 1, quantity, found, expected)
     verdict: Verdict = "within"
     if first is not None:

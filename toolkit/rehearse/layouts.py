@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from toolkit.backend import BACKENDS, Backend, ModelName, Pair, Rehearsed
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout
+from toolkit.layout import Layout, degrees_text
 from toolkit.plan.planner import Plan
 from toolkit.recipe.schema import ParallelSection, Recipe, ZeroSection
 from toolkit.rehearse.shrink import Degree, Degrees
@@ -30,7 +30,7 @@ class RehearsedLayout:
     """What was changed to make the recipe's own layout fit; empty when nothing."""
 
 
-def _offered() -> Iterator[RehearsedLayout]:
+def _offered() -> Iterator[tuple[Backend, Rehearsed]]:
     """What every engine offers: engines without a configuration first, then transformers'
     model before megatron-core's, few processes before many, and what `auto` prefers."""
 
@@ -41,9 +41,25 @@ def _offered() -> Iterator[RehearsedLayout]:
 
     backends = [BACKENDS[name] for name in BACKENDS.names]
     offers = [(backend, one) for backend in backends for one in backend.rehearsals]
-    for backend, one in sorted(offers, key=place):
+    return iter(sorted(offers, key=place))
+
+
+def _standard() -> Iterator[RehearsedLayout]:
+    for backend, one in _offered():
         section = _section(Pair(backend.name, one.model), one.layout, ZeroSection())
         yield RehearsedLayout(one.name, one.layout.world, section)
+
+
+def on_one_process() -> Iterator[RehearsedLayout]:
+    """What becomes of the standard layouts, and of every engine, where there is one device."""
+    seen: list[ParallelSection] = []
+    for backend, one in _offered():
+        small = _scaled_down(one.layout, 1)
+        section = _section(Pair(backend.name, one.model), small, ZeroSection())
+        if section not in seen:
+            seen.append(section)
+            name = degrees_text(backend.name, one.model, small)
+            yield RehearsedLayout(name.replace(" ", "-").replace("/", "-"), 1, section)
 
 
 def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
@@ -52,6 +68,7 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
         "stage": layout.zero_stage,
         "offload_optimizer": layout.offload_optimizer,
         "offload_parameters": layout.offload_parameters,
+        "hpz": layout.hpz,
     }
     return ParallelSection(
         engine=pair.engine,
@@ -67,7 +84,7 @@ def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
     )
 
 
-STANDARD: tuple[RehearsedLayout, ...] = tuple(_offered())
+STANDARD: tuple[RehearsedLayout, ...] = tuple(_standard())
 """What every rehearsal tries, in this order."""
 
 
@@ -141,10 +158,11 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
     experts = _smallest(layout.ep)
     small: dict[str, int] = {}
     room = processes
+    grouped = layout.replicate > 1 or layout.hpz > 1
     for name in order:
         # 2 data-parallel ranks do what more do, but where experts are spread over more, and
-        # where there are copies of shards.
-        most = max(2, experts, 4 if layout.replicate > 1 else 0)
+        # where there are copies of shards or weights.
+        most = max(2, experts, 4 if grouped else 0)
         degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
         small[name] = degree if degree <= room else 1
         room //= small[name]
@@ -155,6 +173,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         sequence_parallel=layout.sequence_parallel and small["tp"] > 1,
         zero_stage=layout.zero_stage,
         replicate=2 if layout.replicate > 1 and small["dp"] == 4 else 1,
+        hpz=2 if layout.hpz > 1 and small["dp"] == 4 else 1,
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,
         recompute=layout.recompute,

@@ -31,12 +31,15 @@ class Failure:
     """The end of what the failed rank printed."""
 
 
-def launch_spec(run_dir: Path, processes: int, worker: Sequence[str]) -> LaunchSpec:
-    """One process per rank on this machine, on its processors even where it has GPUs.
+def launch_spec(
+    run_dir: Path, processes: int, worker: Sequence[str], gpu: str = "cpu"
+) -> LaunchSpec:
+    """One process per rank on this machine: on its `gpu`s (name of the hardware catalogue), or
+    on its processors even where it has GPUs.
 
     `worker` is what Python runs: `-m`, a module and its arguments.
     """
-    cluster = ClusterSection(gpus_per_node=processes, gpu="cpu")
+    cluster = ClusterSection(gpus_per_node=processes, gpu=gpu)
     return LocalLauncher().spec(Job(run_dir, cluster, worker=tuple(worker)))
 
 

@@ -21,7 +21,7 @@ from toolkit.recipe.schema import (
     Recipe,
     ScheduleSection,
 )
-from toolkit.rehearse.comparison import Comparison, compare, tolerance
+from toolkit.rehearse.comparison import Bounds, Comparison, compare, tolerance
 from toolkit.rehearse.layouts import RehearsedLayout, candidates, degrees
 from toolkit.rehearse.losses import rehearsed_objective
 from toolkit.rehearse.ranks import Failure, RankProcesses, launch_spec
@@ -60,6 +60,9 @@ class Options:
     """A layout that takes longer hangs."""
     worker: str = WORKER
     """Module that every rank of a layout runs, with the run directory as its argument."""
+    gpu: str = "cpu"
+    """What the layouts run on, by its name in the hardware catalogue; the reference runs on
+    the CPU."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,15 @@ def run(
     RunFailed when the reference fails: there is nothing to compare with then;
     BackendUnavailable without a package that the optimizer needs.
     """
-    reference = _run_reference(rehearsal, options, folder / "reference")
+    reference = run_reference(rehearsal, options, folder / "reference")
     yield reference
     for candidate in chosen:
-        yield _run_layout(rehearsal, candidate, reference, options, folder / candidate.name)
+        at = folder / candidate.name
+        yield run_layout(rehearsal.recipe, candidate, reference, options, at)
 
 
-def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
+def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
+    """Train with transformers alone, in one process on the CPU. Raises as `run` does."""
     if rehearsal.recipe.optimizer.name == "adamw_8bit":
         from toolkit.engines.adamw_8bit import operators
 
@@ -211,20 +216,22 @@ def _run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Reco
     return read_record(folder)
 
 
-def _run_layout(
-    rehearsal: Rehearsal,
+def run_layout(
+    recipe: Recipe,
     candidate: RehearsedLayout,
     reference: Record,
     options: Options,
     folder: Path,
+    bounds: Bounds | None = None,
 ) -> LayoutResult:
-    """Train one layout in its own processes and compare it, unless it cannot be run."""
+    """Train one layout of a small recipe in its own processes and compare it, unless it cannot
+    be run. `bounds`: by default those of fp32 on the CPU."""
     if candidate.processes > options.processes:
         why = f"needs {candidate.processes} processes, --processes is {options.processes}"
         return LayoutResult(candidate, skipped=why)
     try:
         assignment = _assignment(
-            rehearsal.recipe, candidate.parallel, candidate.processes, folder
+            recipe, candidate.parallel, candidate.processes, folder, options.gpu
         )
     except (PlanError, RecipeError) as error:
         return LayoutResult(candidate, skipped=_reason(error))
@@ -234,18 +241,19 @@ def _run_layout(
     except BackendUnavailable as error:
         return LayoutResult(candidate, plan, skipped=error.message)
     write(assignment, ["dmt", "rehearse"])
-    spec = launch_spec(folder, candidate.processes, ["-m", options.worker, str(folder)])
+    worker = ["-m", options.worker, str(folder)]
+    spec = launch_spec(folder, candidate.processes, worker, options.gpu)
     with RankProcesses(spec) as ranks:
         failure = ranks.wait(options.limit_s)
     record = read_record(folder)
     if failure is not None:
         return LayoutResult(candidate, plan, record, failure=failure)
-    comparison = compare(record, reference, tolerance(plan.layout))
+    comparison = compare(record, reference, bounds or tolerance(plan.layout))
     return LayoutResult(candidate, plan, record, comparison)
 
 
 def _assignment(
-    recipe: Recipe, parallel: ParallelSection, processes: int, folder: Path
+    recipe: Recipe, parallel: ParallelSection, processes: int, folder: Path, gpu: str = "cpu"
 ) -> Assignment:
     """The recipe in one layout, checked and planned as `dmt check` would."""
     if parallel.zero.nvme_path is not None:
@@ -253,7 +261,7 @@ def _assignment(
         swap.mkdir(parents=True, exist_ok=True)
         zero = parallel.zero.model_copy(update={"nvme_path": str(swap)})
         parallel = parallel.model_copy(update={"zero": zero})
-    cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu="cpu")
+    cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu=gpu)
     wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
     if problems := list(broken_rules(wanted)):
         raise RecipeError(problems)

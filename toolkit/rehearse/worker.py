@@ -9,6 +9,7 @@ the rehearsal instead of the recipe's data.
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def _with_reference(engine: Engine, micro_batches: list[MicroBatch]) -> list[Mic
     return [replace(batch, extra={REFERENCE: value}) for batch, value in pairs]
 
 
-def main() -> None:
+def main(train: Callable[[Assignment, Ranks], None] = train) -> None:
     """Run one rank; a failure's last line on standard error says what it was."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:

@@ -6,6 +6,7 @@ the run directory and hands recipe and plan to the others, who need no shared di
 """
 
 import logging
+import os
 import re
 import signal
 import sys
@@ -35,6 +36,7 @@ from toolkit.data.remote.store import RETRIES
 from toolkit.data.rows import Samples
 from toolkit.data.streaming.ahead import AheadWorkers
 from toolkit.data.streaming.streams import Streams
+from toolkit.engines import deterministic
 from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks, join, leave, limit_collectives, rank_here
 from toolkit.engines.setup import EngineSetup, build_engine
@@ -108,6 +110,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             phases.begin("planning")
             assignment = together.rank_zero(lambda: make_assignment(ranks))
             _check_device(assignment, ranks)
+            if assignment.recipe.training.deterministic:
+                deterministic.switch_on(os.environ, on_gpu=ranks.device.type == "cuda")
             directory = RunDirectory(assignment.run_dir)
             together.rank_zero(lambda: claim(directory))
             setup_rank_logging(directory, ranks.rank)
@@ -152,6 +156,7 @@ def _check_device(assignment: Assignment, ranks: Ranks) -> None:
 
 def _failure(error: Exception) -> tuple[int, str]:
     """Exit code and message of a failure; what is not the user's mistake is logged in full."""
+    error = deterministic.as_users_mistake(error) or error
     if isinstance(error, DmtError):
         return error.exit_code, str(error)
     if _PEER_LOST.search(str(error)):

@@ -13,6 +13,7 @@ from toolkit.engines.deepspeed.config import (
     open_config,
     render,
     stage_of,
+    zero_plus_of,
 )
 from toolkit.engines.deepspeed.extra import checked_extra
 from toolkit.errors import Problem, RecipeError
@@ -20,6 +21,7 @@ from toolkit.layout import Layout, Placement
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan, first_loss_scale
+from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
 
@@ -48,13 +50,15 @@ class DeepSpeedCost(EngineCost):
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two where communication overlaps), the one that is reduced in fp32,
-        and gathered weights. Stage 1 keeps a micro batch's gradients until the next one's."""
+        gathered weights, and their second copy. Stage 1 keeps a micro batch's gradients until
+        the next one's."""
         elements = min(BUCKET, share.trained.parameters)
         bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
         if layout.zero_stage == 0 or layout.dp * layout.cp == 1:
             return 0.0
         if layout.zero_stage == 3:
-            return 2 * bucket + cast + width * min(LIVE_PARAMETERS, share.parameters)
+            copy = width * share.parameters / layout.hpz if layout.hpz > 1 else 0.0
+            return 2 * bucket + cast + width * min(LIVE_PARAMETERS, share.parameters) + copy
         if layout.zero_stage == 1 and layout.gradient_accumulation > 1:
             return width * share.trained.parameters + cast
         return (2 if layout.zero_stage == 1 else 3) * bucket + cast
@@ -83,6 +87,7 @@ class DeepSpeedBackend(Backend):
             fp8_stages=_STAGES[:3],
             auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
+            zero_plus=True,
             offload_optimizer=_CPU_OR_NVME,
             offload_parameters=_CPU_OR_NVME,
         ),
@@ -136,6 +141,8 @@ class DeepSpeedBackend(Backend):
                 update["offload_optimizer"] = optimizer
             if zero.offload_parameters == "auto" and parameters is not None:
                 update["offload_parameters"] = parameters
+            stated = zero_plus_of(file)
+            update |= {k: v for k, v in stated.items() if getattr(zero, k) is None}
         parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
         return recipe.model_copy(update={"parallel": parallel})
 
@@ -149,6 +156,8 @@ class DeepSpeedBackend(Backend):
             recipe.optimizer,
             zero.nvme_path,
             zero.config,
+            bool(zero.quantized_weights),
+            bool(zero.quantized_gradients),
             zero.extra or {},
             first_loss_scale(precision),
         )
@@ -193,9 +202,12 @@ class DeepSpeedBackend(Backend):
             "hf and parallel.tensor to 1",
         )
 
-    def rules(self, job: PlanRequest) -> Iterator[Problem]:
+    def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which no
         longer says that the tensor is split: each rank clips by its own norm."""
+        yield from _quantized(job)
+        if model == "hf":
+            return
         precision, tensor = job.training.precision, job.parallel.tensor
         # An open degree is settled where this allows it: at 1, but not under sequence parallel.
         splits = job.parallel.sequence is True or (known(tensor) or 1) > 1
@@ -235,6 +247,30 @@ class DeepSpeedBackend(Backend):
             )
         if zero.get("zero_quantized_weights"):
             yield "gathered weights", f"in quantized blocks, from {ranks:,} data-parallel ranks"
+
+
+def _quantized(job: PlanRequest) -> Iterator[Problem]:
+    """What DeepSpeed's quantizer cannot do, or does wrong silently.
+
+    It is a CUDA operator (`QuantizerBuilder`). Weights are cast to fp16 before it, gradients
+    are not: csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads their bits as fp16.
+    Among the ranks of one node stage3.py (`__avg_scatter_grads`) does not quantize gradients.
+    """
+    precision, cluster = job.training.precision, job.cluster
+    for name in legality.zero_plus(job.parallel.zero):
+        key, why = f"parallel.zero.{name}", ""
+        if name == "hpz":
+            continue
+        if cluster.gpu == "cpu":
+            found, why = f"cluster.gpu: {cluster.gpu}", "GPUs: the quantizer is a CUDA kernel"
+        elif precision == "fp32":
+            found, why = f"precision: {precision}", "bf16 or fp16: the quantizer reads no fp32"
+        elif name == "quantized_gradients" and precision != "fp16":
+            found, why = f"precision: {precision}", "fp16: the quantizer reads its bits as fp16"
+        elif name == "quantized_gradients" and cluster.nodes == 1:
+            found, why = "cluster.nodes: 1", "several nodes: within one, nothing is quantized"
+        if why:
+            yield Problem(key, f"true with {found}", f"true only with {why}", f"remove {key}")
 
 
 BACKEND = DeepSpeedBackend()

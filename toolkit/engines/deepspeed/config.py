@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
-from toolkit.engines.deepspeed.presets import PRESETS, preset_for, preset_path
+from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement
 from toolkit.recipe.schema import OptimizerSection
@@ -56,6 +56,9 @@ OWNED: Mapping[str, str] = {
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     f"{ZERO}.stage": "parallel.zero.stage",
+    f"{ZERO}.zero_hpz_partition_size": "parallel.zero.hpz",
+    f"{ZERO}.zero_quantized_weights": "parallel.zero.quantized_weights",
+    f"{ZERO}.zero_quantized_gradients": "parallel.zero.quantized_gradients",
     f"{OFFLOAD_OPTIMIZER}.device": "parallel.zero.offload_optimizer",
     f"{OFFLOAD_OPTIMIZER}.nvme_path": "parallel.zero.nvme_path",
     f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
@@ -78,6 +81,13 @@ REQUIRED: Mapping[str, object] = {
 weights and moments, mean gradients, the recipe's precision and data order) and keep NaN
 out of the weights."""
 
+ABSENT: Mapping[str, object] = {
+    f"{ZERO}.zero_hpz_partition_size": 1,
+    f"{ZERO}.zero_quantized_weights": False,
+    f"{ZERO}.zero_quantized_gradients": False,
+}
+"""Settings of `OWNED` whose value need not be written where it is DeepSpeed's own."""
+
 MAX_LISTED = 12
 """Blocks with no more keys than this have all of them named in an error."""
 
@@ -99,6 +109,8 @@ class DeepSpeedRequest:
     config: str | None = None
     """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
     fits the layout."""
+    quantized_weights: bool = False
+    quantized_gradients: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
@@ -141,7 +153,8 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
     for name, value in request.extra.items():
         _put(config, f"{ZERO}.{name}", value)
     for key, setting in owned.items():
-        if setting.needed or _get(config, key) is not None:
+        needed = setting.needed and not same(ABSENT.get(key), setting.value)
+        if needed or _get(config, key) is not None:
             _put(config, key, setting.value)
     for key, value in {
         **DEFAULTS,
@@ -196,6 +209,23 @@ def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
     return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
 
 
+def zero_plus_of(file: JsonFile) -> dict[str, int | bool]:
+    """What a config states of ZeRO++, by the recipe's names.
+
+    Raises RecipeError when it states something of another type.
+    """
+    found: dict[str, int | bool] = {}
+    for key, default in ABSENT.items():
+        stated = _stated(file, key)
+        if stated is None:
+            continue
+        if not isinstance(stated, int) or type(stated) is not type(default):
+            kind = "an integer ≥ 1" if default == 1 else "true or false"
+            raise RecipeError([file.problem(key, stated, kind)])
+        found[OWNED[key].rpartition(".")[2]] = stated
+    return found
+
+
 def _device(file: JsonFile, block: str) -> Placement | None:
     device = _stated(file, f"{block}.device")
     if device is None:
@@ -223,6 +253,9 @@ def _owned(request: DeepSpeedRequest) -> dict[str, _Owned]:
         "optimizer.params.eps": optimizer.eps,
         "optimizer.params.weight_decay": optimizer.weight_decay,
         f"{ZERO}.stage": layout.zero_stage,
+        f"{ZERO}.zero_hpz_partition_size": layout.hpz,
+        f"{ZERO}.zero_quantized_weights": request.quantized_weights,
+        f"{ZERO}.zero_quantized_gradients": request.quantized_gradients,
     }
     if optimizer.name != "adamw":  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
@@ -256,10 +289,8 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     if request.precision == "bf16" and request.layout.zero_stage > 0:
         # Otherwise micro batches are summed in bf16. Stage 0 knows no other way.
         settings["data_types.grad_accum_dtype"] = "fp32"
-    if sends_fp32(request.precision, request.layout.zero_stage) and not (
-        _get(file.values, f"{ZERO}.zero_quantized_gradients")
-        or request.extra.get("zero_quantized_gradients")
-    ):
+    fp32 = sends_fp32(request.precision, request.layout.zero_stage)
+    if fp32 and not request.quantized_gradients:
         # Otherwise the ranks' gradients are summed in 16 bits. Quantizing takes only those.
         settings["communication_data_type"] = "fp32"
     return settings
@@ -302,8 +333,9 @@ def _disagreements(
     file: JsonFile, owned: Mapping[str, _Owned], required: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
+    preset = file.path.parent == FOLDER  # of which some values are only defaults
     for key, setting in owned.items():
-        found = _stated(file, key)
+        found = None if preset and key in ABSENT else _stated(file, key)
         if found is not None and setting.value is not None and not same(found, setting.value):
             wanted = json.dumps(setting.value)
             yield file.problem(

@@ -20,6 +20,9 @@ _RECIPE_KEYS: Mapping[str, str] = {
     "stage": "parallel.zero.stage",
     "offload_optimizer": "parallel.zero.offload_optimizer",
     "offload_param": "parallel.zero.offload_parameters",
+    "zero_hpz_partition_size": "parallel.zero.hpz",
+    "zero_quantized_weights": "parallel.zero.quantized_weights",
+    "zero_quantized_gradients": "parallel.zero.quantized_gradients",
 }
 """What the recipe decides, and its key for it."""
 

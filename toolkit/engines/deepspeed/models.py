@@ -151,7 +151,10 @@ class TransformersModel:
         return hf.tensors_of(self.module)
 
     def close(self) -> None:
-        """See `TrainedModel.close`."""
+        """See `TrainedModel.close`: the group of ZeRO++, which DeepSpeed makes only once."""
+        from deepspeed.utils import groups
+
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 class MegatronShard:
@@ -171,7 +174,7 @@ class MegatronShard:
         self.config = setup.model_config
         assert setup.megatron is not None
         self.model = setup.megatron
-        rendered = render_model(self.model, setup.layout, setup.precision)
+        rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
         self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
         self.module = self.chunks[0]
         self.balance = Balance(setup)  # of nothing: with experts the engine is another

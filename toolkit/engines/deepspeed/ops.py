@@ -40,6 +40,7 @@ BUILDERS = {
     "fused_adam": "FusedAdamBuilder",
     "pin_memory": "PinMemoryBuilder",
     "async_io": "AsyncIOBuilder",
+    "quantizer": "QuantizerBuilder",
 }
 """DeepSpeed's builder class of each op that a rendered config can need."""
 
@@ -52,7 +53,7 @@ OLD_LOCK_S = 600.0
 TOOLS = ("C++ compiler", "ninja", "Python headers", "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
-ON_GPU = ("fused_adam", "async_io")
+ON_GPU = ("fused_adam", "async_io", "quantizer")
 """Ops that are built against CUDA; those of CPUs are not, whatever the machine has."""
 
 _POLL_S = 0.2
@@ -84,6 +85,8 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
         ops.append("fused_adam" if optimizer_device == "none" else "cpu_adam")
     if "nvme" in (optimizer_device, parameter_device):
         ops += ["pin_memory", "async_io"]
+    if any(name.startswith("zero_quantized") and on for name, on in zero.items()):
+        ops.append("quantizer")
     return tuple(ops)
 
 

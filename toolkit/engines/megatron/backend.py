@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.backend import ANY, Backend, CostPrecision, Rehearsed, Support
+from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
@@ -94,7 +94,7 @@ class MegatronBackend(Backend):
         check_fields(found)
         return json.dumps(found, indent=2), ()
 
-    def rules(self, job: PlanRequest) -> Iterator[Problem]:
+    def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
         """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
         their own, and each optimizer a dynamic loss scale: all skip a step that overflows,
         but only the one in which it did lowers its scale."""

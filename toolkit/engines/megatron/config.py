@@ -21,7 +21,7 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     OptimizerConfig."""
     model = megatron_model(trained_config(recipe.model))
     precision, overlap = recipe.training.precision, recipe.parallel.overlap == "auto"
-    sections = render_model(model, layout, precision)
+    sections = render_model(model, layout, precision, recipe.training.deterministic)
     if overlap and layout.vpp > 1:
         # What is still being sent must not be freed: gloo would send what comes after it, and
         # megatron-core waits for a send on NCCL's stream only.
@@ -40,12 +40,14 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     }
 
 
-def render_model(model: MegatronModel, layout: Layout, precision: str) -> dict[str, Any]:
+def render_model(
+    model: MegatronModel, layout: Layout, precision: str, deterministic: bool = False
+) -> dict[str, Any]:
     """The two sections that describe the model."""
-    return {
-        "transformer": transformer_arguments(model, layout, precision),
-        "gpt": gpt_arguments(model, layout),
-    }
+    transformer = transformer_arguments(model, layout, precision)
+    if deterministic:
+        transformer["deterministic_mode"] = True
+    return {"transformer": transformer, "gpt": gpt_arguments(model, layout)}
 
 
 def trained_config(model: ModelSection) -> dict[str, Any]:

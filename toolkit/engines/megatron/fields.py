@@ -23,7 +23,7 @@ def check_fields(config: Mapping[str, Mapping[str, Any]]) -> None:
         installed = version("megatron-core")
     except PackageNotFoundError as error:
         raise BackendUnavailable("megatron-core is not installed", fix=fix) from error
-    known = _installed_fields()
+    known = installed_fields()
     for section, values in config.items():
         owner, names = known[section]
         for name in values:
@@ -35,7 +35,7 @@ def check_fields(config: Mapping[str, Mapping[str, Any]]) -> None:
                 )
 
 
-def _installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]:
+def installed_fields() -> dict[str, tuple[Callable[..., Any], Collection[str]]]:
     """Section of `megatron.json` → the class that it configures and what that accepts."""
     from toolkit.models.megatron import cpu
 

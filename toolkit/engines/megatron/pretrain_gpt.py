@@ -82,6 +82,7 @@ TRANSFORMER_SWITCHES = {
     "bf16": (True, "--bf16"),
     "fp16": (True, "--fp16"),
     "calculate_per_token_loss": (True, "--calculate-per-token-loss"),
+    "deterministic_mode": (True, "--deterministic-mode"),
     "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
     "persist_layer_norm": (False, "--no-persist-layer-norm"),

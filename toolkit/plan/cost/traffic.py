@@ -136,7 +136,7 @@ def pipeline_message_s(place: PlacedLayout) -> float:
     return place.network.message_s(size, layout.world // layout.pp)
 
 
-def reduce_bytes(workload: Workload) -> int:
+def reduce_bytes(workload: Workload) -> float:
     """Bytes per gradient element on the wire."""
     if workload.reduce_bytes is not None:
         return workload.reduce_bytes
@@ -174,18 +174,23 @@ def _sharded_s(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
-    pass, one ahead, and gradients reduced."""
+    pass, one ahead, and gradients reduced. Where there is a second copy of the weights, all
+    passes but the first gather from that (ZeRO++, arXiv:2306.10209, section 3.2)."""
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
-    gather = layers * ring.all_gather_s(place.width * share.parameters / layers)
+    weights = (place.workload.gather_bytes or place.width) * share.parameters / layers
+    first = gather = layers * ring.all_gather_s(weights)
+    if layout.hpz > 1:
+        gather = layers * place.group(layout.hpz, 1).all_gather_s(weights)
     size = reduce_bytes(place.workload) * share.trained.parameters
     reduce = layers * ring.reduce_scatter_s(size / layers)
     slowed = place.efficiency[place.workload.cost.overlap]
-    before = _exposed(gather, forward_s, slowed)
+    before = _exposed(first, forward_s, slowed)
+    later = _exposed(gather, forward_s, slowed)
     after = _exposed(gather + reduce, backward_s, slowed)
     steps = layout.gradient_accumulation
     again = gather / (gather + reduce)
-    return steps * (before + again * after), steps * (1 - again) * after
+    return before + (steps - 1) * later + steps * again * after, steps * (1 - again) * after
 
 
 def _replicated_s(

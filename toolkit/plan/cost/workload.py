@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toolkit.backend import BACKENDS, CostPrecision, EngineName, ModelName, Pair
 from toolkit.models.spec import ModelSpec
-from toolkit.recipe.schema import Fp8Section, TrainingSection
+from toolkit.recipe.schema import Fp8Section, TrainingSection, ZeroSection
 
 if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
@@ -40,8 +40,10 @@ class Workload:
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
-    reduce_bytes: int | None = None
+    reduce_bytes: float | None = None
     """Bytes per gradient element on the wire; None: what the engine does by itself."""
+    gather_bytes: float | None = None
+    """Bytes per element of gathered weights on the wire; None: those of the precision."""
     tensor_overlap: TensorOverlap = "backward"
     """Collectives of tensor and sequence parallel that run alongside matrix products. backward:
     alongside the gradients of the weights (Megatron since 2022); all: also cut into pieces next
@@ -97,6 +99,7 @@ def planned_workload(
     fp8: Fp8Section | None = None,
     overlap: bool = True,
     cudnn: bool = False,
+    zero: ZeroSection | None = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
@@ -109,6 +112,7 @@ def planned_workload(
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
     kept = fp8.layers_in_bf16.first + fp8.layers_in_bf16.last if fp8 else 0
+    zero = zero or ZeroSection()
     return Workload(
         spec=spec,
         sequence_length=training.sequence_length,
@@ -126,4 +130,6 @@ def planned_workload(
         document_mask=isolates,
         updates=updates,
         cudnn=cudnn,
+        reduce_bytes=0.5 if zero.quantized_gradients else None,
+        gather_bytes=1.0 if zero.quantized_weights else None,
     )

@@ -29,7 +29,8 @@ def kernel(job: "PlanRequest") -> AttentionKernel:
     if job.kernels.attention != "auto":
         return job.kernels.attention
     hopper = accelerator(job.cluster.gpu).generation == "hopper"
-    return "cudnn" if hopper and not [*_objections(job)] else "sdpa"
+    able = hopper and not job.training.deterministic
+    return "cudnn" if able and not [*_objections(job)] else "sdpa"
 
 
 def problems(job: "PlanRequest") -> Iterator[Problem]:
@@ -38,6 +39,9 @@ def problems(job: "PlanRequest") -> Iterator[Problem]:
     if asked == "auto" or (asked == "sdpa" and attention(job.config) == "sdpa"):
         return
     objections = [*_objections(job)]
+    if asked == "cudnn" and job.training.deterministic:
+        # torch's sdp_utils.cpp, `check_cudnn_deterministic`, takes another kernel silently.
+        objections.append("it is not deterministic, and training.deterministic is true")
     with suppress(PlanError):  # an unknown accelerator is reported where it is stated
         if accelerator(gpu).generation not in GENERATIONS:
             objections.append(f"cluster.gpu {gpu} has none")

@@ -158,6 +158,22 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "1 with offload, which is for models that copies of shards leave no room for",
             "set parallel.replicate to 1 (or auto)",
         )
+    for name in zero_plus(zero):
+        key, shown = f"parallel.zero.{name}", str(getattr(zero, name)).lower()
+        if zero.stage not in (3, "auto"):
+            yield Problem(
+                key,
+                f"{shown} with stage: {zero.stage}",
+                "nothing below stage 3, which alone gathers weights",
+                "set parallel.zero.stage to 3 (or auto)",
+            )
+        elif zero.offload_parameters not in ("none", "auto"):
+            yield Problem(
+                key,
+                f"{shown} with offload_parameters: {zero.offload_parameters}",
+                "nothing with offloaded parameters, whose second copy would be there as well",
+                "remove it, or set parallel.zero.offload_parameters to none",
+            )
     if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
         yield Problem(
             "parallel.zero.offload_parameters",
@@ -197,6 +213,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
     product, world = math.prod(degrees.values()), cluster.world_size
     if world % product == 0:
         yield from _copies(parallel, world // product)
+        yield from _second_copy(parallel.zero, world // product)
         return
     largest = max(degrees, key=lambda name: degrees[name])
     shown = " · ".join(f"{name} {degree}" for name, degree in degrees.items())
@@ -221,6 +238,25 @@ def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
         f"{' or '.join(map(str, fit))}: copies have equally many ranks, two or more",
         f"set parallel.replicate to {nearest(wanted, fit)}",
     )
+
+
+def _second_copy(zero: ZeroSection, ranks: int) -> Iterator[Problem]:
+    """Groups of equally many ranks share a second copy of the weights."""
+    if zero.hpz is None or ranks % zero.hpz == 0:
+        return
+    fit = divisors(ranks)
+    yield Problem(
+        "parallel.zero.hpz",
+        f"{zero.hpz} on {ranks} ranks",
+        f"{' or '.join(map(str, fit))}: groups of equally many ranks",
+        f"set parallel.zero.hpz to {nearest(zero.hpz, fit)}",
+    )
+
+
+def zero_plus(zero: ZeroSection) -> list[str]:
+    """The settings of ZeRO++ that are on."""
+    names = ("quantized_weights", "quantized_gradients")
+    return ["hpz"] * ((zero.hpz or 1) > 1) + [name for name in names if getattr(zero, name)]
 
 
 def copies_of(ranks: int) -> list[int]:
@@ -289,6 +325,9 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
         ways = ", ".join(support.recompute)
         why = ": selective is megatron-core's, and the model here is transformers'"
         refuse("recompute", recompute, ways, "set parallel.recompute to full (or auto)", why)
+    for name in () if support.zero_plus else zero_plus(zero):
+        shown, able = str(getattr(zero, name)).lower(), "transformers' models under deepspeed"
+        refuse(f"zero.{name}", shown, "null", f"remove it{or_engine}", f": it is for {able}")
     if zero.config is not None and not support.zero_config:
         refuse("zero.config", zero.config, "null", f"remove it{or_engine}")
     if zero.extra and not support.zero_config:

@@ -96,6 +96,7 @@ class PlanRequest:
             fp8=self.fp8,
             overlap=self.parallel.overlap == "auto" and pays,
             cudnn=self.attention_kernel == "cudnn",
+            zero=self.parallel.zero,
         )
 
     @cached_property
@@ -192,15 +193,16 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
         return offloaded
     if wrong := [*_fp8(job, pair)]:
         return wrong
+    backend = BACKENDS[pair.engine]
     if pair.model != "megatron":
-        return stacked
+        return [*stacked, *backend.rules(job, pair.model)]
     if reason := job.inexpressible:
         return [_inexpressible(job, pair, reason)]
-    backend = BACKENDS[pair.engine]
     if refusal := backend.refusal(job, pair.model):
         return [refusal]
-    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline, backend.rules]
-    return [*fused, *(problem for rule in rules for problem in rule(job))]
+    rules = [_expert, _tensor, _sequence, _pipeline, _virtual_pipeline]
+    found = (problem for rule in rules for problem in rule(job))
+    return [*fused, *found, *backend.rules(job, pair.model)]
 
 
 def _fp8(job: PlanRequest, pair: Pair) -> Iterator[Problem]:

@@ -1,0 +1,109 @@
+"""`training.deterministic`: what launchers set, what the worker demands, what is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plan.making import recipe
+from toolkit.conflicts import environment
+from toolkit.engines import deterministic
+from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
+from toolkit.errors import BackendUnavailable, RecipeError
+from toolkit.launchers.job import gpu_variables, job_of
+from toolkit.plan.planner import plan_recipe
+from toolkit.run.announce import ledger_of
+from toolkit.run.assignment import decide
+
+GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
+ASKED = {**GPU, "training__deterministic": True}
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_launchers_set_what_libraries_read_once(tmp_path: Path) -> None:
+    assert gpu_variables(recipe(cluster__gpu="cpu", training__deterministic=True)) == {}
+    assert gpu_variables(recipe(**GPU)) == ALLOCATOR
+    wanted = {name: one.value for name, one in VARIABLES.items()}
+    assert gpu_variables(recipe(**ASKED)) == {**ALLOCATOR, **wanted}
+    job = job_of(decide(recipe(**ASKED), tmp_path / "run"))
+    assert {**ALLOCATOR, **wanted}.items() <= job.env.items()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_own_values_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    found = gpu_variables(recipe(**ASKED))
+    assert found.keys() == VARIABLES.keys() - {"CUBLAS_WORKSPACE_CONFIG"}
+
+
+def test_values_of_ones_own_that_cannot_be_are_reported_before_the_start() -> None:
+    environ = {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    (source,) = environment.read(recipe(**ASKED), environ, "launch")
+    found = {one.name: one for one in source.stated}
+    assert found["NCCL_ALGO"].breaks and "Ring" in found["NCCL_ALGO"].advice
+    assert "CUBLAS_WORKSPACE_CONFIG" not in found
+    (source,) = environment.read(recipe(**GPU), ALLOCATOR, "launch")
+    assert source.only_there == tuple(ALLOCATOR), "shown by `dmt check --against env`"
+
+
+def test_the_worker_demands_them_on_gpus() -> None:
+    with pytest.raises(BackendUnavailable, match="NCCL_ALGO") as caught:
+        switch_on({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, on_gpu=True)
+    assert "export NCCL_ALGO=Ring NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in caught.value.fix
+
+
+def test_torch_is_told() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    before = cudnn.benchmark, cudnn.deterministic, memory.fill_uninitialized_memory
+    try:
+        switch_on(variables({}), on_gpu=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        cudnn.benchmark, cudnn.deterministic, memory.fill_uninitialized_memory = before
+    mistake = as_users_mistake(caught.value)
+    assert mistake is not None and not mistake.retry
+    assert str(mistake).startswith("training.deterministic: put_ has no deterministic")
+    assert as_users_mistake(RuntimeError("out of luck")) is None
+    assert as_users_mistake(ValueError(str(caught.value))) is None
+
+
+def planned(**changes: Any) -> Any:
+    return plan_recipe(recipe(**changes))
+
+
+def test_the_plan_takes_no_attention_that_is_not() -> None:
+    assert planned(**GPU).attention_kernel == "cudnn"
+    plan = planned(**ASKED)
+    assert plan.attention_kernel == "sdpa"
+    assert any(reason.startswith("deterministic: ") for reason in plan.reasons)
+    with pytest.raises(RecipeError, match="it is not deterministic"):
+        planned(**ASKED, kernels__attention="cudnn")
+    assert planned(**ASKED, kernels__attention="flash").attention_kernel == "flash"
+
+
+def test_megatron_and_the_ledger_are_told() -> None:
+    wanted = recipe(**ASKED, parallel__engine="megatron")
+    plan = plan_recipe(wanted)
+    assert plan.backend.render(wanted, plan.layout)["transformer"]["deterministic_mode"]
+    found = {entry.what: entry.kind for entry in ledger_of(wanted, plan)}
+    assert found["repeated runs"] == "exact"
+    assert "repeated runs" not in {entry.what for entry in ledger_of(recipe(**GPU), plan)}
+
+
+def test_nothing_of_it_is_in_this_process() -> None:
+    assert not deterministic.VARIABLES.keys() & os.environ.keys()

@@ -1,0 +1,130 @@
+"""The rehearsal on this machine's own device: a tiny model in every engine against plain
+transformers in fp32 on the CPU.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from toolkit.backend import Precision
+from toolkit.doctor.selftest.check import (
+    ATTENTION_FILE,
+    LIMIT_S,
+    Check,
+    CheckVerdict,
+    Workplace,
+)
+from toolkit.intake.load import load_recipe
+from toolkit.recipe.schema import Fp8Section, Recipe
+from toolkit.rehearse.comparison import TOLERANCE, Bounds
+from toolkit.rehearse.layouts import RehearsedLayout
+from toolkit.rehearse.record import Record, read_record
+from toolkit.rehearse.rehearsal import (
+    LayoutResult,
+    Options,
+    Rehearsal,
+    prepare,
+    run_layout,
+    run_reference,
+)
+from toolkit.rehearse.table import verdict, why
+
+WORKER = "toolkit.doctor.selftest.rank"
+SEQUENCE = 128
+"""Tokens of a sequence: fused attention has kernels for it."""
+GPU_FP32 = Bounds(1e-4, 1e-4)
+"""Against a CPU's fp32: exponentials and roots are other instructions. Ten times the CPU's
+bound, as for DeepSpeed's own Adam; no GPU has measured it."""
+BF16 = Bounds(5e-4, 2e-2)
+FP8 = Bounds(1e-3, 5e-2)
+"""Five to ten times the largest difference of any layout on a processor (docs/gpu.md)."""
+_VERDICTS: Mapping[str, CheckVerdict] = {"skipped": "skipped", "diverged": "failed"}
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One model in one precision, in some layouts."""
+
+    title: str
+    recipe: Path
+    layouts: tuple[RehearsedLayout, ...]
+    precision: Precision = "fp32"
+    fp8: bool = False
+
+    def bounds(self, on_gpu: bool) -> Bounds:
+        """How far loss and gradient norm may be from the reference."""
+        if self.fp8:
+            return FP8
+        if self.precision != "fp32":
+            return BF16
+        return GPU_FP32 if on_gpu else TOLERANCE
+
+    def checks(self, place: Workplace) -> Iterator[Check]:
+        """Train the reference and then every layout."""
+        options = Options(
+            processes=place.machine.processes,
+            limit_s=LIMIT_S,
+            worker=WORKER,
+            gpu=place.machine.gpu,
+        )
+        folder = place.folder / self.title.replace(" ", "-")
+        rehearsal = self._rehearsal(options)
+        reference = self._reference(rehearsal, options, place.folder / self.recipe.stem)
+        recipe = self._in_precision(rehearsal.recipe)
+        bounds = self.bounds(place.on_gpu)
+        for layout in self.layouts:
+            at = folder / layout.name
+            result = run_layout(recipe, layout, reference, options, at, bounds)
+            yield self._check(result, bounds, at, place.folder.parent)
+
+    def _rehearsal(self, options: Options) -> Rehearsal:
+        here = [f"cluster.gpus_per_node={options.processes}", f"cluster.gpu={options.gpu}"]
+        rehearsal = prepare(load_recipe(self.recipe, here), options)
+        training = rehearsal.recipe.training.model_copy(update={"sequence_length": SEQUENCE})
+        recipe = rehearsal.recipe.model_copy(update={"training": training})
+        return replace(rehearsal, recipe=recipe)
+
+    def _reference(self, rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
+        """Trained once for all precisions of a model."""
+        known = read_record(folder)
+        done = len(known.loss) == options.steps
+        return known if done else run_reference(rehearsal, options, folder)
+
+    def _in_precision(self, recipe: Recipe) -> Recipe:
+        training = recipe.training.model_copy(update={"precision": self.precision})
+        fp8 = Fp8Section(recipe="rowwise") if self.fp8 else None
+        return recipe.model_copy(update={"training": training, "fp8": fp8})
+
+    def _check(self, result: LayoutResult, bounds: Bounds, at: Path, root: Path) -> Check:
+        row = Check(
+            self.title,
+            result.candidate.name,
+            _VERDICTS.get(verdict(result), "ok"),
+            why(result),
+            f"loss {bounds.loss:g}, norm {bounds.grad_norm:g}",
+        )
+        if result.failure is not None:
+            log = str((at / "logs").relative_to(root))
+            return replace(row, log=log, tail=result.failure.log)
+        if result.comparison is None or result.plan is None:
+            return row
+        far, kernels = result.comparison, _kernels(at)
+        wanted = result.plan.attention_kernel
+        text = f"loss {far.max_rel_loss:.0e}, norm {far.max_rel_grad_norm:.0e}, "
+        text += f"attention {' + '.join(kernels) or 'without a fused kernel'}"
+        text += f" (planned: {wanted})" * (wanted != "sdpa")
+        numbers = {
+            "max_rel_loss": far.max_rel_loss,
+            "max_rel_grad_norm": far.max_rel_grad_norm,
+            "attention": kernels,
+            "planned_attention": wanted,
+        }
+        return replace(row, found=f"{row.found}; {text}".lstrip("; "), numbers=numbers)
+
+
+def _kernels(folder: Path) -> list[str]:
+    """The kernels of the layout that was rehearsed in `folder`, e.g. `flash`."""
+    file = folder / ATTENTION_FILE
+    found: list[str] = json.loads(file.read_text("utf-8")) if file.exists() else []
+    return found

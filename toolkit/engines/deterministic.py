@@ -1,0 +1,91 @@
+"""`training.deterministic`: what makes two runs of the same layout bitwise equal on GPUs.
+
+Variables are read once, when a library makes its first handle or communicator, so launchers set
+them (`toolkit/launchers/job.py`) and the worker looks whether they are there.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from toolkit.errors import BackendUnavailable, RunFailed
+
+
+@dataclass(frozen=True)
+class DeterministicVariable:
+    """One variable of the environment."""
+
+    value: str
+    """What launchers set."""
+    accepted: frozenset[str]
+    """The parts, separated by commas, that a user's own value may have."""
+    why: str
+
+    def accepts(self, text: str) -> bool:
+        """Is a run with this value deterministic?"""
+        parts = {part.strip() for part in text.split(",")}
+        return parts <= self.accepted
+
+
+VARIABLES: Mapping[str, DeterministicVariable] = {
+    "CUBLAS_WORKSPACE_CONFIG": DeterministicVariable(
+        ":4096:8", frozenset((":4096:8", ":16:8")), "cuBLAS adds in a fixed order"
+    ),
+    "NCCL_ALGO": DeterministicVariable(
+        "Ring", frozenset(("Ring", "CollnetDirect", "CollnetChain", "^NVLS")),
+        "NCCL adds in a fixed order",
+    ),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": DeterministicVariable(
+        "0", frozenset(("0",)), "Transformer Engine's attention is deterministic"
+    ),
+}  # fmt: skip
+"""As NVIDIA's Megatron-LM checks them (megatron/training/determinism.py); cuBLAS' own
+documentation, "Results reproducibility", has the first."""
+
+_NO_WAY = "does not have a deterministic implementation"
+"""In what torch says of an operator."""
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What launchers add to the environment of workers; the user's own values stay."""
+    return {name: one.value for name, one in VARIABLES.items() if name not in environ}
+
+
+def unsuitable(environ: Mapping[str, str]) -> Iterator[str]:
+    """Names of the variables that are there with another value than a deterministic one."""
+    return (n for n, one in VARIABLES.items() if n in environ and not one.accepts(environ[n]))
+
+
+def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Let torch compute deterministically or not at all; call it before the first operator.
+
+    Raises BackendUnavailable where, on GPUs, a variable is missing or has another value.
+    """
+    import torch
+
+    if on_gpu:
+        missing = [name for name in VARIABLES if name not in environ]
+        if wrong := [*missing, *unsuitable(environ)]:
+            settings = " ".join(f"{name}={VARIABLES[name].value}" for name in wrong)
+            raise BackendUnavailable(
+                f"training.deterministic needs {', '.join(wrong)} set before the ranks start",
+                fix=f"`dmt launch` sets them; for a launcher of your own: export {settings}",
+            )
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads memory that was not written; filling it would cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+
+
+def as_users_mistake(error: Exception) -> RunFailed | None:
+    """What to say where torch refuses an operator that adds in no fixed order; None for any
+    other error."""
+    if not isinstance(error, RuntimeError) or _NO_WAY not in str(error):
+        return None
+    operator = str(error).partition(_NO_WAY)[0].strip()
+    return RunFailed(
+        f"training.deterministic: {operator} has no deterministic implementation here",
+        fix="set training.deterministic to false, or choose another engine or model "
+        "implementation, which may compute it by other operators",
+        retry=False,
+    )
