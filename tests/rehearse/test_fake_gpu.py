@@ -88,7 +88,7 @@ WAITED = {
     "zero3": {"stage3.py get_grad_norm_direct", "utils.py is_invalid_grad_norm"},
 }
 """Where libraries let the host wait in a step; the engines themselves do it in one place."""
-OURS = {"engine.py train_step", "engine.py _run", "data_parallel.py train_step"}
+OURS = {"engine.py _read", "engine.py _run", "data_parallel.py train_step"}
 
 
 @pytest.fixture(scope="module")
