@@ -22,6 +22,7 @@ class FsdpCost(EngineCost):
 
     sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
     sends_fp32_weights = True
+    whole_experts = True
     # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
     # clipping reads and writes the gradient (8).
     cpu_update_bytes = 48

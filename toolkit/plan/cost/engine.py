@@ -20,6 +20,9 @@ class EngineCost:
     of the weights are in `buffers`."""
     sharded_weights_from: ClassVar[int] = 3
     """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
+    whole_experts: ClassVar[bool] = False
+    """A rank's shard of a layer's experts, one tensor, is whole experts: fewer of them than
+    ranks are spread over as many ranks, and gathered with padding for the others."""
     sends_fp32_weights: ClassVar[bool] = False
     """Offloaded weights travel in fp32, those that are updated, and nothing besides."""
     cpu_update_bytes: ClassVar[int] = CPU_UPDATE_BYTES

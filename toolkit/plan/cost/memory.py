@@ -128,8 +128,10 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * _chunks_waiting(layout, share)
     width = compute_bytes(workload)
-    buffers = workload.cost.buffers(layout, width, share)
-    at_loss = workload.cost.buffers_at_loss(layout, width, share)
+    padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
+    padded = share._replace(experts=share.experts * padding)
+    buffers = workload.cost.buffers(layout, width, padded)
+    at_loss = workload.cost.buffers_at_loss(layout, width, padded)
     workspace, idle = step.workspace, 0.0
     if logits + at_loss > workspace + buffers:
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
@@ -221,7 +223,9 @@ def _states(
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
     copies = layout.dp * layout.cp // layout.replicate
     # An expert's states are spread over the ranks that hold this expert.
-    expert_copies = max(1, copies * layout.tp // layout.ep) if layout.ep > 1 else copies
+    expert_copies = copies / _padding(workload, copies)
+    if layout.ep > 1:
+        expert_copies = max(1, copies * layout.tp // layout.ep)
 
     def held(per_parameter: float, stage: int, share: StageShare) -> float:
         if layout.zero_stage < stage:
@@ -248,6 +252,14 @@ def _states(
         0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, trained),
         0.0 if away else held(each.optimizer, 1, trained) - saved,
     )
+
+
+def _padding(workload: Workload, ranks: int) -> float:
+    """How many times its even share of a layer's experts a rank's shard holds."""
+    experts = workload.spec.experts
+    if not (workload.cost.whole_experts and experts):
+        return 1.0
+    return -(-experts // ranks) * ranks / experts
 
 
 @lru_cache(maxsize=4096)
