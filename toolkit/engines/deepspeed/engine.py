@@ -155,7 +155,7 @@ class DeepSpeedEngine:
         """Loss, metrics and gradient norm; where the norm is on the GPU, too, in one wait."""
         reported = self.engine.get_global_grad_norm() if norm is None else norm
         if isinstance(reported, Tensor):
-            return torch.cat([sums, reported.to(sums).reshape(1)]).tolist()  # type: ignore[no-any-return]
+            return torch.cat([sums, reported.to(sums).reshape(1)]).tolist()
         return [*sums.tolist(), float(reported or 0.0)]
 
     def _plain_norm(self) -> float:
