@@ -28,7 +28,6 @@ QWEN_MOE, MIXTRAL = "qwen/qwen3-30b-a3b-pretrain", "mistral/mixtral-8x7b-pretrai
 PYTHIA, GPT2 = "pythia/pythia-1.4b-pretrain", "gpt2/gpt2-124m-pretrain"
 MISTRAL, OLMO = "mistral/mistral-7b-pretrain", "olmo/olmo-3-7b-pretrain"
 
-SKIPPED = ("step", "evaluate")
 Case = tuple[str, int, int, str]
 """Recipe, nodes of eight H100, micro batches per rank and step, and settings of `parallel`."""
 CASES: list[Case] = [
@@ -157,7 +156,8 @@ def rehearse(case: Case, mode: Any) -> dict[str, Any]:
                     )
                     result: Any = {
                         **asdict(done.peaks[STEP]),
-                        "build": done.peaks["build"].nbytes,
+                        "reserved": done.reserved,
+                        "least": done.least,
                         "flops": sum(done.flops.values()),
                     }
                 except BaseException:  # noqa: BLE001 - the parent tells it
@@ -195,8 +195,12 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
             print(name(case), rank, peak.get("error", "killed"), file=sys.stderr)
             continue
         stage = int(rank) // (layout.world // layout.pp)
-        peaks = {STEP: Peak(peak["nbytes"], peak["holders"])}
-        done = RankFindings(peaks=peaks, flops={"": peak["flops"]})
+        done = RankFindings(
+            peaks={STEP: Peak(peak["nbytes"], peak["holders"])},
+            flops={"": peak["flops"]},
+            reserved=peak["reserved"],
+            least=peak["least"],
+        )
         one = RehearsedRank(rehearsal, int(rank), stage, done)
         capacity = rehearsal.estimate.setup.cluster.gpu.memory_gib
         rows.append(

@@ -3,14 +3,15 @@
     python benchmarks/gpu_published.py CASES.json
 
 Of the cases, those with a peak that the engines can express: torchtitan's eager runs (what
-they reserve, with the planner's share for that; their recompute of every second product is put
-around the layers here), and Megatron's with sequence parallelism and selective recompute (what
-is allocated, on the first stage). Runs with torch.compile or Transformer Engine are left out.
+they reserve, in segments of the allocator's default; their recompute of every second product is
+put around the layers here), and Megatron's with sequence parallelism and selective recompute
+(what is allocated, on the first stage). Runs with torch.compile or Transformer Engine are left
+out.
 """
 
+import argparse
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,14 +33,12 @@ class Expressed:
     overrides: list[str]
     change: Callable[[Any], None]
     """What is done to the engine before it trains."""
-    reserve: float
-    """What is published, as a multiple of what is allocated."""
+    reported: str
+    """What is published: `allocated` or `reserved`."""
 
 
 def expressed(case: dict[str, Any]) -> Expressed | None:
     """None for what the engines cannot express."""
-    from toolkit.plan.cost.memory import RESERVE_SHARE
-
     layout, batch, model = case["layout"], case["batch"], case["model"]
     selective = str(layout["recompute"]).startswith("selective")
     common = [
@@ -56,7 +55,7 @@ def expressed(case: dict[str, Any]) -> Expressed | None:
         parallel += ["zero.offload_optimizer=none", "zero.offload_parameters=none"]
         settings = [*common, *(f"parallel.{one}" for one in parallel)]
         recipe = "llama/llama-3.1-8b-pretrain.yaml"
-        return Expressed(recipe, settings, every_second_product, 1 + RESERVE_SHARE)
+        return Expressed(recipe, settings, every_second_product, "reserved")
     if case["source"] != "korthikanti_mem" or not (selective and layout.get("sp")):
         return None
     parallel = {
@@ -83,7 +82,7 @@ def expressed(case: dict[str, Any]) -> Expressed | None:
         *(f"parallel.{key}={value}" for key, value in parallel.items()),
         *(f"model.config.{key}={value}" for key, value in config.items()),
     ]
-    return Expressed("gpt2/gpt2-124m-pretrain.yaml", settings, lambda _: None, 1.0)
+    return Expressed("gpt2/gpt2-124m-pretrain.yaml", settings, lambda _: None, "allocated")
 
 
 def every_second_product(engine: Any) -> None:
@@ -119,7 +118,12 @@ def every_second_product(engine: Any) -> None:
 
 def main() -> None:
     """Rehearse every case that can be expressed; one process each."""
-    cases = json.loads(Path(sys.argv[1]).read_text())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--only", default="", help="cases whose id has this in it")
+    options = parser.parse_args()
+    cases = json.loads(options.cases.read_text())
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # as in the published runs
     guard.load()
     mode = import_module("toolkit.rehearse.gpu.device").pretend()
     errors = []
@@ -128,24 +132,25 @@ def main() -> None:
         found = expressed(case) if published else None
         if found is None:
             continue
+        if options.only not in case["id"]:
+            continue
         read, write = os.pipe()
         if os.fork() == 0:
             os.write(write, json.dumps(rehearsed(found, mode)).encode())
             os._exit(0)
         os.close(write)
         with os.fdopen(read) as file:
-            gib = found.reserve * json.loads(file.read()) / 2**30
+            gib = {key: size / 2**30 for key, size in json.load(file).items()}
         os.wait()
-        errors.append(abs(gib / published - 1))
-        print(
-            f"{gib / published - 1:+6.1%}  {gib:6.1f} of {published:6.1f}  {case['id']}",
-            flush=True,
-        )
+        error = gib[found.reported] / published - 1
+        errors.append(abs(error))
+        sizes = "  ".join(f"{name} {size:6.2f}" for name, size in gib.items())
+        print(f"{error:+6.1%} of {published:6.2f}  {sizes}  {case['id']}", flush=True)
     print(f"mean of {len(errors)}: {sum(errors) / len(errors):.1%}")
 
 
-def rehearsed(found: Expressed, mode: Any) -> int:
-    """Bytes allocated at the peak of a step on the first rank."""
+def rehearsed(found: Expressed, mode: Any) -> dict[str, int]:
+    """Bytes of a step on the first rank."""
     from toolkit.intake.load import load_recipe
     from toolkit.rehearse.gpu.dress import DressRehearsal
     from toolkit.rehearse.gpu.findings import STEP
@@ -156,7 +161,8 @@ def rehearsed(found: Expressed, mode: Any) -> int:
     rehearsal = DressRehearsal.of(planned)
     skipped = ("step", "evaluate")
     done = rehearse(rehearsal.assignment, 0, mode, found.change, skip=skipped)
-    return done.peaks[STEP].nbytes
+    allocated = done.peaks[STEP].nbytes
+    return {"allocated": allocated, "reserved": done.reserved, "least": done.least}
 
 
 if __name__ == "__main__":

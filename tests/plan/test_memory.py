@@ -22,6 +22,7 @@ from toolkit.plan.cost.memory import (
     stage_memory,
 )
 from toolkit.plan.cost.owners import owner_updates
+from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 
 SHAPE = {
@@ -414,6 +415,30 @@ def test_fsdp_holds_gathered_layers_and_unsharded_gradients() -> None:
     twice = peak_memory(workload(UNTIED, engine="fsdp"), copies)
     assert twice.model_states == 2 * memory.model_states
     assert twice.buffers == memory.buffers
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "held"),
+    [
+        # The gathered head, and in fp32 the embedding's gradient of the micro batch before.
+        ("fsdp", 3, 2 * EMBEDDING + 4 * EMBEDDING),
+        ("deepspeed", 2, 0),
+        ("deepspeed", 1, 2 * UNTIED.total),  # gradients of the micro batch before
+    ],
+)
+def test_at_the_loss_no_layer_is_gathered_or_reduced(
+    engine: str, stage: int, held: float
+) -> None:
+    """Its buffers are idle then; the allocator keeps them for their streams."""
+    layout = Layout(dp=2, zero_stage=stage, gradient_accumulation=2)
+    train = workload(UNTIED, engine=engine, model="hf", sequence_length=4096)
+    memory = stage_memory(train, layout, 0)
+    assert memory.logits > 0
+    assert memory.buffers == pytest.approx(held)
+    in_backward = train.cost.buffers(layout, 2, stage_share(UNTIED, 1, 1, 1, 1, 0))
+    assert memory.idle == pytest.approx(max(0.0, in_backward - held))
+    assert memory.idle > 0
+    assert memory.reserved == pytest.approx(1.07 * (memory.allocated + memory.idle))
 
 
 def test_offload_moves_states_to_the_node() -> None:

@@ -141,6 +141,7 @@ def rank_output(one: RehearsedRank) -> dict[str, Any]:
         "peak_gib": one.peak.nbytes / GIB,
         "planned_gib": one.planned.allocated / GIB,
         "peaks_gib": {phase: peak.nbytes / GIB for phase, peak in one.found.peaks.items()},
+        "reserved_gib": one.found.reserved / GIB,
         "needed_gib": one.needed_gib,
         "compiling_saves_gib": one.compiling_saves_gib,
         "fits": one.fits,
@@ -225,7 +226,7 @@ def print_memory(done: Sequence[RehearsedRank]) -> None:
         verdict = "fits" if one.fits else "does not fit"
         Console().print(
             f"  rehearsed  rank {one.rank} allocates {size(held)}, planned {size(planned)}; "
-            f"with reserve and CUDA {size(one.needed_gib)}: {verdict}",
+            f"with fragments and CUDA {size(one.needed_gib)}: {verdict}",
             soft_wrap=True,
         )
     for note in _of_compiled(done):
@@ -245,7 +246,8 @@ def _of_compiled(done: Sequence[RehearsedRank]) -> Iterator[str]:
 def _table(done: Sequence[RehearsedRank]) -> Table:
     """One row per rank."""
     found = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("rank", "stage", "peak", "planned", "needs", "PFLOP", "planned", "verdict"):
+    memory = "peak", "planned", "reserved", "needs"
+    for name in ("rank", "stage", *memory, "PFLOP", "planned", "verdict"):
         found.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
     for one in done:
         found.add_row(
@@ -253,6 +255,7 @@ def _table(done: Sequence[RehearsedRank]) -> Table:
             f"{one.stage}",
             size(one.peak.nbytes / GIB),
             size(one.planned.allocated / GIB),
+            size(one.found.reserved / GIB),
             size(one.needed_gib),
             f"{sum(one.found.flops.values()) / 1e15:.3f}",
             f"{one.planned_flops / 1e15:.3f}",

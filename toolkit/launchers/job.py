@@ -9,9 +9,10 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment
 
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""Segments of GPU memory that grow, where others leave gaps that no tensor fits into."""
-_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+"""Segments of GPU memory that grow, where others leave gaps that no tensor fits into
+(docs/gpu.md#memory-that-is-reserved)."""
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads the first of the latter two that is there, and otherwise the first
 (c10/cuda/CUDAAllocatorConfig.h)."""
 
@@ -21,8 +22,14 @@ def gpu_variables(recipe: Recipe) -> dict[str, str]:
     if recipe.cluster.gpu == "cpu":
         return {}
     fixed = deterministic.variables(os.environ) if recipe.training.deterministic else {}
-    own_allocator = any(name in os.environ for name in _ALLOCATOR_NAMES)
-    return fixed if own_allocator else {**ALLOCATOR, **fixed}
+    own_allocator = any(name in os.environ for name in _ALLOCATOR)
+    return fixed if own_allocator else {_ALLOCATOR[0]: EXPANDABLE, **fixed}
+
+
+def expandable_segments(recipe: Recipe) -> bool:
+    """Whether a worker's allocator is set up that way, by this environment or a launch."""
+    settings = {**os.environ, **gpu_variables(recipe)}
+    return any(EXPANDABLE in settings.get(name, "") for name in _ALLOCATOR)
 
 
 def job_of(assignment: Assignment, settle: bool = False) -> Job:

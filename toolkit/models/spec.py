@@ -139,6 +139,8 @@ class ModelSpec:
     mlp_bias: bool = False
     query_key_norm: bool = False
     """A norm over each query and key head."""
+    fused_qkv: bool = False
+    """transformers' queries, keys and values are views of one product."""
     layer_norm: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norms_per_layer: int = 2

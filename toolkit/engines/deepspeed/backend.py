@@ -63,6 +63,13 @@ class DeepSpeedCost(EngineCost):
             return width * share.trained.parameters + cast
         return (2 if layout.zero_stage == 1 else 3) * bucket + cast
 
+    def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Stages 1 and 2 have their buckets in the backward pass alone."""
+        if layout.zero_stage not in (1, 2) or layout.dp * layout.cp == 1:
+            return self.buffers(layout, width, share)
+        keeps = layout.zero_stage == 1 and layout.gradient_accumulation > 1
+        return width * share.trained.parameters * keeps
+
 
 class DeepSpeedBackend(Backend):
     """ZeRO and offload, for a model of either implementation.

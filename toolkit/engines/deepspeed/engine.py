@@ -140,9 +140,8 @@ class DeepSpeedEngine:
                 norm = self._plain_norm()
             self.engine.step()
         applied = self.engine.was_step_applied()
-        if norm is None:
-            norm = float(self.engine.get_global_grad_norm() or 0.0) / loss_scale
-        mean_loss, *metrics = joint_sums.result().tolist()
+        mean_loss, *metrics, norm = self._read(joint_sums.result(), norm)
+        norm /= loss_scale
         skipped = refusal(count, mean_loss, max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
@@ -151,6 +150,13 @@ class DeepSpeedEngine:
         # A step that changes nothing has a rate of 0.
         named |= balance.end_step(applied=skipped is None and learning_rate > 0)
         return StepResult(mean_loss, norm, skipped, named)
+
+    def _read(self, sums: Tensor, norm: float | None) -> list[float]:
+        """Loss, metrics and gradient norm; where the norm is on the GPU, too, in one wait."""
+        reported = self.engine.get_global_grad_norm() if norm is None else norm
+        if isinstance(reported, Tensor):
+            return torch.cat([sums, reported.to(sums).reshape(1)]).tolist()
+        return [*sums.tolist(), float(reported or 0.0)]
 
     def _plain_norm(self) -> float:
         """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""

@@ -22,6 +22,7 @@ class FsdpCost(EngineCost):
 
     sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
     sends_fp32_weights = True
+    whole_experts = True
     # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
     # clipping reads and writes the gradient (8).
     cpu_update_bytes = 48
@@ -39,26 +40,35 @@ class FsdpCost(EngineCost):
         Layers and an embedding of its own come and go, the head stays gathered from the forward
         to the backward pass. The gradients of a layer or a head are there twice: in compute
         precision and, copied, in the fp32 of the reduce-scatter. A head that is the embedding,
-        or runs in chunks, keeps its gradient until the embedding's is there. What is reduced
-        last stays until the next micro batch's backward pass reduces something.
+        or runs in chunks, keeps its gradient until the embedding's is there.
         """
         if layout.zero_stage < 2:
             return 0.0
         largest = (share.dense + share.experts) / share.layers
         head, gathered = share.trained.output, share.vocabulary + GATHERED_LAYERS * largest
-        kept, last = share.vocabulary, share.trained.vocabulary
-        if layout.loss == "whole" and share.vocabulary > share.output:
+        if _own_units(layout, share):
             gathered -= share.vocabulary - share.output
-            kept, last = share.output, share.vocabulary - share.output
             head, largest = 0.0, max(largest, head)
         if layout.zero_stage == 2:
             gathered = share.parameters
-        in_backward = width * (gathered + head) + (width + FP32_BYTES) * largest
-        if layout.gradient_accumulation == 1:
-            return in_backward
+        return width * (gathered + head) + (width + FP32_BYTES) * largest
+
+    def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
+        """The gathered head; and of the micro batch before, what was reduced last: it stays
+        until the next backward pass reduces something."""
+        if layout.zero_stage < 2:
+            return 0.0
+        kept, last = share.vocabulary, share.trained.vocabulary
+        if _own_units(layout, share):
+            kept, last = share.output, share.vocabulary - share.output
         if layout.zero_stage == 2:
-            kept = gathered
-        return max(in_backward, width * kept + FP32_BYTES * last)
+            kept = share.parameters
+        return width * kept + FP32_BYTES * last * (layout.gradient_accumulation > 1)
+
+
+def _own_units(layout: Layout, share: StageShare) -> bool:
+    """Whether embedding and head are gathered each for itself."""
+    return layout.loss == "whole" and share.vocabulary > share.output
 
 
 class FsdpBackend(Backend):

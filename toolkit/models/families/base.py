@@ -196,6 +196,7 @@ class Family:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     query_key_norm: bool = False
+    fused_qkv: bool = False
     layer_norm: bool = False
     norms_per_layer: int = 2
     sliding: Callable[[Settings], Sequence[int]] = all_layers

@@ -125,5 +125,6 @@ GPT_NEOX = Family(
     published_names=((r"^lm_head\.", "embed_out."),),
     gated_mlp=False,
     mlp_bias=True,
+    fused_qkv=True,
     layer_norm=True,
 )

@@ -72,4 +72,6 @@ def unsupported(spec: ModelSpec, settings: Settings) -> str | None:
     return common.first_reason(dropouts, llama.unsupported(spec, settings))
 
 
-PHI3 = Family("phi3", KEYS, model, unsupported, rope_types=("default", "longrope"))
+PHI3 = Family(
+    "phi3", KEYS, model, unsupported, rope_types=("default", "longrope"), fused_qkv=True
+)

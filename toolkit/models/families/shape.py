@@ -84,6 +84,7 @@ def sizes(settings: Settings) -> ModelSpec:
         attention_output_bias=family.attention_output_bias or bias,
         mlp_bias=family.mlp_bias or bool(settings["mlp_bias"]),
         query_key_norm=family.query_key_norm,
+        fused_qkv=family.fused_qkv,
         layer_norm=family.layer_norm,
         norms_per_layer=family.norms_per_layer,
     )

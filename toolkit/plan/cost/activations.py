@@ -152,10 +152,12 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
 
 def _rotated(workload: Workload, sizes: _Sizes) -> float:
     """Elements of rotated queries and keys where the values, a view of the product that all
-    three come from, keep the plain ones, too: megatron-core's."""
+    three come from, keep the plain ones, too: megatron-core's, and some of transformers'.
+    GPT-NeoX also copies attention's output, but its two norms share their input."""
     spec = workload.spec
     rotary = not (spec.learned_positions or spec.latent)
-    return sizes.query + sizes.key if _single_megatron(workload) and rotary else 0.0
+    views = _single_megatron(workload) or (spec.fused_qkv and not workload.megatron_layers)
+    return sizes.query + sizes.key if views and rotary else 0.0
 
 
 def _single_megatron(workload: Workload) -> bool:

@@ -20,6 +20,9 @@ class EngineCost:
     of the weights are in `buffers`."""
     sharded_weights_from: ClassVar[int] = 3
     """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
+    whole_experts: ClassVar[bool] = False
+    """A rank's shard of a layer's experts, one tensor, is whole experts: fewer of them than
+    ranks are spread over as many ranks, and gathered with padding for the others."""
     sends_fp32_weights: ClassVar[bool] = False
     """Offloaded weights travel in fp32, those that are updated, and nothing besides."""
     cpu_update_bytes: ClassVar[int] = CPU_UPDATE_BYTES
@@ -54,9 +57,13 @@ class EngineCost:
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Bytes of buckets, gathered and cast weights; `width` bytes per element are computed
-        in. DDP's gradients are its buckets."""
+        """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` bytes
+        per element are computed in. DDP's gradients are its buckets."""
         return 0.0
+
+    def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
+        """Those between the forward and the backward pass."""
+        return self.buffers(layout, width, share)
 
 
 def in_place_logit_bytes(width: int) -> int:

@@ -22,7 +22,8 @@ GIB = 2**30
 RESERVE_SHARE = 0.07
 """Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
 it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
-peaks with torch.compile (Llama 3 8B on 8 and 128 H100)."""
+peaks with torch.compile (Llama 3 8B on 8 and 128 H100). Where there is room it reserves more;
+what it cannot do without is below 1% in expandable segments (docs/gpu.md)."""
 CONTEXT_BYTES = 1.0 * GIB
 """Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
 channel buffers (10 MiB per channel and communicator)."""
@@ -49,6 +50,9 @@ class Memory:
     """Recomputed activations and gradients of one layer; 0 where the logits need more."""
     buffers: float
     """Communication: buckets, gathered weights, pipeline messages."""
+    idle: float = 0.0
+    """Buffers of the backward pass, where the loss is the peak: the allocator keeps them in the
+    pools of their own streams, which nothing else can use while there is room."""
     context: float = CONTEXT_BYTES
     """What CUDA and NCCL hold outside the allocator."""
 
@@ -67,7 +71,7 @@ class Memory:
     @property
     def reserve(self) -> float:
         """What the allocator holds beyond that."""
-        return RESERVE_SHARE * self.allocated
+        return self.idle + RESERVE_SHARE * (self.allocated + self.idle)
 
     @property
     def reserved(self) -> float:
@@ -78,11 +82,6 @@ class Memory:
     def total(self) -> float:
         """All that the device needs."""
         return self.reserved + self.context
-
-
-def with_reserve(allocated: float) -> float:
-    """Bytes that a device needs for a peak of `allocated` ones."""
-    return (1 + RESERVE_SHARE) * allocated + CONTEXT_BYTES
 
 
 class _Step(NamedTuple):
@@ -130,17 +129,28 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     chunk = step.stored * layers + _document_masks(workload, layout, layers)
     chunk += step.sent if layout.vpp > 1 else 0.0
     activations = chunk * _chunks_waiting(layout, share)
+    width = compute_bytes(workload)
+    padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
+    padded = share._replace(experts=share.experts * padding)
+    buffers = workload.cost.buffers(layout, width, padded)
+    at_loss = workload.cost.buffers_at_loss(layout, width, padded)
+    workspace, idle = step.workspace, 0.0
+    if logits + at_loss > workspace + buffers:
+        workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
+    else:
+        logits = 0.0
     # What owners exchange comes when they are gone.
-    exchange = _exchange(workload, layout, share) - activations - max(logits, step.workspace)
+    exchange = _exchange(workload, layout, share) - activations - logits - workspace
     return Memory(
         stage=share.stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        logits=logits if logits > step.workspace else 0.0,
-        workspace=0.0 if logits > step.workspace else step.workspace,
-        buffers=step.messages + _engine_buffers(workload, layout, share) + max(0.0, exchange),
+        logits=logits,
+        workspace=workspace,
+        buffers=step.messages + buffers + max(0.0, exchange),
+        idle=idle,
     )
 
 
@@ -215,7 +225,9 @@ def _states(
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
     copies = layout.dp * layout.cp // layout.replicate
     # An expert's states are spread over the ranks that hold this expert.
-    expert_copies = max(1, copies * layout.tp // layout.ep) if layout.ep > 1 else copies
+    expert_copies = copies / _padding(workload, copies)
+    if layout.ep > 1:
+        expert_copies = max(1, copies * layout.tp // layout.ep)
 
     def held(per_parameter: float, stage: int, share: StageShare) -> float:
         if layout.zero_stage < stage:
@@ -242,6 +254,14 @@ def _states(
         0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, trained),
         0.0 if away else held(each.optimizer, 1, trained) - saved,
     )
+
+
+def _padding(workload: Workload, ranks: int) -> float:
+    """How many times its even share of a layer's experts a rank's shard holds."""
+    experts = workload.spec.experts
+    if not (workload.cost.whole_experts and experts):
+        return 1.0
+    return -(-experts // ranks) * ranks / experts
 
 
 @lru_cache(maxsize=4096)
@@ -342,11 +362,6 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     if workload.megatron_layers:
         return in_place_logit_bytes(width)
     return workload.cost.logit_bytes(width, tp)
-
-
-def _engine_buffers(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Buckets, gathered and cast weights."""
-    return workload.cost.buffers(layout, compute_bytes(workload), share)
 
 
 # What leaves the device

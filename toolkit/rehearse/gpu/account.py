@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from toolkit.rehearse.gpu import device
+from toolkit.rehearse.gpu.allocator import Allocator, Request, least, rounded
 from toolkit.rehearse.gpu.findings import (
     ACTIVATIONS,
     BACKWARD,
@@ -31,8 +33,6 @@ from toolkit.rehearse.gpu.findings import (
     Peak,
 )
 
-BLOCK = 512
-"""Bytes that PyTorch's caching allocator rounds a request up to (`kMinBlockSize`)."""
 _PASSING = (ACTIVATIONS, BACKWARD, OTHER)
 _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sharding_prop"
 _OF_TORCH = ("torch/", "toolkit/rehearse/gpu/")
@@ -50,8 +50,8 @@ class Account:
 
     flops: dict[str, Counter[str]] = field(default_factory=dict)
     """By phase and module, of matrix products and attention; attention counted in full."""
-    _events: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes that come or go, and the number of their storage."""
+    _events: list[Request] = field(default_factory=list)
+    """Bytes that come or go, of which storage, and on which stream."""
     _labels: list[tuple[str, str]] = field(default_factory=list)
     """Of each storage: kind, and module or place."""
     _sizes: list[int] = field(default_factory=list)
@@ -103,10 +103,10 @@ class Account:
         events = self._events
         start = self._starts[phase]
         stop = min([n for n in self._starts.values() if n > start], default=len(events))
-        totals = list(accumulate((size for size, _ in events[:stop]), initial=0))
+        totals = list(accumulate((size for size, _, _ in events[:stop]), initial=0))
         last = max(range(start, stop + 1), key=totals.__getitem__)
         held: dict[str, Counter[str]] = {}
-        for size, number in events[:last]:
+        for size, number, _ in events[:last]:
             kind, place = self._labels[number]
             held.setdefault(kind, Counter())[place] += size
         ranked = sorted(held.items(), key=lambda item: -item[1].total())
@@ -115,6 +115,20 @@ class Account:
             for kind, places in ranked
         }
         return Peak(totals[last], {kind: places for kind, places in holders.items() if places})
+
+    def reserved(self, *, expandable: bool) -> tuple[int, int]:
+        """Bytes that the allocator has reserved in the end, and the least it can do with.
+
+        The last phase comes twice: what a step leaves free is not always what the next one
+        asks for.
+        """
+        phase = self._events[self._starts[self._phase] :]
+        left: Counter[int] = Counter()
+        for size, number, _ in phase:
+            left[number] += size
+        requests = self._events + [event for event in phase if not left[event[1]]]
+        most = Allocator(expandable=expandable).replay(requests)
+        return most, least(requests, most, expandable=expandable)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -186,16 +200,19 @@ class Account:
     def _resized(self, storage: Any) -> None:
         number = self._numbers.get(storage)
         if number is not None:
-            self._change(number, -(-storage.nbytes() // BLOCK) * BLOCK)
+            self._change(number, rounded(storage.nbytes()))
 
     def _gone(self, number: int) -> None:
         self._change(number, 0)
         self._references.pop(number, None)
 
     def _change(self, number: int, size: int) -> None:
-        if more := size - self._sizes[number]:
+        before = self._sizes[number]
+        if size != before:
             self._sizes[number] = size
-            self._events.append((more, number))
+            for more in (-before, size):
+                if more:
+                    self._events.append((more, number, device.current_stream().stream_id))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
         """None for what DTensor makes to find out a shape, which has no elements anywhere."""

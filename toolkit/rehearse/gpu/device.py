@@ -4,6 +4,7 @@ Everything here lasts until the process ends, and nothing in it computes.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import types
@@ -47,18 +48,22 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream on which everything has been done."""
+    """A CUDA stream on which everything has been done. The first one is the default."""
 
     device = GPU
-    stream_id = device_index = cuda_stream = 0
     device_type = 1
+    device_index = 0
+    _made = itertools.count()
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        self.stream_id = self.cuda_stream = next(self._made)
 
     def __enter__(self) -> "_Stream":
+        _streams.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        _streams.pop()
 
     def is_capturing(self) -> bool:
         return False
@@ -90,7 +95,22 @@ class _Generator:
         return 0
 
 
-_STREAM = _Stream()
+_DEFAULT = _Stream()
+_streams = [_DEFAULT]
+"""Memory is allocated on the last one, in the backward pass too: its thread is waited for."""
+
+
+def current_stream(*_: object) -> _Stream:
+    """What `torch.cuda.current_stream` gives."""
+    return _streams[-1]
+
+
+def _set_stream(stream: _Stream) -> None:
+    _streams[-1] = stream
+
+
+def _within(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return stream or contextlib.nullcontext()
 
 
 def pretend() -> FakeTensorMode:
@@ -222,10 +242,10 @@ def _have_cuda() -> None:
         "synchronize": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": lambda *_: _STREAM,
-        "default_stream": lambda *_: _STREAM,
-        "set_stream": _nothing(),
-        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": current_stream,
+        "default_stream": lambda *_: _DEFAULT,
+        "set_stream": _set_stream,
+        "stream": _within,
         "device": lambda _: contextlib.nullcontext(),
         "manual_seed": _nothing(),
         "manual_seed_all": _nothing(),
@@ -252,8 +272,8 @@ def _have_accelerator() -> None:
     )
     _replace(
         torch.accelerator,
-        current_stream=lambda *_: _STREAM,
-        set_stream=_nothing(),
+        current_stream=current_stream,
+        set_stream=_set_stream,
         synchronize=_nothing(),
     )
     _replace(Tensor, record_stream=_nothing(), pin_memory=lambda self, *_: self)

@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
-from toolkit.plan.cost.memory import GIB, Memory, stage_memory, with_reserve
+from toolkit.plan.cost.memory import CONTEXT_BYTES, GIB, Memory, stage_memory
 from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.redact import redact
@@ -138,10 +138,9 @@ class RehearsedRank:
 
     @property
     def needed_gib(self) -> float:
-        """With what the allocator reserves besides, and CUDA and NCCL hold; without what
+        """The least that the allocator can do with, and what CUDA and NCCL hold; without what
         compiled layers save."""
-        most = max(peak.nbytes for peak in self.found.peaks.values())
-        return with_reserve(most - self.compiling_saves_gib * GIB) / GIB
+        return (self.found.least + CONTEXT_BYTES) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:

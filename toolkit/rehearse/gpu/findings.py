@@ -24,7 +24,7 @@ class Peak:
     """What a GPU holds when it holds most."""
 
     nbytes: int
-    """In blocks of the allocator, without what it reserves besides."""
+    """What is allocated, in blocks of the allocator."""
     holders: Mapping[str, Mapping[str, int]]
     """Bytes by kind (a constant of this module) and by module or place, the largest first."""
 
@@ -69,6 +69,10 @@ class RankFindings:
     """What the GPU holds at its fullest, by phase."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of a step, by module."""
+    reserved: int = 0
+    """Bytes that PyTorch's allocator has reserved in the end, if it can."""
+    least: int = 0
+    """The least that it can do with: when there is no more, it gives back what is free."""
     ended_by: str | None = None
     """The error that tensors of two devices were."""
 

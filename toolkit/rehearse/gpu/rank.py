@@ -18,6 +18,7 @@ from toolkit.engines.distributed import Ranks
 from toolkit.engines.fsdp.config import DTYPES
 from toolkit.engines.setup import EngineSetup, build_engine
 from toolkit.intake.load import load_recipe
+from toolkit.launchers.job import expandable_segments
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
@@ -95,6 +96,9 @@ def rehearse(
     ended = watch.found.ended_by is not None
     phases = [] if ended else [one for one in PHASES if one not in skip]
     watch.found.peaks = {phase: watch.account.peak(phase) for phase in phases}
+    if not ended:
+        expandable = expandable_segments(assignment.recipe)
+        watch.found.reserved, watch.found.least = watch.account.reserved(expandable=expandable)
     watch.found.flops = dict(watch.account.flops.get(STEP, Counter()).most_common())
     return watch.found
 

@@ -186,17 +186,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
 
-    def _enters(self, module: nn.Module, _: object) -> None:
-        self._inside += self._is_layer(module)
+    def _enters(self, module: nn.Module, arguments: Sequence[Any]) -> None:
+        if self._is_layer(module):
+            self._inside += 1
+            self._stream(module, "takes", arguments)  # after what FSDP did to the one before
 
     def _leaves(self, module: nn.Module, _: object, output: Any) -> None:
         if not self._is_layer(module):
             return
         self._inside -= 1
-        stream = output[0] if isinstance(output, tuple) else output
+        self._stream(module, "returns", output if isinstance(output, tuple) else (output,))
+
+    def _stream(self, module: nn.Module, does: str, tensors: Sequence[Any]) -> None:
+        """The residual stream, the first of `tensors`, in another type than is computed in."""
+        stream = tensors[0] if tensors else None
         if isinstance(stream, Tensor) and stream.dtype != self._compute:
             number = getattr(module, "layer_idx", getattr(module, "layer_number", "?"))
-            self._add(WIDENED, f"{type(module).__name__} {number} returns {stream.dtype}")
+            self._add(WIDENED, f"{type(module).__name__} {number} {does} {stream.dtype}")
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:
