@@ -65,7 +65,7 @@ class Run:
             self.close()
             raise
         self.first_s = time.perf_counter() - started
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         self._cpu_before_s = _cpu_s(self._processes())
 
     def __enter__(self) -> Self:
@@ -76,34 +76,35 @@ class Run:
 
     def close(self) -> None:
         """Kill what still runs, and what is stopped."""
-        self._signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         self._process.wait()
         self._output.close()
 
     def turn(self, limit_s: float = TURN_S) -> bool:
         """Let it run for so long, or to its last step; whether that is done."""
         started = time.perf_counter()
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         while not (done := self._last()) and time.perf_counter() - started < limit_s:
             if self._process.poll() is not None:
                 self.end()
             time.sleep(POLL_S)
         self.ran_s += time.perf_counter() - started
-        self._signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         if processes := self._processes():
             self.cpu_s = _cpu_s(processes) - self._cpu_before_s
         return done
 
     def end(self) -> None:
         """Let it end. Stops the benchmark with its output when it failed."""
-        self._signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         code = self._process.wait()
         self._output.seek(0)
         text = self._output.read()[-2000:].decode(errors="replace")
         if code or not self._last():
             sys.exit(f"{' '.join(self.command)} ended with {code}:\n{text}")
 
-    def _signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:
+        """Send it to all processes of the run."""
         for process in self._processes():
             with suppress(psutil.NoSuchProcess):  # ended since it was listed
                 process.send_signal(number)
@@ -216,12 +217,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def dmt(folder: Path, recipe: Path, overrides: Sequence[str], steps: int) -> Run:
+def dmt(
+    folder: Path,
+    recipe: Path,
+    overrides: Sequence[str],
+    steps: int,
+    logged_every: int = LOGGED_EVERY,
+) -> Run:
     """`dmt launch` of `recipe`, in the run directory `folder/dmt`."""
     run_dir = folder / "dmt"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [
-        *overrides, f"training.steps={steps}", f"logging.every_steps={LOGGED_EVERY}",
+        *overrides, f"training.steps={steps}", f"logging.every_steps={logged_every}",
         "logging.wandb=null", "evaluation.every_steps=null", "checkpoint.every_steps=null",
         "checkpoint.export=false",
     ]  # fmt: skip
@@ -232,8 +239,8 @@ def dmt(folder: Path, recipe: Path, overrides: Sequence[str], steps: int) -> Run
     def logged(lines: int) -> bool:
         return metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
 
-    assert steps % LOGGED_EVERY == 0, "the last step is logged"
-    return Run(command, lambda: logged(1), lambda: logged(1 + steps // LOGGED_EVERY))
+    assert steps % logged_every == 0, "the last step is logged"
+    return Run(command, lambda: logged(1), lambda: logged(1 + steps // logged_every))
 
 
 def loop(folder: Path, script: str, steps: int, processes: int = 2) -> Run:

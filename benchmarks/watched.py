@@ -1,146 +1,260 @@
 """What 50 open pages of `dmt watch` cost the run that they show.
 
-Pairs of the same run, which take turns (pairs.py): one alone, and one whose directory is served
-to 50 clients that ask as the page does. The clients run here, too, though browsers of users run
-elsewhere: they have the lowest priority, and the ratio counts what they take all the same.
+One run trains throughout. In windows of some seconds its server and 50 clients are stopped
+(SIGSTOP), in those between they work; a pair is twelve windows, in the order off, on, on, off,
+so that a machine whose speed changes slowly does so for both. Counted are the steps of log
+lines that lie in a window as a whole. The run logs every 5 of its short steps, several times a
+second: most runs do so every some seconds, and cost their server less.
 
-    python benchmarks/watched.py --pairs 5 --out benchmarks/results/watched.json
+Clients ask as the page does (page.js): one connection each, the next question 0.2 s after an
+answer, which the server holds back until there is something new. They do not draw, and are one
+process of the lowest priority, since browsers of users run on machines of their own; what it
+takes is part of the ratio all the same. The server's processor time is quoted as well, by
+second and by log line: at worst the steps are longer by its share of a core.
+
+    python benchmarks/watched.py            # 5 pairs: 5 minutes
+    python benchmarks/watched.py --json > benchmarks/results/watched.json
 """
 
-import http.client
+import argparse
 import json
 import os
 import re
+import selectors
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
-from pairs import RECIPE, Run, dmt, parser
+import psutil
+from pairs import RECIPE, dmt
 
 CLIENTS = 50
 PAUSE_S = 0.2
-"""Between the page's requests (toolkit/report/page/page.js)."""
+"""Between an answer and the page's next request (toolkit/report/page/page.js)."""
 OVERRIDES = ("parallel.engine=ddp", "cluster.gpus_per_node=2")
+LOGGED_EVERY = 5
+MOST_STEPS = 1_000_000
+WINDOW_S = 4.5
+ORDER = (False, True, True, False) * 3
+"""Of a pair's windows: do server and clients work in it?"""
 
 
 class Audience:
-    """`dmt watch` of a run and its clients, stopped while it is not the run's turn."""
+    """`dmt watch` of a run and its clients, which work or are stopped."""
 
     def __init__(self, run_dir: Path) -> None:
         watch = [sys.executable, "-m", "toolkit.cli.main", "watch", str(run_dir)]
-        self._server = subprocess.Popen(watch, stderr=subprocess.PIPE, text=True)
-        assert self._server.stderr is not None
-        line = self._server.stderr.readline()
+        server = subprocess.Popen(watch, stderr=subprocess.PIPE, text=True)
+        assert server.stderr is not None
+        line = server.stderr.readline()
         found = re.search(r"http://\S+/", line)
         if found is None:
             sys.exit(f"dmt watch said {line!r}")
-        ask = [sys.executable, __file__, "--ask", found[0]]
-        self._clients = subprocess.Popen(ask, stdout=subprocess.PIPE, text=True)
-        time.sleep(2.0)  # everyone has the page
-        self.signal(signal.SIGSTOP)
+        self._answers = run_dir.parent / "answers.json"
+        ask = [sys.executable, __file__, "--ask", found[0], str(self._answers)]
+        self.processes = {"server": server, "clients": subprocess.Popen(ask)}
+        time.sleep(2.0)  # everyone is connected
+        self.work(False)
 
-    def signal(self, number: signal.Signals) -> None:
-        for process in (self._server, self._clients):
-            process.send_signal(number)
+    def work(self, on: bool) -> None:
+        """Let them work, or stop them."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time of server and clients so far."""
+        times = {
+            name: psutil.Process(one.pid).cpu_times() for name, one in self.processes.items()
+        }
+        return {name: one.user + one.system for name, one in times.items()}
+
+    def answers(self) -> dict[str, int]:
+        """How many the clients had, by status."""
+        return dict(json.loads(self._answers.read_text()))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.signal(signal.SIGCONT)
-        self._clients.terminate()
-        said, _ = self._clients.communicate()
-        self._server.send_signal(signal.SIGINT)
-        self._server.communicate()
-        print(f"  {CLIENTS} clients had answers by status: {said.strip()}", flush=True)
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
 
-def ask(url: str) -> None:
-    """Ask as CLIENTS pages do, until SIGTERM."""
+class Client:
+    """One open page, as its server sees it."""
+
+    def __init__(self, address: tuple[str, int], selector: selectors.BaseSelector) -> None:
+        self._address, self._selector = address, selector
+        self._seen = b""
+        self._connect()
+        self.ask()
+
+    def _connect(self) -> None:
+        self._socket = socket.create_connection(self._address)
+        self._selector.register(self._socket, selectors.EVENT_READ, self)
+
+    def ask(self) -> None:
+        """Send the request for what is newer than the last answer."""
+        host = "{}:{}".format(*self._address).encode()
+        self._head, self._tail, self._left = b"", b"", -1
+        self._socket.sendall(b"GET /data?%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (self._seen, host))
+
+    def read(self) -> int:
+        """Take what there is; the status of an answer that is complete, else 0."""
+        part = self._socket.recv(1 << 20)
+        if not part:  # hung up while everything was stopped: ask again, as a browser does
+            self._selector.unregister(self._socket)
+            self._socket.close()
+            self._connect()
+            self.ask()
+            return 0
+        if self._left < 0:
+            self._head, found, part = (self._head + part).partition(b"\r\n\r\n")
+            if not found:
+                return 0
+            length = re.search(rb"(?i)content-length: *(\d+)", self._head)
+            self._left = int(length[1]) if length else 0
+        self._left -= len(part)
+        self._tail = (self._tail + part)[-80:]
+        if self._left:
+            return 0
+        status = int(self._head.split()[1])
+        if status == 200:
+            # The rest is not parsed: that is for the browser's machine to do.
+            self._seen = self._tail.rpartition(b'"version": "')[2].rstrip(b'"}')
+        return status
+
+
+def ask(url: str, said: Path) -> None:
+    """Ask as CLIENTS pages do until the process is killed; `said` counts their answers."""
     os.nice(19)
-    answers: Counter[int] = Counter()
-
-    def page() -> None:
-        seen = ""
-        while True:
-            connection = http.client.HTTPConnection(urlsplit(url).netloc)
-            connection.request("GET", f"/data?{seen}")
-            answer = connection.getresponse()
-            body = answer.read()
-            connection.close()
-            answers[answer.status] += 1
-            if answer.status == 200:
-                # Not parsed: that is for the browser's machine to do.
-                seen = body[-80:].decode().rpartition('"version": "')[2].rstrip('"}')
-            time.sleep(PAUSE_S)
-
-    def end(*_: object) -> None:
-        print(json.dumps(answers), flush=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
+    split = urlsplit(url)
+    selector = selectors.DefaultSelector()
+    address = (str(split.hostname), int(split.port or 80))
     for _ in range(CLIENTS):
-        threading.Thread(target=page, daemon=True).start()
+        Client(address, selector)
+    answers: Counter[int] = Counter()
+    pausing: deque[tuple[float, Client]] = deque()
     while True:
-        signal.pause()
+        wait_s = max(0.0, pausing[0][0] - time.monotonic()) if pausing else None
+        for key, _ in selector.select(wait_s):
+            if status := key.data.read():
+                answers[status] += 1
+                pausing.append((time.monotonic() + PAUSE_S, key.data))
+        if pausing and pausing[0][0] <= time.monotonic():
+            said.write_text(json.dumps(answers))
+        while pausing and pausing[0][0] <= time.monotonic():
+            pausing.popleft()[1].ask()
 
 
-def pair(steps: int) -> tuple[Run, Run]:
-    """The run alone, and the one that is watched."""
-    with tempfile.TemporaryDirectory() as name:
-        folders = [Path(name, one) for one in ("alone", "watched")]
-        for folder in folders:
-            folder.mkdir()
-        with (
-            dmt(folders[0], RECIPE, OVERRIDES, steps) as alone,
-            dmt(folders[1], RECIPE, OVERRIDES, steps) as watched,
-            Audience(folders[1] / "dmt") as audience,
-        ):
-            running = [alone, watched]
-            while running:
-                for run in [*running]:
-                    if run is watched:
-                        audience.signal(signal.SIGCONT)
-                    if run.turn():
-                        running.remove(run)
-                    audience.signal(signal.SIGSTOP)
-            for run in (alone, watched):
-                run.end()
-    return alone, watched
+@dataclass
+class Half:
+    """The windows of a pair in which server and clients work, or those in which they do not."""
+
+    steps: int = 0
+    steps_s: float = 0.0
+    wall_s: float = 0.0
+    cpu_s: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def step_s(self) -> float:
+        return self.steps_s / self.steps
+
+
+def lines_of(run_dir: Path) -> list[str]:
+    """What the run has logged so far, without a line that is being written."""
+    return (run_dir / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+
+
+def window(run_dir: Path, audience: Audience, on: bool, half: Half) -> None:
+    """Let one pass, and add what was measured in it."""
+    before, cpu_before = len(lines_of(run_dir)), audience.cpu_s()
+    started = time.perf_counter()
+    audience.work(on)
+    while time.perf_counter() - started < WINDOW_S or len(lines_of(run_dir)) < before + 2:
+        time.sleep(0.1)  # longer where a machine is so busy that no line is inside
+    audience.work(False)
+    half.wall_s += time.perf_counter() - started
+    half.cpu_s.update({name: s - cpu_before[name] for name, s in audience.cpu_s().items()})
+    # Of the first line, some steps lie before the window.
+    inside = lines_of(run_dir)[before + 1 :]
+    half.steps += LOGGED_EVERY * len(inside)
+    half.steps_s += LOGGED_EVERY * sum(json.loads(line)["step_time_s"] for line in inside)
+
+
+def measure(pairs: int) -> dict[str, Any]:
+    """Everything that is printed."""
+    offs, ons = [], []
+    with (
+        tempfile.TemporaryDirectory() as name,
+        dmt(Path(name), RECIPE, OVERRIDES, MOST_STEPS, LOGGED_EVERY) as run,
+    ):
+        run.signal(signal.SIGCONT)
+        with Audience(Path(name, "dmt")) as audience:
+            for number in range(pairs):
+                off, on = Half(), Half()
+                for works in ORDER:
+                    window(Path(name, "dmt"), audience, works, on if works else off)
+                offs.append(off)
+                ons.append(on)
+                say(number, off, on)
+            answers = audience.answers()
+    ratios = [off.step_s / on.step_s for off, on in zip(offs, ons, strict=True)]
+    wall_s, lines = sum(on.wall_s for on in ons), sum(on.steps for on in ons) / LOGGED_EVERY
+    cpu_s = sum((on.cpu_s for on in ons), Counter[str]())
+    return {
+        "clients": CLIENTS,
+        "step_time_without_over_with": round(statistics.median(ratios), 4),
+        "pairs": [round(ratio, 4) for ratio in ratios],
+        "milliseconds_per_step_without": round(
+            1e3 * statistics.median(off.step_s for off in offs), 2
+        ),
+        "log_lines_per_s": round(lines / wall_s, 2),
+        "server_cpu_ms_per_log_line": round(1e3 * cpu_s["server"] / lines, 2),
+        "server_share_of_a_core": round(cpu_s["server"] / wall_s, 4),
+        "clients_share_of_a_core": round(cpu_s["clients"] / wall_s, 4),
+        "answers_by_status": answers,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+    }
+
+
+def say(number: int, off: Half, on: Half) -> None:
+    """One line for a pair, on standard error."""
+    print(
+        f"pair {number + 1}: {1e3 * off.step_s:.1f} ms without ({off.steps} steps), "
+        f"{1e3 * on.step_s:.1f} ms with ({on.steps}), ratio {off.step_s / on.step_s:.4f}; "
+        f"server {on.cpu_s['server'] / on.wall_s:.2%} of a core, "
+        f"clients {on.cpu_s['clients'] / on.wall_s:.2%}",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--ask"]:
-        ask(sys.argv[2])
-    options = parser(__doc__ or "").parse_args()
-    ratios, steps_ms = [], []
-    for number in range(options.pairs):
-        alone, watched = pair(options.steps)
-        ratios.append(alone.ran_s / watched.ran_s)
-        steps_ms.append(1e3 * alone.ran_s / (options.steps - 1))
-        print(
-            f"pair {number + 1}: {steps_ms[-1]:.1f} ms alone, ratio {ratios[-1]:.4f}",
-            flush=True,
-        )
-    found = {
-        "clients": CLIENTS,
-        "step_time_alone_over_watched": round(statistics.median(ratios), 4),
-        "pairs": [round(ratio, 4) for ratio in ratios],
-        "milliseconds_per_step_alone": round(statistics.median(steps_ms), 2),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
-    }
-    print(json.dumps(found, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        ask(sys.argv[2], Path(sys.argv[3]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--pairs", type=int, default=5, help="a minute each")
+    parser.add_argument("--json", action="store_true", help="nothing else on standard output")
+    options = parser.parse_args()
+    found = measure(options.pairs)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        for name, value in found.items():
+            print(f"{name.replace('_', ' ')}: {value}")
 
 
 if __name__ == "__main__":
-    main()
+    with suppress(KeyboardInterrupt):
+        main()

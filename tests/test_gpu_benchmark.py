@@ -22,9 +22,7 @@ def benchmark(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_every_engine_against_both_loops(tmp_path: Path) -> None:
     """The tiny shape in bf16: the Trainer, and FSDP2 with compiled layers and loss."""
     file = tmp_path / "result.json"
-    ended = benchmark(
-        "--shape", "tiny", "--pairs", "2", "--steps", "10", "--out", str(file)
-    )  # fmt: skip
+    ended = benchmark("--shape", "tiny", "--pairs", "1", "--steps", "10", "--out", str(file))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(file.read_text())
     assert (result["gpu"], result["shape"], result["precision"]) == ("cpu", "tiny", "bf16")
@@ -34,8 +32,8 @@ def test_every_engine_against_both_loops(tmp_path: Path) -> None:
     for loop in ("trainer", "torchtitan's settings"):
         ratios = result[f"tokens_per_s_ratio_dmt_to_{loop}"]
         assert set(ratios) == set(BACKENDS.names)
-        assert all(len(one["pairs"]) == 2 and one["median"] > 0 for one in ratios.values())
-    assert "round 2: " in ended.stdout and " × trainer" in ended.stdout
+        assert all(len(one["pairs"]) == 1 and one["median"] > 0 for one in ratios.values())
+    assert "round 1: " in ended.stdout and " × trainer" in ended.stdout
 
 
 @pytest.mark.slow

@@ -152,6 +152,7 @@ def test_ordinary_texts(text: str) -> None:
     "text", ["a_" * 100_000, "sk-" * 60_000, "eyJ" * 60_000, "x://" * 50_000]
 )
 def test_no_slow_text(text: str) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     Redactor({}).redact(text)
-    assert time.monotonic() - begin < 2
+    # Linear patterns take half a second, quadratic ones minutes.
+    assert time.thread_time() - begin < 20

@@ -10,19 +10,19 @@ from tests.engines.cases import TOLERANCE, run
 from tests.engines.parity_worker import Case, each_case, reference
 from tests.engines.zero_plus_worker import look
 from tests.forked import run_ranks
-from tests.plan.making import recipe
-from tests.plan.test_time import LLAMA_8B
+from tests.plan.making import LLAMA_8B, recipe
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.engines.deepspeed.ops import required_ops
 from toolkit.errors import Problem, RecipeError
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
+from toolkit.models.families import model_spec
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.planner import plan_recipe
+from toolkit.plan.planner import model_config, plan_recipe
 from toolkit.run.announce import ledger_of
 
 SHARDED = {
@@ -150,7 +150,7 @@ def test_the_ledger_names_what_is_rounded() -> None:
 
 
 def test_memory_and_time_by_hand() -> None:
-    spec = LLAMA_8B
+    spec = model_spec(model_config(LLAMA_8B.model))
     cluster = parse_cluster("4x8xh100-80gb")
     train = Workload(spec, 8192, "bf16", "deepspeed")
     plain = Layout(dp=32, zero_stage=3, micro_batch=4, gradient_accumulation=3)

@@ -115,11 +115,14 @@ def test_a_million_steps(tab: Tab, tmp_path: Path) -> None:
         )
         (run / f"ranks/rank-{rank}.jsonl").write_text("".join(waits))
     address = report(tmp_path / "out.html", run)
-    assert (tmp_path / "out.html").stat().st_size < LARGEST_BYTES
+    size = (tmp_path / "out.html").stat().st_size
+    assert size < LARGEST_BYTES
     tab.open(address)
+    drawn_ms = tab.run("performance.now()")
+    print(f"{size / 1e6:.2f} MB, drawn {drawn_ms / 1e3:.2f} s after it was opened")
     assert tab.errors() == []
     # 2 s are asked for; ten times as much for a machine that does other things, too.
-    assert tab.run("performance.now()") < 20_000
+    assert drawn_ms < 20_000
     assert tab.run("document.querySelectorAll('[data-chart=loss] .mark.skip').length") == 20
     label = tab.run("document.querySelector('[data-chart=loss]').ariaLabel")
     assert "highest 99" in label, "the one spike in 100,000 points is drawn"

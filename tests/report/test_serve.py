@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +102,38 @@ def test_clients_share_one_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(50):
         live.data()
     assert len(read) == 1
+
+
+def test_what_costs_more_is_done_less_often(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = cpu_s = thread_s = reading_s = 0.0
+
+    def costly(path: Path) -> RunRecord:
+        nonlocal thread_s
+        thread_s += reading_s
+        return read_record(path)
+
+    clock = SimpleNamespace(
+        monotonic=lambda: now_s,
+        process_time=lambda: cpu_s,
+        thread_time=lambda: thread_s,
+        time_ns=lambda: 0,
+    )
+    monkeypatch.setattr(serve, "time", clock)
+    monkeypatch.setattr(serve, "read_record", costly)
+    live = LivePage([run])
+    assert live.data()["version"] == "0-1"
+    # What clients have cost, the pause until the runs are read again, and what that costs: few
+    # clients, some, so many that their share is not kept, and a long run.
+    for number, (clients_s, pause_s, next_s) in enumerate(
+        [(0.0, 0.5, 0.0), (0.02, 1.0, 0.0), (60.0, 1.2, 0.2), (0.2, 2.0, 0.0)], 2
+    ):
+        append(run, 11 + number)
+        cpu_s += clients_s
+        now_s += pause_s - 0.01
+        assert live.data()["version"] == f"0-{number - 1}"
+        now_s += 0.02
+        reading_s = next_s
+        assert live.data()["version"] == f"0-{number}"
 
 
 @pytest.mark.parametrize(

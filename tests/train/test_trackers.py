@@ -1,7 +1,9 @@
 """Every tracker has every number once, by its own reader, whatever is killed; and no secret."""
 
+import fcntl
 import math
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -82,7 +84,7 @@ def mlflow_points(folder: Path) -> Points:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     experiment = client.get_experiment_by_name("tests")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "a run"
+    assert (run.info.run_name, run.info.status) == ("a run", "FINISHED")
     assert run.data.params.get("recipe.optimizer.learning_rate", "0.5") == "0.5"
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
@@ -222,22 +224,76 @@ def test_a_killed_trainer(tracker: str, tmp_path: Path) -> None:
     assert [step for step, _ in READERS[tracker](tmp_path)["loss"]] == [1, 2, 3]
 
 
+def test_one_follower_at_a_time(tmp_path: Path) -> None:
+    """It waits for the one of an earlier start, which still posts: whose log is locked."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    with (tmp_path / "run/logs/tensorboard.log").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        trainer = TrackedTrainer(tmp_path, "tensorboard")
+        trainer.steps(1)
+
+        def waits() -> bool:
+            locks = Path("/proc/locks").read_text().splitlines()
+            return any("->" in one and str(trainer.process.pid) in one.split() for one in locks)
+
+        wait_until(waits, "a follower that waits")
+        assert not trainer.run.tensorboard.exists()
+        # Whoever stops the job signals all of it; the follower ends with its trainer.
+        assert os.getsid(trainer.process.pid) == trainer.process.pid
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            trainer.process.send_signal(number)
+    trainer.finish()
+    assert tensorboard_points(tmp_path)["loss"] == [(1, 1.0)]
+
+
+OF_OTHER_RUNS = {
+    "wandb": {"WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "WANDB_MODE", "WANDB_SERVICE"},
+    "tensorboard": set(),
+    "mlflow": {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"},
+    "trackio": set(),
+}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_its_environment(tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a run around this one, and no rank: launchers end what has one."""
+    unwanted = {"RANK", *OF_OTHER_RUNS[tracker]}
+    for name in unwanted:
+        monkeypatch.setenv(name, "0")
+    with TrackedTrainer(tmp_path, tracker).process as follower:
+        found = psutil.Process(follower.pid).environ()
+        follower.kill()
+    assert found["SOME_TOKEN"] == CANARY
+    assert not unwanted & found.keys()
+
+
+_TALKATIVE = """
+import os
+print("this is", os.environ["SOME_TOKEN"], flush=True)
+raise ImportError("not here: " + os.environ["SOME_TOKEN"])
+"""
+
+
 @pytest.mark.parametrize("tracker", READERS)
 def test_a_missing_package(
     tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shadow = tmp_path / "shadow" / tracker
     shadow.mkdir(parents=True)
-    (shadow / "__init__.py").write_text("raise ImportError('not here')")
+    (shadow / "__init__.py").write_text(_TALKATIVE)
     monkeypatch.setenv("PYTHONPATH", f"{shadow.parent}:{os.environ.get('PYTHONPATH', ROOT)}")
     trainer = TrackedTrainer(tmp_path, tracker)
     trainer.steps(1)
     trainer.events.write("end", exit_code=0)
     told = str(trainer.follower.finish(HANG_S))
     title, install = TRACKERS[tracker].title, TRACKERS[tracker].install
-    assert told.startswith(f"{title} is off: it cannot be imported (not here); {install}. ")
+    reason = f"it cannot be imported (not here: ***); {install}"
+    assert told.startswith(f"{title} is off: {reason}. ")
+    assert "this is ***" in trainer.log()
     (warning,) = [one for one in jsonl.read(trainer.run.events) if one["kind"] == "warning"]
     assert warning["source"] == tracker
+    logged = [trainer.run.events, *trainer.run.logs.iterdir()]
+    assert all(CANARY not in file.read_text() for file in logged)
 
 
 @pytest.mark.parametrize("tracker", READERS)

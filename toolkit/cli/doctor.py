@@ -35,6 +35,17 @@ ProcessesOption = Annotated[
     typer.Option(help="Processes that measure together; default: one per GPU, or 2 on a CPU."),
 ]
 
+CalibrateOption = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Measure matrix products, memory and collectives instead, in under a minute.",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Cluster file that --calibrate writes; default: cluster.yaml."),
+]
 SelfTestOption = Annotated[
     bool,
     typer.Option(
@@ -75,19 +86,8 @@ def doctor(
         ),
     ] = None,
     bandwidth: BandwidthOption = False,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Measure matrix products, memory and collectives instead, in under a minute.",
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Cluster file that --calibrate writes; default: cluster.yaml."
-        ),
-    ] = None,
+    calibrate: CalibrateOption = False,
+    out: OutOption = None,
     selftest: SelfTestOption = False,
     gpu_selftest: GpuSelfTestOption = False,
     folder: FolderOption = None,

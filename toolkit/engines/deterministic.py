@@ -72,7 +72,7 @@ def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
             )
     torch.use_deterministic_algorithms(True)
     # Nothing reads memory that was not written; filling it would cost time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 

@@ -10,6 +10,7 @@ own name point here (DNS rebinding).
 
 import ipaddress
 import json
+import math
 import socket
 import threading
 import time
@@ -28,9 +29,10 @@ from toolkit.run.directory import RunDirectory
 
 IDLE_S = 10.0
 """How long a client may take to say what it wants."""
-_EVERY_S = 0.5
-_SHARE = 0.1
-"""Of one core that reading runs may take at most, however many clients there are."""
+_EVERY_S, _BUSY_EVERY_S = 0.5, 1.2
+"""How often runs are looked at; the second where this process takes more than `_SHARE`."""
+_SHARE, _READING_SHARE = 0.02, 0.1
+"""Of one core: all of this process, with its clients, and reading alone, at most."""
 _HELD_S = 20.0
 """How long a request for news waits for them."""
 
@@ -46,14 +48,17 @@ class LivePage:
         self._data: dict[str, Any] = {}
         self.json = b""
         """The last `data`, written once for all clients."""
-        self._next = 0.0
+        self._read_at, self._cpu_s, self._reading_s = -math.inf, 0.0, 0.0
+        """When the runs were last looked at; processor time of this process until then, and of
+        the reading itself."""
         self._begun, self._version = time.time_ns(), 0
 
     def data(self) -> dict[str, Any]:
         """`page_data` with a `version`. Raises DataError or OSError for a run that is gone."""
         with self._lock:
-            spent = time.thread_time()
-            if time.monotonic() < self._next:
+            now, cpu_s, began = time.monotonic(), time.process_time(), time.thread_time()
+            busy_s = min(_BUSY_EVERY_S, (cpu_s - self._cpu_s) / _SHARE)
+            if now - self._read_at < max(_EVERY_S, busy_s, self._reading_s / _READING_SHARE):
                 return self._data
             seen = [self._signs(run) for run in self._runs]
             if seen != self._seen:
@@ -61,8 +66,7 @@ class LivePage:
                 self._version += 1
                 self._data = {**page_data(records), "version": f"{self._begun}-{self._version}"}
                 self._seen, self.json = seen, json.dumps(self._data).encode()
-            spent = time.thread_time() - spent
-            self._next = time.monotonic() + max(_EVERY_S, spent / _SHARE)
+            self._read_at, self._cpu_s, self._reading_s = now, cpu_s, time.thread_time() - began
             return self._data
 
     @staticmethod
@@ -112,6 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One request; everything but GET is refused by the base class."""
 
     timeout = IDLE_S
+    protocol_version = "HTTP/1.1"  # a client keeps its connection
     server: PageServer
     server_version = "dmt"
     sys_version = ""

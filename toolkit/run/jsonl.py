@@ -21,7 +21,9 @@ from toolkit.untrusted import parse_json
 
 def plain(value: Any) -> Any:
     """Return `value` with non-finite numbers as strings and secrets masked in texts."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
         if math.isnan(value):
             return "NaN"
         return "Infinity" if value > 0 else "-Infinity"

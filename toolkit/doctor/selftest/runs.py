@@ -74,8 +74,10 @@ def bandwidth(place: Workplace) -> Iterator[Check]:
         text = f"{rate.message_bytes / 2**20:.4g} MiB: bus {bus / 1e9:.3g} GB/s"
         verdict: CheckVerdict = "measured"
         bound = ""
-        if peak is not None and place.on_gpu:  # a processor's is nominal
-            text += f", {bus / peak:.0%} of {peak / 1e9:.3g}"
+        if peak is not None:
+            nominal = "" if place.on_gpu else ", which is nominal"
+            text += f", {bus / peak:.0%} of {peak / 1e9:.3g}{nominal}"
+        if peak is not None and place.on_gpu:
             bound = f"{LEAST_SHARE:.0%} of the peak"
             verdict = "ok" if bus >= LEAST_SHARE * peak else "failed"
         yield Check("bandwidth", rate.operation, verdict, text, bound, numbers=asdict(rate))

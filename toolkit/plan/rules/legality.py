@@ -158,6 +158,18 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
             "1 with offload, which is for models that copies of shards leave no room for",
             "set parallel.replicate to 1 (or auto)",
         )
+    yield from _zero_plus_needs(zero)
+    if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
+        yield Problem(
+            "parallel.zero.offload_parameters",
+            f"{zero.offload_parameters} with stage: {zero.stage}",
+            "none below stage 3, which alone shards parameters",
+            "set parallel.zero.stage to 3 (or auto)",
+        )
+
+
+def _zero_plus_needs(zero: ZeroSection) -> Iterator[Problem]:
+    """ZeRO++ is about how weights are gathered."""
     for name in zero_plus(zero):
         key, shown = f"parallel.zero.{name}", str(getattr(zero, name)).lower()
         if zero.stage not in (3, "auto"):
@@ -174,13 +186,6 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
                 "nothing with offloaded parameters, whose second copy would be there as well",
                 "remove it, or set parallel.zero.offload_parameters to none",
             )
-    if zero.offload_parameters not in ("none", "auto") and zero.stage not in (3, "auto"):
-        yield Problem(
-            "parallel.zero.offload_parameters",
-            f"{zero.offload_parameters} with stage: {zero.stage}",
-            "none below stage 3, which alone shards parameters",
-            "set parallel.zero.stage to 3 (or auto)",
-        )
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:

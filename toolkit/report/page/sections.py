@@ -1,6 +1,7 @@
 """What the page states in words, bars and tables, for one run."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -192,15 +193,18 @@ def _recipe(record: RunRecord) -> Section | None:
     except ValidationError as error:
         note = f"This release does not read it: {error.error_count()} settings."
         return {**section, "note": note}
-    own = stated.model_dump(exclude_defaults=True, mode="json")
-    section["note"] = "What differs from the defaults of this release."
-    section["table"] = [["setting", "value"], *_leaves(own)]
+    own = [*_leaves(stated.model_dump(exclude_defaults=True, mode="json"))]
+    section["note"] = f"{len(own)} settings differ from the defaults of this release."
+    section["table"] = [["setting", "value"], *own]
     places = record.stated_in
     if not places:
         return section
     files = [*dict.fromkeys(str(file) for file in places.values())]
-    rows = {name: [name, value] for name, value in _leaves(own)}
-    found = [[*rows.pop(name), str(places[name])] for name in places if name in rows]
+    short = {file: Path(file).name for file in files}
+    if len({*short.values()}) < len(files):
+        short = dict(zip(files, files, strict=True))
+    rows = {name: [name, value] for name, value in own}
+    found = [[*rows.pop(name), short[str(places[name])]] for name in places if name in rows]
     section["note"] += f" Stated in {', '.join(files)}; a recipe's own settings come first."
     found += [[*row, "resolved"] for row in rows.values()]
     section["table"] = [["setting", "value", "stated in"], *found]
@@ -226,8 +230,12 @@ def _plan(record: RunRecord) -> Section | None:
     event = record.summary.prediction or {"predicted": plan.get("predicted")}
     for side in ("predicted", "measured"):
         for name, value in _mapping(event.get(side)).items():
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            facts.append([f"{side}: {name.replace('_', ' ')}", text])
+            label, text = f"{side}: {name.replace('_', ' ')}", str(value)
+            if isinstance(value, int | float) and name.endswith(("_s", "_gib")):
+                label, _, unit = label.rpartition(" ")
+                text = seconds(value) if unit == "s" else size(value)
+            if value is not None:
+                facts.append([label, text])
     reasons = plan.get("reasons")
     items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
     return {"title": "Plan", "facts": facts, "items": items}
