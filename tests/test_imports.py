@@ -31,7 +31,7 @@ PROGRAMS = ("toolkit.launchers.ray_job",)
 LAYERS = (
     ("toolkit.__init__", "toolkit.errors", "toolkit.redact", "toolkit.units",
      "toolkit.terminal", "toolkit.handlers", "toolkit.failpoints", "toolkit.generated",
-     "toolkit.untrusted", "toolkit.registry", "toolkit.backend",
+     "toolkit.untrusted", "toolkit.compilers", "toolkit.registry", "toolkit.backend",
      "toolkit.suggest", "toolkit.batch", "toolkit.layout"),
     ("toolkit.objectives",),
     ("toolkit.recipe",),

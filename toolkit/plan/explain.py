@@ -82,7 +82,7 @@ def _is_open(search: Search, field: str) -> bool:
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
         "fused": search.cluster.gpu.memory_gib is not None
-        and search.best.pair.model == "megatron",
+        and search.best.pair.model != "hf",
         "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
     }.get(field, False)
 

@@ -26,7 +26,7 @@ def transformer_arguments(
         "pipeline_dtype": _DTYPES[precision],
         # The loss is a sum over tokens, divided by the global count at the end.
         "calculate_per_token_loss": True,
-        "bias_activation_fusion": layout.fused == "megatron",
+        "bias_activation_fusion": layout.fused != "none",
         # These need Apex or Transformer Engine.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,

@@ -65,7 +65,7 @@ def _uncompilable(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
     stages = legality.table()[pair].kernel_stages
     if not stages:
         by_itself = "megatron-core compiles what it fuses by itself"
-        return by_itself if pair.model == "megatron" else f"{pair} does not"
+        return f"{pair} does not" if pair.model == "hf" else by_itself
     if stage not in stages:
         return _GATHERS
     if job.spec.moe_layers:

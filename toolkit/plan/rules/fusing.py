@@ -34,7 +34,7 @@ def objection(job: "PlanRequest", pair: Pair) -> str:
 
 def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
     """Why `pair` cannot use the kernels that the recipe states."""
-    if job.kernels.fused == "megatron" and (why := _unfusable(job, pair)):
+    if job.kernels.fused not in ("auto", "none") and (why := _unfusable(job, pair)):
         yield Problem(
             "kernels.fused",
             f"megatron for {pair}",
@@ -44,7 +44,7 @@ def problems(job: "PlanRequest", pair: Pair) -> Iterator[Problem]:
 
 
 def _unfusable(job: "PlanRequest", pair: Pair) -> str:
-    if pair.model != "megatron":
+    if pair.model == "hf":
         return "megatron-core's kernels are for its own layers"
     if job.spec.moe_layers:
         return "experts get other numbers of tokens in every step, and each would be compiled"
