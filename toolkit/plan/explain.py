@@ -81,8 +81,7 @@ def _is_open(search: Search, field: str) -> bool:
         "micro_batch": True,
         "recompute": True,
         "loss": search.cluster.gpu.memory_gib is not None,
-        "fused": search.cluster.gpu.memory_gib is not None
-        and search.best.pair.model != "hf",
+        "fused": search.cluster.gpu.memory_gib is not None and search.best.pair.model != "hf",
         "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
     }.get(field, False)
 
