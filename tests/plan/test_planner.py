@@ -31,7 +31,7 @@ def test_every_decision_has_a_reason() -> None:
     nvme = {"offload_optimizer": "nvme"}
     assert "the only one" in llama_8b(zero=nvme).reasons[0]
     assert "zero 1: asked for" in llama_8b(zero={"stage": 1}).reasons
-    assert llama_8b(recompute="none").reasons[-3] == "recompute none: asked for"
+    assert "recompute none: asked for" in llama_8b(recompute="none").reasons
     both = llama_8b(engine="megatron", tensor=2)
     assert "tensor 2: asked for" in both.reasons
 
