@@ -3,6 +3,9 @@
 import os
 from collections.abc import Generator
 
+# Threads that wait leave the cores to other tests; OpenMP reads it when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import hypothesis
 import pytest
 
