@@ -28,7 +28,7 @@ def changed(*settings: str) -> list[str]:
 
 def test_the_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("parallel.engine=deepspeed", "parallel.model=hf", "training.micro_batch_size=1")
-    out = shown(capsys, LLAMA_8B, *changed(*fixed))
+    out = shown(capsys, LLAMA_8B, *changed(*fixed, "kernels.compile=none"))
     layout, memory, step, table, why, ledger = out.split("\n\n")
     assert layout == (
         """\
@@ -218,7 +218,7 @@ def test_json_is_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
         assert set(plan["layout"]) == {
             "dp", "tp", "pp", "vpp", "cp", "ep", "sequence_parallel", "zero_stage",
             "offload_optimizer", "offload_parameters", "recompute", "loss", "micro_batch",
-            "gradient_accumulation", "replicate",
+            "gradient_accumulation", "replicate", "hpz", "compile", "fused",
         }  # fmt: skip
         memory = plan["memory_gib"]
         parts = memory["model_states"] + memory["activations"] + memory["other"]

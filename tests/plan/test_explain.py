@@ -35,19 +35,17 @@ def with_changes(chosen: Search, **changes: Any) -> Any:
 
 
 def test_what_a_smaller_degree_needs() -> None:
-    """`tensor 8: tensor 4 needs 122 GiB of 79.1`: the same layout, with tensor groups of 4."""
+    """`tensor 4: tensor 2 needs 141 GiB of 79.1`: the same layout, with tensor groups of 2."""
     chosen = found(*SEVENTY)
     best = chosen.best.layout
-    assert best.tp == 8
-    (four,) = (one for one in decided(chosen)["tensor"].alternatives if one[7] == "4")
-    told = re.match(
-        r"tensor 4 needs (\d+) GiB of 79\.1 \(or is (\d+)% slower with (.*)\)", four
-    )
+    assert best.tp == 4
+    (two,) = (one for one in decided(chosen)["tensor"].alternatives if one[7] == "2")
+    told = re.match(r"tensor 2 needs (\d+) GiB of 79\.1 \(or is (\d+)% slower with (.*)\)", two)
     assert told is not None
-    alone = with_changes(chosen, tp=4, dp=2 * best.dp)
+    alone = with_changes(chosen, tp=2, dp=2 * best.dp)
     assert round(alone.memory_gib) == int(told[1])
     fastest = next(
-        one for one in chosen.fitting if one.layout.tp == 4 and one.pair == alone.pair
+        one for one in chosen.fitting if one.layout.tp == 2 and one.pair == alone.pair
     )
     slower = fastest.step_s / chosen.best.step_s - 1  # type: ignore[operator]
     assert round(100 * slower) == int(told[2])
@@ -106,7 +104,7 @@ def test_a_reason_names_the_nearest_alternatives() -> None:
     assert tensor.reason == "; ".join(
         (f"{tensor.what}: {tensor.why}", *tensor.alternatives[:SHOWN])
     )
-    assert "tensor 4" in tensor.alternatives[0] and "tensor 1" in tensor.alternatives[2]
+    assert "tensor 2" in tensor.alternatives[0] and "tensor 1" in tensor.alternatives[2]
 
 
 def test_notes() -> None:

@@ -33,6 +33,7 @@ from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.planner import explore, plan_recipe
+from toolkit.plan.rules import compiling, fusing
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import (
@@ -109,6 +110,7 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
             layout = Layout(
                 dp=dp, tp=tp, pp=pp, vpp=vpp, sequence_parallel=tp > 1, zero_stage=zero,
                 recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
+                compile=compiling.parts(job, pair, zero), fused=fusing.whose(job, pair),
             )  # fmt: skip
             one = evaluate(pair, workload, layout, cluster)
             if shortage(one, cluster) is None:

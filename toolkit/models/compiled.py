@@ -18,7 +18,6 @@ from torch._dynamo.exc import TorchDynamoException
 from toolkit.compilers import private_folder
 from toolkit.errors import PlanError
 from toolkit.layout import CompiledParts
-from toolkit.models.huggingface import decoder_layers
 
 GRAPHS = 64
 """Largest number of graphs for one class of layers: its kinds (with a window, without), times
@@ -34,6 +33,8 @@ def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
     """
     if parts == "none":
         return
+    from toolkit.models.huggingface import decoder_layers  # which imports all of transformers
+
     layers = decoder_layers(model)
     if not layers:
         raise PlanError(

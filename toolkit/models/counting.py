@@ -115,6 +115,7 @@ def _spec(
         query_key_norm=any(
             re.search(r"\b(q|k|qk|query|key)_(layer)?norm", name) for name in modules
         ),
+        fused_qkv=any(re.search(r"\b(qkv_proj|query_key_value)\b", name) for name in modules),
         layer_norm=any(isinstance(part, nn.LayerNorm) for part in modules.values()),
         norms_per_layer=round(sum(map(_is_layer_norm, names)) / layers),
         counted=counted,
