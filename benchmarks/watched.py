@@ -3,11 +3,10 @@
 One run trains throughout. In windows of some seconds its server and 50 clients are stopped
 (SIGSTOP), in those between they work; a pair is twelve windows, in the order off, on, on, off,
 so that a machine whose speed changes slowly does so for both. Counted are the steps of log
-lines that lie in a window as a whole. The run logs every 5 of its short steps, several times a
-second: most runs do so every some seconds, and cost their server less.
+lines that lie in a window as a whole. The run logs every 5 of its short steps, about once
+a second: most runs do so less often, and cost their server less.
 
-Clients ask as the page does (page.js): one connection each, the next question 0.2 s after an
-answer, which the server holds back until there is something new. They do not draw, and are one
+Clients listen as the page does (page.js), one connection each, and do not draw. They are one
 process of the lowest priority, since browsers of users run on machines of their own; what it
 takes is part of the ratio all the same. The server's processor time is quoted as well, by
 second and by log line: at worst the steps are longer by its share of a core.
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +38,6 @@ import psutil
 from pairs import RECIPE, dmt
 
 CLIENTS = 50
-PAUSE_S = 0.2
-"""Between an answer and the page's next request (toolkit/report/page/page.js)."""
 OVERRIDES = ("parallel.engine=ddp", "cluster.gpus_per_node=2")
 LOGGED_EVERY = 5
 MOST_STEPS = 1_000_000
@@ -60,9 +57,9 @@ class Audience:
         found = re.search(r"http://\S+/", line)
         if found is None:
             sys.exit(f"dmt watch said {line!r}")
-        self._answers = run_dir.parent / "answers.json"
-        ask = [sys.executable, __file__, "--ask", found[0], str(self._answers)]
-        self.processes = {"server": server, "clients": subprocess.Popen(ask)}
+        self._heard = run_dir.parent / "heard.json"
+        listen = [sys.executable, __file__, "--listen", found[0], str(self._heard)]
+        self.processes = {"server": server, "clients": subprocess.Popen(listen)}
         time.sleep(2.0)  # everyone is connected
         self.work(False)
 
@@ -78,9 +75,9 @@ class Audience:
         }
         return {name: one.user + one.system for name, one in times.items()}
 
-    def answers(self) -> dict[str, int]:
-        """How many the clients had, by status."""
-        return dict(json.loads(self._answers.read_text()))
+    def heard(self) -> dict[str, int]:
+        """Events and bytes that the clients got."""
+        return dict(json.loads(self._heard.read_text()))
 
     def __enter__(self) -> Self:
         return self
@@ -91,71 +88,25 @@ class Audience:
             process.wait()
 
 
-class Client:
-    """One open page, as its server sees it."""
-
-    def __init__(self, address: tuple[str, int], selector: selectors.BaseSelector) -> None:
-        self._address, self._selector = address, selector
-        self._seen = b""
-        self._connect()
-        self.ask()
-
-    def _connect(self) -> None:
-        self._socket = socket.create_connection(self._address)
-        self._selector.register(self._socket, selectors.EVENT_READ, self)
-
-    def ask(self) -> None:
-        """Send the request for what is newer than the last answer."""
-        host = "{}:{}".format(*self._address).encode()
-        self._head, self._tail, self._left = b"", b"", -1
-        self._socket.sendall(b"GET /data?%b HTTP/1.1\r\nHost: %b\r\n\r\n" % (self._seen, host))
-
-    def read(self) -> int:
-        """Take what there is; the status of an answer that is complete, else 0."""
-        part = self._socket.recv(1 << 20)
-        if not part:  # hung up while everything was stopped: ask again, as a browser does
-            self._selector.unregister(self._socket)
-            self._socket.close()
-            self._connect()
-            self.ask()
-            return 0
-        if self._left < 0:
-            self._head, found, part = (self._head + part).partition(b"\r\n\r\n")
-            if not found:
-                return 0
-            length = re.search(rb"(?i)content-length: *(\d+)", self._head)
-            self._left = int(length[1]) if length else 0
-        self._left -= len(part)
-        self._tail = (self._tail + part)[-80:]
-        if self._left:
-            return 0
-        status = int(self._head.split()[1])
-        if status == 200:
-            # The rest is not parsed: that is for the browser's machine to do.
-            self._seen = self._tail.rpartition(b'"version": "')[2].rstrip(b'"}')
-        return status
-
-
-def ask(url: str, said: Path) -> None:
-    """Ask as CLIENTS pages do until the process is killed; `said` counts their answers."""
+def listen(url: str, said: Path) -> None:
+    """Listen as CLIENTS pages do until the process is killed; `said` counts what they get."""
     os.nice(19)
     split = urlsplit(url)
     selector = selectors.DefaultSelector()
-    address = (str(split.hostname), int(split.port or 80))
     for _ in range(CLIENTS):
-        Client(address, selector)
-    answers: Counter[int] = Counter()
-    pausing: deque[tuple[float, Client]] = deque()
+        client = socket.create_connection((str(split.hostname), int(split.port or 80)))
+        client.sendall(f"GET /news HTTP/1.1\r\nHost: {split.netloc}\r\n\r\n".encode())
+        selector.register(client, selectors.EVENT_READ)
+    heard: Counter[str] = Counter()
     while True:
-        wait_s = max(0.0, pausing[0][0] - time.monotonic()) if pausing else None
-        for key, _ in selector.select(wait_s):
-            if status := key.data.read():
-                answers[status] += 1
-                pausing.append((time.monotonic() + PAUSE_S, key.data))
-        if pausing and pausing[0][0] <= time.monotonic():
-            said.write_text(json.dumps(answers))
-        while pausing and pausing[0][0] <= time.monotonic():
-            pausing.popleft()[1].ask()
+        for key, _ in selector.select():
+            part = key.fileobj.recv(1 << 20)  # type: ignore[union-attr]
+            if not part:
+                sys.exit("the server has hung up")
+            heard["events"] += part.count(b"\ndata: ")
+            heard["bytes"] += len(part)
+        said.write_text(json.dumps(heard))
+        time.sleep(0.05)  # the others' parts come now
 
 
 @dataclass
@@ -209,7 +160,7 @@ def measure(pairs: int) -> dict[str, Any]:
                 offs.append(off)
                 ons.append(on)
                 say(number, off, on)
-            answers = audience.answers()
+            heard = audience.heard()
     ratios = [off.step_s / on.step_s for off, on in zip(offs, ons, strict=True)]
     wall_s, lines = sum(on.wall_s for on in ons), sum(on.steps for on in ons) / LOGGED_EVERY
     cpu_s = sum((on.cpu_s for on in ons), Counter[str]())
@@ -224,7 +175,7 @@ def measure(pairs: int) -> dict[str, Any]:
         "server_cpu_ms_per_log_line": round(1e3 * cpu_s["server"] / lines, 2),
         "server_share_of_a_core": round(cpu_s["server"] / wall_s, 4),
         "clients_share_of_a_core": round(cpu_s["clients"] / wall_s, 4),
-        "answers_by_status": answers,
+        "clients_got": heard,
         "load_average": [round(load, 1) for load in os.getloadavg()],
     }
 
@@ -241,8 +192,8 @@ def say(number: int, off: Half, on: Half) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--ask"]:
-        ask(sys.argv[2], Path(sys.argv[3]))
+    if sys.argv[1:2] == ["--listen"]:
+        listen(sys.argv[2], Path(sys.argv[3]))
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--pairs", type=int, default=5, help="a minute each")
     parser.add_argument("--json", action="store_true", help="nothing else on standard output")

@@ -30,6 +30,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import toolkit  # noqa: F401 - first: it has the libraries below complain of nothing
+
+# isort: split
 import torch
 from peft import PeftModel
 from rich.console import Console

@@ -112,12 +112,17 @@ def looks_secret(key: str, value: object) -> bool:
 
     See `Redactor.looks_secret`; this takes the secrets of the current environment.
     """
-    return _redactor(_environment_secrets(os.environ)).looks_secret(key, value)
+    return redactor().looks_secret(key, value)
 
 
 def redact(text: str) -> str:
     """`text` with the secrets of the current environment masked (see Redactor)."""
-    return _redactor(_environment_secrets(os.environ)).redact(text)
+    return redactor().redact(text)
+
+
+def redactor() -> "Redactor":
+    """That of the current environment: for many texts at once."""
+    return _redactor(_environment_secrets(os.environ))
 
 
 class Redactor:

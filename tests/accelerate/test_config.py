@@ -16,8 +16,9 @@ from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.product import dmt, run, settings
 from tests.processes import ROOT
 from toolkit.accelerate.common import FOLDER
-from toolkit.accelerate.config import COMMON, render, render_common
+from toolkit.accelerate.config import COMMON, in_scripts, render, render_common
 from toolkit.accelerate.samples import TrainingSamples
+from toolkit.accelerate.scripts import planned_for_launcher
 from toolkit.backend import adopt_engine_config
 from toolkit.engines.deepspeed.accelerate import script_config
 from toolkit.errors import DataError, PlanError
@@ -131,6 +132,44 @@ def test_megatrons_model_is_refused_with_what_works(overrides: tuple[str, ...]) 
     recipe, plan = planned(*overrides, *words[1::2])
     assert (plan.engine, plan.model) == ("deepspeed", "hf")
     render(recipe, plan)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    ["kernels.loss=chunked", "kernels.compile=layers", "kernels.attention=cudnn", "fp8={}"],
+)
+def test_a_script_has_kernels_of_its_own(stated: str) -> None:
+    """What is open is planned as a transformers model does it."""
+    on_gpus = ["cluster.gpu=h100-80gb", "training.precision=bf16", "parallel.engine=fsdp"]
+    recipe = load_recipe(TINY, on_gpus)
+    assert plan_recipe(recipe).layout.compile == "layers"
+    layout = plan_recipe(in_scripts(recipe)).layout
+    assert (layout.loss, layout.compile) == ("whole", "none")
+    key, _, value = stated.partition("=")
+    told = f"launch/train.py has {key}: {value.replace('{}', 'rowwise')}; a script of your own"
+    assert told in render(*planned(*on_gpus, stated))
+    with pytest.raises(PlanError, match=f"{key}: {value.replace('{}', 'rowwise')}") as caught:
+        planned_for_launcher(
+            load_recipe(TINY, [*on_gpus, stated, "cluster.gpus_per_node=1"]), ()
+        )
+    assert f"--set {key}={'null' if key == 'fp8' else 'auto'}" in caught.value.fix
+
+
+def test_logits_of_a_script_must_fit() -> None:
+    """A script's plan counts neither on the chunked loss that `dmt launch` has where it must,
+    nor on shards that are kept twice."""
+    settings = [
+        "training.micro_batch_size=4",
+        "parallel.engine=fsdp",
+        "parallel.recompute=full",
+    ]
+    recipe = load_recipe(ROOT / "recipes/llama/llama-3.1-8b-pretrain.yaml", settings)
+    ours = plan_recipe(recipe).layout
+    assert (ours.loss, ours.zero_stage) == ("chunked", 2)
+    plan = plan_recipe(in_scripts(recipe))
+    assert plan.fits
+    assert (plan.layout.loss, plan.layout.zero_stage, plan.layout.replicate) == ("whole", 3, 1)
+    assert render(in_scripts(recipe), plan)
 
 
 @pytest.mark.parametrize("name", COMMON)

@@ -16,6 +16,7 @@ from toolkit.cli.main import main
 from toolkit.doctor.calibrate import Machine
 from toolkit.doctor.selftest import losses, plan, report, runs
 from toolkit.doctor.selftest.check import Check, Workplace
+from toolkit.errors import EXIT_FAILED
 from toolkit.hardware.cluster_file import load_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.rehearse.rehearsal import Options, _assignment, prepare
@@ -108,14 +109,17 @@ def test_runs_and_measurements_on_the_processor(
 def test_a_rank_that_fails_is_reported_and_the_rest_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layouts fail in their second step; bandwidth is measured, and the exit code is 1."""
+    """Two layouts fail in their second step; bandwidth is measured all the same."""
     monkeypatch.setattr(losses, "WORKER", "tests.rehearse.failing")
     chosen = tuple(one for one in plan.layouts_for(2) if one.name in LAYOUTS[:2])
     monkeypatch.setattr(plan, "layouts_for", lambda _: chosen)
     only(monkeypatch, "losses fp32", "bandwidth")
     monkeypatch.setenv("HF_TOKEN", SECRET)
     folder = tmp_path / "selftest"
-    assert main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder)]) == 1
+    assert (
+        main(["doctor", "--selftest", "--processes", "2", "--folder", str(folder)])
+        == EXIT_FAILED
+    )
     out, _ = capfd.readouterr()
     assert "RuntimeError: the disk is full" in out
     assert "log: runs/losses-fp32/ddp/logs" in out

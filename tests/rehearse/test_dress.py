@@ -39,10 +39,10 @@ def dmt(*arguments: str, overrides: list[str] = ON_GPUS) -> subprocess.Completed
     )
 
 
-def rehearsed(*parallel: str, ranks: str = "") -> dict[str, Any]:
+def rehearsed(*parallel: str, ranks: str = "", recipe: str = LLAMA) -> dict[str, Any]:
     chosen = ["--ranks", ranks] if ranks else []
     overrides = [*ON_GPUS, *(f"parallel.{one}" for one in parallel)]
-    done = dmt("rehearse", LLAMA, "--gpu", "--json", *chosen, overrides=overrides)
+    done = dmt("rehearse", recipe, "--gpu", "--json", *chosen, overrides=overrides)
     assert done.returncode == EXIT_DONE, done.stderr[-3000:]
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
@@ -94,6 +94,20 @@ def test_a_rank_of_fsdp() -> None:
     assert collectives["_allgather_base_"]["count"] == 2 * (2 * LAYERS + 1)
     assert collectives["_reduce_scatter_base_"]["count"] == 2 * (LAYERS + 1)
     assert rank["wrong"] == []
+
+
+@pytest.mark.slow
+def test_products_of_experts() -> None:
+    """They are in groups of as many tokens as an expert gets, which sum to two per token."""
+    (rank,) = rehearsed("engine=ddp", recipe="recipes/tiny/mixtral-bytes.yaml")["ranks"]
+    experts, chosen, inner = 4, 2, 192
+    attention = (2 * HEADS + 2 * KEY_HEADS) * WIDTH * HIDDEN
+    layer = attention + experts * HIDDEN + chosen * 3 * HIDDEN * inner
+    products = LAYERS * layer + VOCABULARY * HIDDEN
+    scores = 2 * 2 * HEADS * WIDTH * SEQUENCE * LAYERS
+    tokens = 2 * 2 * SEQUENCE
+    assert rank["flops"] == tokens * (6 * products + (1 + 2.5) * scores)
+    assert rank["planned_flops"] == pytest.approx(rank["flops"])
 
 
 @pytest.mark.slow

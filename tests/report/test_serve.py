@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def served(run: Path, host: str = "127.0.0.1") -> Iterator[PageServer]:
 
 
 def ask(
-    server: PageServer, path: str = "/data", host: str | None = None, method: str = "GET"
+    server: PageServer, path: str = "/", host: str | None = None, method: str = "GET"
 ) -> tuple[int, str]:
     """Status and body of an answer."""
     port = server.server_address[1]
@@ -54,40 +54,71 @@ def ask(
     return answer.status, body
 
 
+@contextmanager
+def listening(server: PageServer, **headers: str) -> Iterator[Callable[[], str]]:
+    """The next field of the server-sent events; a comment is one, too."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.request("GET", "/news", headers=headers)
+    answer = connection.getresponse()
+    assert answer.getheader("Content-Type") == "text/event-stream; charset=utf-8"
+    try:
+        yield lambda: next(line for line in iter(answer.readline, b"") if line.strip()).decode()
+    finally:
+        answer.close()
+        connection.close()
+
+
 def append(run: Path, step: int) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(step, 2.0)[-1]) + "\n")
 
 
-def last_step(body: str) -> int:
-    (loss,) = [one for one in json.loads(body)["charts"] if one["id"] == "loss"]
+def last_step(field: str) -> int:
+    data = json.loads(field.removeprefix("data: "))
+    (loss,) = [one for one in data["charts"] if one["id"] == "loss"]
     return int(loss["lines"][0]["step"][-1])
 
 
 def test_new_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_HELD_S", 0.2)
-    with served(run) as server:
-        status, body = ask(server)
-        assert (status, last_step(body)) == (200, 12)
-        version = json.loads(body)["version"]
-        assert ask(server, f"/data?{version}") == (204, "")
+    monkeypatch.setattr(serve, "_SILENCE_S", 0.2)
+    with served(run) as server, listening(server) as field:
+        version = after_comments(field).removeprefix("id: ").strip()
+        assert last_step(field()) == 12
+        assert field() == ": nothing new\n"
+        with listening(server, **{"Last-Event-ID": version}) as again:
+            assert again() == ": nothing new\n"
         append(run, 13)
-        found: list[tuple[int, str]] = []
-
-        def is_new() -> bool:
-            found.append(ask(server, f"/data?{version}"))
-            return found[-1][0] == 200
-
-        wait_until(is_new, "the new step")
-        assert last_step(found[-1][1]) == 13
+        assert after_comments(field).startswith("id: ")
+        assert last_step(field()) == 13
+        events = (run / "events.jsonl").read_bytes()
         (run / "events.jsonl").unlink()
+        assert after_comments(field) == "event: lost\n"
+        assert "is not a run directory" in field()
+        with listening(server, **{"Last-Event-ID": version}) as late:
+            assert after_comments(late) == "event: lost\n"
+        assert ask(server)[0] == 503
+        (run / "events.jsonl").write_bytes(events)
+        assert after_comments(field).startswith("id: "), "it is back, though it is the same"
+        assert last_step(field()) == 13
 
-        def is_gone() -> bool:
-            found.append(ask(server))
-            return found[-1][0] == 503
 
-        wait_until(is_gone, "word of a run that is gone")
-        assert "is not a run directory" in found[-1][1]
+def after_comments(field: Callable[[], str]) -> str:
+    return next(text for text in iter(field, "") if not text.startswith(":"))
+
+
+def test_a_client_that_has_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed, and nothing is read for nobody."""
+    monkeypatch.setattr(serve, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(serve, "_BUSY_EVERY_S", 0.5)
+    with served(run) as server:
+        with listening(server) as field:
+            field()
+            assert server.live.listeners == 1
+        wait_until(lambda: server.live.listeners == 0, "the end of the connection")
+        append(run, 13)
+        version = server.live.version
+        time.sleep(1.5)
+        assert server.live.version == version
 
 
 def test_clients_share_one_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +156,7 @@ def test_what_costs_more_is_done_less_often(run: Path, monkeypatch: pytest.Monke
     # What clients have cost, the pause until the runs are read again, and what that costs: few
     # clients, some, so many that their share is not kept, and a long run.
     for number, (clients_s, pause_s, next_s) in enumerate(
-        [(0.0, 0.5, 0.0), (0.02, 1.0, 0.0), (60.0, 1.2, 0.2), (0.2, 2.0, 0.0)], 2
+        [(0.0, 0.5, 0.0), (0.01, 1.0, 0.0), (60.0, 1.2, 0.2), (0.2, 2.0, 0.0)], 2
     ):
         append(run, 11 + number)
         cpu_s += clients_s
@@ -138,8 +169,8 @@ def test_what_costs_more_is_done_less_often(run: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "path",
-    ["/../../etc/passwd", "/%2e%2e/recipe.yaml", "/recipe.yaml", "//etc/passwd", "/data/..",
-     "/data%00", "/?x=/../../etc/passwd/../"],
+    ["/../../etc/passwd", "/%2e%2e/recipe.yaml", "/recipe.yaml", "//etc/passwd", "/news/..",
+     "/news%00", "/?x=/../../etc/passwd/../"],
 )  # fmt: skip
 def test_there_are_no_files(run: Path, path: str) -> None:
     (run / "recipe.yaml").write_text("name: canary-9137\n")
@@ -191,7 +222,7 @@ def test_a_browser_sees_a_new_step(tmp_path: Path) -> None:
         assert "to 4.87, lowest 4.87" in label
         assert tab.errors() == []
         assert {url.split("?")[0] for url in tab.requests()} <= {
-            server.url, f"{server.url}data",
+            server.url, f"{server.url}news",
         }  # fmt: skip
         assert tab.run("document.images.length") == 0
         assert took < 20, "2 s are asked for; ten times as much for a machine that is busy"

@@ -4,7 +4,7 @@ One file says everything; what is particular to an engine is `Backend.accelerate
 The keys are those of accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.in_accelerate import InAccelerate
@@ -32,6 +32,9 @@ COMMON = {
     for name in getattr(BACKENDS[engine].accelerate, "common", ())
 }
 """The files of `launch/accelerate/`, and the engine of each."""
+
+_IN_SCRIPTS = {"loss": "whole", "compile": "none"}
+"""What transformers models do by themselves, of `kernels`, and planning must know."""
 
 
 def render(recipe: Recipe, plan: Plan) -> str:
@@ -71,12 +74,42 @@ def _file(
     return "".join(f"# {line}\n" for line in heading) + start + body
 
 
+def refuse_kernels(recipe: Recipe) -> None:
+    """Raises PlanError where a recipe states what the model of a script would not do."""
+    if stated := _beyond_scripts(recipe):
+        open_again = {key: "null" if key == "fp8" else "auto" for key in stated}
+        raise PlanError(
+            f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
+            fix=" ".join(f"--set {key}={value}" for key, value in open_again.items())
+            + ", and do it in the script; or train with `dmt launch`",
+        )
+
+
+def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
+    """Settings and values that DMT's worker carries out, and the model of a script does not."""
+    known = _IN_SCRIPTS | {"attention": "sdpa"}
+    stated = {name: getattr(recipe.kernels, name) for name in known}
+    found = {
+        f"kernels.{name}": value
+        for name, value in stated.items()
+        if value not in ("auto", known[name])
+    }
+    return found if recipe.fp8 is None else {**found, "fp8": recipe.fp8.recipe}
+
+
+def _listed(stated: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in stated.items())
+
+
 def in_scripts(recipe: Recipe) -> Recipe:
-    """The recipe as a script carries it out: its model is not compiled where that is open."""
-    if recipe.kernels.compile != "auto":
-        return recipe
-    kernels = recipe.kernels.model_copy(update={"compile": "none"})
-    return recipe.model_copy(update={"kernels": kernels})
+    """The recipe as a script carries it out: what is open is planned as scripts have it, but
+    for the attention's kernel, which changes the speed alone."""
+    stated = {name: getattr(recipe.kernels, name) for name in _IN_SCRIPTS}
+    known = {name: _IN_SCRIPTS[name] for name, value in stated.items() if value == "auto"}
+    changed: dict[str, object] = {"kernels": recipe.kernels.model_copy(update=known)}
+    if recipe.parallel.replicate == "auto":
+        changed["parallel"] = recipe.parallel.model_copy(update={"replicate": 1})
+    return recipe.model_copy(update=changed)
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
@@ -85,12 +118,6 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     Raises PlanError where it has no words for it, with the nearest plan that it has words for.
     """
     words = plan.backend.accelerate
-    if recipe.kernels.compile == "layers":
-        raise PlanError(
-            f"{recipe.name} has kernels.compile: layers, and in a script the model is its own",
-            fix="--set kernels.compile=none, and compile the model in the script; or train "
-            "with `dmt launch`",
-        )
     if (copies := plan.layout.replicate) > 1:
         raise PlanError(
             f"{recipe.name} keeps all shards {copies} times, which Accelerate's scripts do not",
@@ -143,6 +170,8 @@ def _heading(recipe: Recipe, words: InAccelerate) -> Iterator[str]:
         )
         yield "launch/train.py. A file that is the same on all machines cannot say them."
     yield from words.notes
+    if stated := _beyond_scripts(recipe):
+        yield f"launch/train.py has {_listed(stated)}; a script of your own has not."
     if recipe.cluster.gpu == "cpu":
         yield (
             "On CPUs, a script that calls Accelerator() itself gets one process, or no shards; "

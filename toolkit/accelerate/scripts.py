@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit.accelerate.config import in_accelerate, in_scripts
+from toolkit.accelerate.config import in_accelerate, in_scripts, refuse_kernels
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.conflicts import preflight
 from toolkit.conflicts.accelerate import ENGINES
@@ -80,6 +80,7 @@ def planned_for_launcher(
     elif overrides:
         raise ValueError("overrides change a recipe's file: pass its path, not the Recipe")
     check_world(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    refuse_kernels(recipe)
     recipe = in_scripts(adopt_engine_config(recipe))
     plan = plan_recipe(recipe)
     in_accelerate(recipe, plan)

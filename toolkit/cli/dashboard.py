@@ -19,7 +19,7 @@ REFRESH_S = 1.0
 _CHARTS = ("loss", "tokens_per_s", "step_time_s", "memory_gib")
 _LAST_MARKS = 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_LABEL_WIDTH, _VALUE_WIDTH = 16, 12
+_LABEL_WIDTH, _VALUE_WIDTH, _UNIT_WIDTH = 16, 12, 18
 _COLOURS = {"running": "cyan", "stopped": "yellow", "failed": "red", "done": "green"}
 
 
@@ -62,14 +62,17 @@ def _tiles(tiles: Sequence[Sequence[str]]) -> Table:
 
 def _curves(chart: Mapping[str, Any], run: int, width: int) -> Iterator[Text]:
     """The measured curve of a run as a row of blocks, with its last value."""
-    room = max(10, width - _LABEL_WIDTH - _VALUE_WIDTH - 4)
+    room = max(10, width - _LABEL_WIDTH - _VALUE_WIDTH - _UNIT_WIDTH - 5)
+    unit = f" {chart['unit'].partition(',')[0]:.{_UNIT_WIDTH}}"
     for line in chart["lines"]:
         values = [value for value in line["y"] if value is not None]
         if line["run"] != run or line["label"] or not values:
             continue
         title = f"  {chart['title'].lower():<{_LABEL_WIDTH}.{_LABEL_WIDTH}}"
         last = f"{values[-1]:>{_VALUE_WIDTH},.5g}"
-        yield Text.assemble((title, "dim"), (sparkline(values, room), "cyan"), last)
+        yield Text.assemble(
+            (title, "dim"), (sparkline(values, room), "cyan"), last, (unit, "dim")
+        )
 
 
 def sparkline(values: Sequence[float], room: int) -> str:

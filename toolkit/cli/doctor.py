@@ -95,7 +95,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, measure its speed, or test it. Without a recipe, exit 3 only without
-    torch; exit 1 when a part of the self-test fails.
+    torch; exit 4 when a part of the self-test fails.
 
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`

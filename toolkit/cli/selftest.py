@@ -16,17 +16,17 @@ from toolkit.cli.console import Console
 from toolkit.doctor.calibrate import check_out
 from toolkit.doctor.selftest import plan, report
 from toolkit.doctor.selftest.check import Check, Workplace
+from toolkit.errors import EXIT_FAILED
 from toolkit.handlers import handling
 from toolkit.terminal import tell
 
-EXIT_CHECKS_FAILED = 1
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
 
 
 def try_machine(
     folder: Path, processes: int | None, cluster: Path | None, gpu_only: bool, as_json: bool
 ) -> None:
-    """Run the self-test, write its report, and exit with 1 when a part failed.
+    """Run the self-test, write its report, and exit with 4 when a part failed.
 
     `cluster`: the cluster file that is measured, written and used.
     """
@@ -45,7 +45,7 @@ def try_machine(
         _show(checks, Console())
     tell(f"wrote {file}: attach it when you report a problem")
     if failed:
-        raise typer.Exit(EXIT_CHECKS_FAILED)
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _run(steps: Sequence[plan.Step], place: Workplace) -> list[Check]:

@@ -6,7 +6,6 @@ The moments of a tensor of the Hugging Face checkpoint, flattened, are quantised
 Hugging Face's Trainer, embeddings do: they are AdamW's of the engine.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import cache
 from math import prod
@@ -82,7 +81,6 @@ class AdamW8bit:
 def operators() -> Any:
     """bitsandbytes' own. Raises BackendUnavailable where it cannot be imported."""
     try:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a kernel for 4 bits
         import bitsandbytes.functional as functional
     except ImportError as error:
         raise BackendUnavailable(

@@ -5,7 +5,6 @@ Weights stay what they are, in memory, on the wire and in checkpoints; each prod
 two operands to 8 bits, with scales that are computed from them.
 """
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -60,10 +59,6 @@ def _products(layer: nn.Module) -> list[nn.Linear]:
 
 
 def _import_torchao() -> Any:
-    """torchao, without its words on kernels that it cannot load, none of which is used, and
-    torch's on how it registers its types."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import torchao.float8
     except ImportError as error:

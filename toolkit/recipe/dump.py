@@ -57,6 +57,11 @@ def dump(data: object, *, flow: bool) -> str:
     return stream.getvalue()
 
 
+def in_yaml(value: object) -> str:
+    """`value` as a recipe states it, on one line."""
+    return dump(value, flow=True).removesuffix("...\n").strip()
+
+
 def _is_plain(text: str) -> bool:
     if not _SAFE_UNQUOTED.fullmatch(text) or text.lower() in _YAML_1_1_WORDS:
         return False

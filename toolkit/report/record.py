@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ def read_record(path: Path) -> RunRecord:
     for file in sorted(run.ranks.glob("rank-*.jsonl"))[:MOST_RANKS]:
         if (rank := file.stem.removeprefix("rank-")).isdigit():
             record.ranks[int(rank)] = _lines(file, record.missing)
-    record.recipe = _mapping(run.recipe, YAML(typ="safe").load, record.missing)
+    record.recipe = _mapping(run.recipe, _parse_yaml, record.missing)
     if run.stated_in.exists():
         record.stated_in = _mapping(run.stated_in, parse_json, record.missing)
     record.plan = _mapping(run.plan, parse_json, record.missing)
@@ -128,6 +128,12 @@ def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dic
         missing.append(f"{path.name}: not a mapping of names to values")
         return {}
     return value
+
+
+@lru_cache(maxsize=64)
+def _parse_yaml(text: str) -> Any:
+    """As long to read as thousands of logged lines, and the same each time."""
+    return YAML(typ="safe").load(text)
 
 
 def _why(error: Exception) -> str:

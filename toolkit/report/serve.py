@@ -1,11 +1,11 @@
 """The page of runs that still train, served to browsers: reads run directories, writes nothing.
 
-    GET /              the page
-    GET /data?SEEN     its data, as soon as it is another version; 204 after some seconds
+    GET /            the page
+    GET /news?SEEN   server-sent events: its data, as often as it is another version than SEEN
 
-A client that waits costs next to nothing. There are no files to ask for. A request must name
-this server by an address, or by a name that was meant: a page of somebody else cannot have its
-own name point here (DNS rebinding).
+All clients get what was read and written down once; one that waits costs nothing. There are no
+files to ask for. A request must name this server by an address, or by a name that was meant: a
+page of somebody else cannot have its own name point here (DNS rebinding).
 """
 
 import ipaddress
@@ -14,8 +14,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,13 +28,19 @@ from toolkit.report.summary import Ending
 from toolkit.run.directory import RunDirectory
 
 IDLE_S = 10.0
-"""How long a client may take to say what it wants."""
+"""How long a client may take to say what it wants, or to take what it is sent."""
 _EVERY_S, _BUSY_EVERY_S = 0.5, 1.2
 """How often runs are looked at; the second where this process takes more than `_SHARE`."""
-_SHARE, _READING_SHARE = 0.02, 0.1
+_SHARE, _READING_SHARE = 0.01, 0.1
 """Of one core: all of this process, with its clients, and reading alone, at most."""
-_HELD_S = 20.0
-"""How long a request for news waits for them."""
+_SILENCE_S = 20.0
+"""After which a client is sent a comment: one that is gone is noticed."""
+_HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+)
 
 
 class LivePage:
@@ -43,31 +49,74 @@ class LivePage:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises DataError for a path that is no run directory."""
         self._runs: list[RunDirectory] = [require_run(path) for path in paths]
-        self._lock = threading.Lock()
+        self._news = threading.Condition()
         self._seen: object = None
         self._data: dict[str, Any] = {}
-        self.json = b""
-        """The last `data`, written once for all clients."""
+        self._error: Exception | None = None
+        """Why there are none."""
+        self._event = b""
+        """What clients are sent: the last data, or why there are none."""
         self._read_at, self._cpu_s, self._reading_s = -math.inf, 0.0, 0.0
         """When the runs were last looked at; processor time of this process until then, and of
         the reading itself."""
-        self._begun, self._version = time.time_ns(), 0
+        self._begun, self._count = time.time_ns(), 0
+        self.listeners = 0
+
+    @property
+    def version(self) -> str:
+        """Of what clients are sent."""
+        return f"{self._begun}-{self._count}" if self._count else ""
 
     def data(self) -> dict[str, Any]:
         """`page_data` with a `version`. Raises DataError or OSError for a run that is gone."""
-        with self._lock:
+        with self._news:
             now, cpu_s, began = time.monotonic(), time.process_time(), time.thread_time()
             busy_s = min(_BUSY_EVERY_S, (cpu_s - self._cpu_s) / _SHARE)
-            if now - self._read_at < max(_EVERY_S, busy_s, self._reading_s / _READING_SHARE):
-                return self._data
-            seen = [self._signs(run) for run in self._runs]
-            if seen != self._seen:
-                records = [read_record(run.path) for run in self._runs]
-                self._version += 1
-                self._data = {**page_data(records), "version": f"{self._begun}-{self._version}"}
-                self._seen, self.json = seen, json.dumps(self._data).encode()
-            self._read_at, self._cpu_s, self._reading_s = now, cpu_s, time.thread_time() - began
+            if now - self._read_at >= max(_EVERY_S, busy_s, self._reading_s / _READING_SHARE):
+                self._read()
+                self._read_at, self._cpu_s = now, cpu_s
+                self._reading_s = time.thread_time() - began
+            if self._error is not None:
+                raise self._error
             return self._data
+
+    def _read(self) -> None:
+        """Read what has changed, and tell everyone who listens."""
+        try:
+            seen = [self._signs(require_run(run.path)) for run in self._runs]
+            if seen == self._seen:
+                return
+            data = page_data([read_record(run.path) for run in self._runs])
+        except Exception as error:  # noqa: BLE001 - raised for whoever asks, and told
+            if self._error is None:
+                self._count += 1
+                self._tell("event: lost", str(error))
+            self._error, self._seen = error, None
+            return
+        self._count += 1
+        self._data = data | {"version": self.version}
+        self._tell(f"id: {self.version}", self._data)
+        self._error, self._seen = None, seen
+
+    def _tell(self, field: str, said: Any) -> None:
+        self._event = f"{field}\ndata: {json.dumps(said)}\n\n".encode()
+        self._news.notify_all()
+
+    def listen(self, seen: str) -> Generator[bytes]:
+        """Events after the version `seen`, for ever; a comment where there is none for long."""
+        with self._news:
+            self.listeners += 1
+        try:
+            while True:
+                with self._news:
+                    if self._news.wait_for(lambda: self.version != seen, _SILENCE_S):  # noqa: B023
+                        seen, event = self.version, self._event
+                    else:
+                        event = b": nothing new\n\n"
+                yield event
+        finally:
+            with self._news:
+                self.listeners -= 1
 
     @staticmethod
     def _signs(run: RunDirectory) -> object:
@@ -88,9 +137,25 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, live: LivePage, host: str, port: int) -> None:
         """Raises OSError where it cannot listen."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.live, self._closed = live, threading.Event()
         super().__init__((host, port), _Handler)
-        self.live = live
         self.names = {"localhost", host, socket.gethostname()}
+
+    def serve_forever(self, poll_interval: float = _EVERY_S) -> None:
+        """Answer, and look for news in a thread of its own: long runs take long to read."""
+        threading.Thread(target=self._look, daemon=True).start()
+        super().serve_forever(poll_interval)
+
+    def server_close(self) -> None:
+        """Look no longer."""
+        self._closed.set()
+        super().server_close()
+
+    def _look(self) -> None:
+        while not self._closed.wait(_EVERY_S):
+            if self.live.listeners:
+                with suppress(Exception):  # which clients are told
+                    self.live.data()
 
     @property
     def url(self) -> str:
@@ -125,44 +190,39 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, seen = self.path.partition("?")
         if not self.server.is_meant(self.headers.get("Host")):
             self._answer(HTTPStatus.FORBIDDEN, "this is not the address of this server")
-            return
-        if path not in ("/", "/data"):
+        elif path == "/news":
+            self._listen(self.headers.get("Last-Event-ID") or seen)
+        elif path != "/":
             self._answer(HTTPStatus.NOT_FOUND, "there is only /")
-            return
-        try:
-            data = self._news(seen)
-        except (DmtError, OSError) as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-            return
-        if path == "/":
-            self._answer(HTTPStatus.OK, page(data), "text/html")
-        elif seen == data["version"]:
-            self._answer(HTTPStatus.NO_CONTENT, "")
         else:
-            self._answer(HTTPStatus.OK, self.server.live.json, "application/json")
+            try:
+                data = self.server.live.data()
+            except (DmtError, OSError) as error:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+                return
+            self._answer(HTTPStatus.OK, page(data), "text/html")
 
-    def _news(self, seen: str) -> dict[str, Any]:
-        """What there is, once it is not what was `seen`, or has not changed for a while."""
-        deadline = time.monotonic() + _HELD_S
-        data = self.server.live.data()
-        while data["version"] == seen and time.monotonic() < deadline:
-            time.sleep(_EVERY_S)
-            data = self.server.live.data()
-        return data
+    def _listen(self, seen: str) -> None:
+        """Send events until the client hangs up."""
+        self.close_connection = True
+        with suppress(OSError), closing(self.server.live.listen(seen)) as events:
+            # nginx would keep events back.
+            options = ("Connection", "close"), ("X-Accel-Buffering", "no")
+            self._head(HTTPStatus.OK, "text/event-stream", *options)
+            for event in events:
+                self.wfile.write(event)
 
-    def _answer(self, status: HTTPStatus, text: str | bytes, kind: str = "text/plain") -> None:
-        body = text.encode() if isinstance(text, str) else text
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        if status != HTTPStatus.NO_CONTENT:
-            self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("X-Frame-Options", "DENY")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.end_headers()
+    def _answer(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
+        body = text.encode()
         with suppress(ConnectionError):
+            self._head(status, kind, ("Content-Length", str(len(body))))
             self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, kind: str, *more: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (("Content-Type", f"{kind}; charset=utf-8"), *_HEADERS, *more):
+            self.send_header(name, value)
+        self.end_headers()
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Nothing: the terminal belongs to the user."""

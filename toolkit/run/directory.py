@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.recipe.dump import dump_recipe
+from toolkit.recipe.dump import dump_recipe, in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
 from toolkit.run import jsonl
@@ -206,7 +206,7 @@ _ABSENT = object()
 
 def shown(value: object) -> str:
     """A setting's value for a message."""
-    return "nothing" if value is _ABSENT else repr(value)
+    return "nothing" if value is _ABSENT else in_yaml(value)
 
 
 def is_stated(value: object) -> bool:

@@ -10,17 +10,21 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.redact import redact
+from toolkit.redact import redactor
 from toolkit.terminal import tell
 from toolkit.untrusted import parse_json
 
 
 def plain(value: Any) -> Any:
     """Return `value` with non-finite numbers as strings and secrets masked in texts."""
+    return _plain(value, redactor().redact)
+
+
+def _plain(value: Any, redact: Callable[[str], str]) -> Any:
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -30,9 +34,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, redact) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [_plain(item, redact) for item in value]
     return value
 
 

@@ -47,6 +47,10 @@ def before_import() -> None:
     its fused operators stay plain Python: compiling them takes seconds for nothing.
     """
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+    # Its optimizer looks for gradients of views, which have none.
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+    )
     logging.getLogger("megatron").setLevel(logging.WARNING)
     if torch.cuda.is_available():
         return

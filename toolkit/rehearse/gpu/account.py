@@ -1,5 +1,6 @@
 """What a rank's GPU holds and computes, operator by operator, and which module it is for."""
 
+import math
 import re
 import sys
 import weakref
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.rehearse.gpu import device
@@ -37,6 +38,19 @@ _PASSING = (ACTIVATIONS, BACKWARD, OTHER)
 _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sharding_prop"
 _OF_TORCH = ("torch/", "toolkit/rehearse/gpu/")
 _RESIZES = torch.ops.aten.resize_.default
+
+
+def _grouped_product(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """FLOPs of matrix products of rows in groups, from the shapes of the operands.
+
+    [rows, k] × [groups, k, n]; [m, rows] × [rows, n], a product per group of rows; and
+    [groups, m, k] × [k, rows].
+    """
+    return 2 * math.prod(b) * a[-2] if len(a) > len(b) else 2 * math.prod(a) * b[-1]
+
+
+if torch.ops.aten._grouped_mm not in flop_registry:
+    register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_product)
 
 
 @dataclass

@@ -132,9 +132,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _promotion(self, func: Any, args: Sequence[Any]) -> None:
-        """A 16-bit tensor with an fp32 one of as many elements, which makes all fp32."""
-        tensors = [one for one in args if isinstance(one, Tensor) and one.dim() > 1]
-        types = {one.dtype for one in tensors}
+        """A 16-bit tensor with an fp32 one, which makes all fp32.
+
+        Not with one number per token: the factor of its experts is fp32 in every mixture.
+        """
+        tensors = (one for one in args if isinstance(one, Tensor) and one.dim() > 1)
+        types = {one.dtype for one in tensors if one.shape[-1] > 1}
         if self._compute != torch.float32 and types == {self._compute, torch.float32}:
             self._add(WIDENED, func.overloadpacket.__name__)
 

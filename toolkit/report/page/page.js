@@ -291,22 +291,26 @@ function refresh() {
   });
 }
 
-async function poll() {
-  let lost = "";
-  if (!document.hidden) {
-    try {
-      const answer = await fetch(`data?${data.version}`, { cache: "no-store" });
-      if (answer.status === 200) { data = await answer.json(); refresh(); }
-      else if (answer.status !== 204) lost = await answer.text();
-    } catch { lost = "The server does not answer; this is what it said last."; }
-    $("lost").replaceChildren(...(lost ? [make("p", { class: "warning", role: "status" }, lost)] : []));
-  }
-  setTimeout(poll, lost ? 2000 : 200);
+let source = null;
+function lost(why) { $("lost").replaceChildren(...(why ? [make("p", { class: "warning", role: "status" }, why)] : [])); }
+
+/** News from the server, while somebody looks. */
+function listen() {
+  source?.close();
+  source = document.hidden ? null : new EventSource(`news?${data.version}`);
+  if (!source) return;
+  source.onopen = () => lost("");
+  source.onmessage = (event) => { data = JSON.parse(event.data); lost(""); refresh(); };
+  source.addEventListener("lost", (event) => lost(JSON.parse(event.data)));
+  source.onerror = () => {
+    lost("The server does not answer; this is what it said last.");
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 2000);
+  };
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("beforeprint", () => { document.documentElement.style.colorScheme = "light"; draw(); });
 addEventListener("afterprint", () => { document.documentElement.style.colorScheme = ""; draw(); });
 controls(); render(); draw();
-if (data.version) poll();
+if (data.version) { listen(); addEventListener("visibilitychange", listen); }
 })();

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.recipe.dump import dump
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.redact import redact
 from toolkit.report.attempts import amount, number, step_of
@@ -216,7 +216,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield [f"{prefix}{key}", dump(value, flow=True).removesuffix("...\n").strip()]
+            yield [f"{prefix}{key}", in_yaml(value)]
 
 
 def _plan(record: RunRecord) -> Section | None:
