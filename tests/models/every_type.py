@@ -54,6 +54,10 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon": {"head_dim": None},
+    "falcon_h1": {
+        "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 8,
@@ -71,6 +75,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "moe_topk": 2, "zero_expert_num": 2,
     },
     "mamba2": {"num_heads": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
     "olmo_hybrid": FOUR_LAYERS,
     "phimoe": {"router_jitter_noise": 0.0},  # else it draws experts at random
     "qwen3_5_moe_text": FOUR_LAYERS,
