@@ -4,7 +4,7 @@ It leaves `pid-RANK` and `env-RANK` in RUN_DIR, and writes events as a worker do
 Behaviours: `done`; `sleep` (until SIGTERM, then 75); `stubborn` (ignores SIGTERM);
 `early` (still importing: no handlers, no events); `fail=RANK:CODE` (that rank fails
 after a moment, the others sleep; with ` stubborn` behind it, they ignore SIGTERM; with
-` telling`, it says why, as a worker does).
+` telling`, it says why, as a worker does; with ` losing`, that it lost another).
 """
 
 import json
@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+
+from toolkit.run.ending import PEER_LOST
 
 run_dir, behaviour = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
@@ -57,6 +59,8 @@ while time.monotonic() - began < 3600:
             if "telling" in behaviour:
                 print("error: told by itself", file=sys.stderr, flush=True)
                 leave(int(code), error="told by itself")
+            if "losing" in behaviour:
+                leave(int(code), error=PEER_LOST)
             leave(int(code))
     if asked and "stubborn" not in behaviour:
         time.sleep(0.3)  # Saving.

@@ -117,6 +117,16 @@ def test_of_two_ranks_seen_at_once_the_killed_one_is_named(tmp_path, killed):
     assert report_failure(tmp_path, 0, seen).reason == f"rank {killed} was killed by SIGKILL"
 
 
+def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
+    launch = start("local", "fail=0:4 losing stubborn")
+    pids = launch.worker_pids()
+    wait_until(lambda: not alive(pids[0]), "the end of the rank that lost the other")
+    os.kill(pids[1], signal.SIGKILL)
+    exit_code, errors = launch.end()
+    assert exit_code == 4
+    assert "error: rank 1 was killed by SIGKILL" in errors
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_stop_before_the_workers_listen_is_no_failure(start, name):
     launch = start(name, "early")

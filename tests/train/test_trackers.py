@@ -261,7 +261,14 @@ def test_its_environment(tracker: str, tmp_path: Path, monkeypatch: pytest.Monke
     for name in unwanted:
         monkeypatch.setenv(name, "0")
     with TrackedTrainer(tmp_path, tracker).process as follower:
-        found = psutil.Process(follower.pid).environ()
+        process, found = psutil.Process(follower.pid), dict[str, str]()
+
+        def has_begun() -> bool:  # before, it has no environment, or this process's
+            found.clear()
+            found.update(process.environ())
+            return "SOME_TOKEN" in found
+
+        wait_until(has_begun, "the follower's environment")
         follower.kill()
     assert found["SOME_TOKEN"] == CANARY
     assert not unwanted & found.keys()

@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL
 from typing import TextIO
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
@@ -84,6 +85,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._copiers: list[threading.Thread] = []
         self._stopping = False
+        self._killed = False
         self._failed: list[RankExit] = []
         self._deadline = Deadline()
         try:
@@ -125,6 +127,8 @@ class _Ranks:
         codes = [process.returncode for process in self._processes]
         if self._failed:
             seen = self._failed
+            if not self._killed:  # a rank that is large may die after those that lost it
+                seen = [*seen, *(RankExit(r, c) for r, c in enumerate(codes) if c == -SIGKILL)]
             if codes[0] in USER_CODES and codes[0] == seen[0].code:
                 seen = [RankExit(0, codes[0])]  # found by all ranks, and told by this one
             return report_failure(self._run_dir, self._offset, seen)
@@ -180,9 +184,10 @@ class _Ranks:
 
     def kill(self) -> None:
         """Kill the ranks that are left and, of all ranks, the children in the process group."""
+        self._killed = True
         for process in self._processes:
             with suppress(ProcessLookupError):  # No process of that group is left.
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, SIGKILL)
             process.wait()
 
 
@@ -198,7 +203,7 @@ def _start(spec: LaunchSpec, rank: int) -> "subprocess.Popen[str]":
         errors="replace",
         # Ctrl-C at the terminal is for the launcher, which passes it on once.
         start_new_session=True,
-        preexec_fn=die_with_parent(signal.SIGKILL),
+        preexec_fn=die_with_parent(SIGKILL),
     )
 
 
