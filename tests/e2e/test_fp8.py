@@ -28,12 +28,16 @@ def trained(folder: Path, name: str, **changes: object) -> Path:
 
 
 def test_200_steps(tmp_path: Path) -> None:
-    """Within 2% of bf16's validation loss, and exported in bf16."""
+    """Not 2% above bf16's validation loss, and exported in bf16.
+
+    In six runs of three seeds, fp8 was between 0.3% above and 1.7% below: rounding sends a
+    run elsewhere, which says nothing of fp8 where it is for the better.
+    """
     runs = [trained(tmp_path, "bf16"), trained(tmp_path, "fp8", **FP8)]
     plain, eight = (events(one, "evaluation")[-1] for one in runs)
     assert plain["step"] == eight["step"] == 200
     assert curve(runs[0]) != curve(runs[1])
-    assert eight["loss"] == pytest.approx(plain["loss"], rel=0.02)
+    assert 0.95 < eight["loss"] / plain["loss"] <= 1.02
     exported = AutoModelForCausalLM.from_pretrained(runs[1] / "export")
     assert exported.dtype == torch.bfloat16
 
