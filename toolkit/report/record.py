@@ -83,7 +83,7 @@ def read_record(path: Path) -> RunRecord:
     for file in sorted(run.ranks.glob("rank-*.jsonl"))[:MOST_RANKS]:
         if (rank := file.stem.removeprefix("rank-")).isdigit():
             record.ranks[int(rank)] = _lines(file, record.missing)
-    record.recipe = _mapping(run.recipe, _parse_yaml, record.missing)
+    record.recipe = _mapping(run.recipe, parse_yaml, record.missing)
     if run.stated_in.exists():
         record.stated_in = _mapping(run.stated_in, parse_json, record.missing)
     record.plan = _mapping(run.plan, parse_json, record.missing)
@@ -131,8 +131,8 @@ def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dic
 
 
 @lru_cache(maxsize=64)
-def _parse_yaml(text: str) -> Any:
-    """As long to read as thousands of logged lines, and the same each time."""
+def parse_yaml(text: str) -> Any:
+    """What a recipe says. As long to read as thousands of logged lines, and the same each time."""
     return YAML(typ="safe").load(text)
 
 

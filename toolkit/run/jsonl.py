@@ -19,12 +19,16 @@ from toolkit.terminal import tell
 from toolkit.untrusted import parse_json
 
 
-def plain(value: Any) -> Any:
-    """Return `value` with non-finite numbers as strings and secrets masked in texts."""
-    return _plain(value, redactor().redact)
+def plain(value: Any, text: Callable[[str], str] = str) -> Any:
+    """Return `value` with non-finite numbers as strings, texts as `text` of them returns, and
+    secrets masked in those."""
+    redact = redactor().redact
+    return _plain(value, lambda found: redact(text(found)))
 
 
 def _plain(value: Any, redact: Callable[[str], str]) -> Any:
+    if value is None:
+        return None
     if isinstance(value, float):
         if math.isfinite(value):
             return value

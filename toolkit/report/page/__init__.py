@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,8 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
         "charts": charts(records, curves),
         "comparison": _comparison(records, names),
     }
-    return jsonl.plain(_clean(data))  # type: ignore[no-any-return]
-
-
-def _clean(value: Any) -> Any:
-    """Texts without characters that would reorder or hide what stands next to them."""
-    if isinstance(value, str):
-        return printable(value, lines=True)
-    if isinstance(value, dict):
-        return {_clean(str(key)): _clean(one) for key, one in value.items()}
-    return [_clean(one) for one in value] if isinstance(value, list | tuple) else value
+    # Without characters that would reorder or hide what stands next to them.
+    return jsonl.plain(data, partial(printable, lines=True))  # type: ignore[no-any-return]
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:

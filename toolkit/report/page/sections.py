@@ -1,6 +1,7 @@
 """What the page states in words, bars and tables, for one run."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from toolkit.report.attempts import amount, number, step_of
 from toolkit.report.compare import median_speed
 from toolkit.report.facts import LABELS, rows
 from toolkit.report.goodput import PARTS
-from toolkit.report.record import RunRecord
+from toolkit.report.record import RunRecord, parse_yaml
 from toolkit.run import jsonl
 from toolkit.units import duration, seconds, size
 from toolkit.untrusted import read_bytes, read_json
@@ -189,11 +190,10 @@ def _recipe(record: RunRecord) -> Section | None:
     text = read_bytes(record.run.recipe).decode("utf-8")
     section: Section = {"title": "Recipe", "text": text, "open": "All settings"}
     try:
-        stated = Recipe.model_validate(record.recipe, strict=False)
+        own = _settings(text)
     except ValidationError as error:
         note = f"This release does not read it: {error.error_count()} settings."
         return {**section, "note": note}
-    own = [*_leaves(stated.model_dump(exclude_defaults=True, mode="json"))]
     section["note"] = f"{len(own)} settings differ from the defaults of this release."
     section["table"] = [["setting", "value"], *own]
     places = record.stated_in
@@ -209,6 +209,13 @@ def _recipe(record: RunRecord) -> Section | None:
     found += [[*row, "resolved"] for row in rows.values()]
     section["table"] = [["setting", "value", "stated in"], *found]
     return section
+
+
+@lru_cache(maxsize=64)
+def _settings(recipe: str) -> list[list[str]]:
+    """Those that differ from the defaults, with their values. Raises ValidationError."""
+    stated = Recipe.model_validate(parse_yaml(recipe), strict=False)
+    return [*_leaves(stated.model_dump(exclude_defaults=True, mode="json"))]
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:

@@ -110,5 +110,12 @@ class Curves:
         if not any(map(math.isfinite, values)):
             return None
         chosen = kept(values, buckets)
+        if len(chosen) == len(values):
+            return {**self._whole_x, "y": [*map(short, values)]}
         found = {axis: [short(self.x[axis][at]) for at in chosen] for axis in AXES}
         return {**found, "y": [short(values[at]) for at in chosen]}
+
+    @cached_property
+    def _whole_x(self) -> Mapping[str, list[float | None]]:
+        """`x` as every short curve has it."""
+        return {axis: [*map(short, values)] for axis, values in self.x.items()}
