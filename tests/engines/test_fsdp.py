@@ -25,9 +25,12 @@ UNITS = LAYERS + 1
 """Decoder layers, and the rest of the model."""
 UNTIED = {"tie_word_embeddings": False}
 MICRO_BATCHES = 4
+OWN_WORDS = {"replicate", "reduce_every_micro_batch"}
+"""Of `fsdp.json`: a mesh's shape, and what is called before a backward pass."""
 CASES = [
     Case("fsdp", 1, stage=3),
     Case("fsdp", 1, stage=2, precision="bf16"),
+    Case("fsdp", 1, stage=1, precision="bf16"),
     Case("fsdp", 1, stage=3, offload="cpu", recompute="full"),
 ]
 
@@ -36,6 +39,8 @@ def test_stage_precision_and_offload_are_said_in_torchs_words() -> None:
     config = render(Layout(dp=2, zero_stage=3), "bf16")
     assert config["reshard_after_forward"] is True
     assert config["replicate"] == 1
+    assert config["reduce_every_micro_batch"] is True
+    assert render(Layout(dp=2, zero_stage=1), "bf16")["reduce_every_micro_batch"] is False
     assert render(Layout(dp=4, replicate=2), "bf16")["replicate"] == 2
     assert config["mp_policy"] == {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     assert config["offload_policy"] is None
@@ -47,7 +52,7 @@ def test_stage_precision_and_offload_are_said_in_torchs_words() -> None:
 def test_the_words_are_those_of_the_installed_torch() -> None:
     config = render(Layout(zero_stage=3), "fp32")
     names = fully_shard.__wrapped__.__kwdefaults__  # type: ignore[attr-defined]
-    assert {k for k in config if "prefetch" not in k} - {"replicate"} <= names.keys()
+    assert {k for k in config if "prefetch" not in k} - OWN_WORDS <= names.keys()
     MixedPrecisionPolicy(**config["mp_policy"])
 
 
@@ -79,16 +84,17 @@ def test_no_rank_ever_holds_the_whole_model(seen: dict[str, Any], case: Case) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_gathered_and_reduced_in_a_step(seen: dict[str, Any], case: Case) -> None:
-    """Stage 3 gathers a layer for either pass of each micro batch; stage 2 once a step."""
+    """Stage 3 gathers a layer for either pass of each micro batch, the others once a step; only
+    stage 1 reduces gradients once a step."""
     computed_in = "torch.bfloat16" if case.precision == "bf16" else "torch.float32"
-    gathered = UNITS if case.stage == 2 else MICRO_BATCHES * (UNITS + LAYERS)
+    gathered = MICRO_BATCHES * (UNITS + LAYERS) if case.stage == 3 else UNITS
     found = seen[case.name]
     assert found["in_step"] == {
         "gathered": {computed_in: gathered},
-        "reduced": {"torch.float32": MICRO_BATCHES * UNITS},
+        "reduced": {"torch.float32": UNITS * (1 if case.stage == 1 else MICRO_BATCHES)},
         "summed": {},
     }
-    evaluated = UNITS if case.stage == 2 else 1 + MICRO_BATCHES * LAYERS
+    evaluated = 1 + MICRO_BATCHES * LAYERS if case.stage == 3 else UNITS
     assert found["in_evaluation"]["gathered"] == {computed_in: evaluated}
 
 

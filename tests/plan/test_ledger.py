@@ -194,7 +194,7 @@ def test_only_what_the_recipe_does_is_listed() -> None:
             {"parallel__engine": "fsdp"},
             {
                 "tensor, pipeline, virtual pipeline, expert above 1",
-                "ZeRO 0, 1",
+                "ZeRO 0",
                 "offload to nvme",
                 "selective recompute",
             },

@@ -141,7 +141,7 @@ def test_who_can(settings: dict[str, Any], able: list[Pair]) -> None:
             ["parallel.zero.offload_optimizer"],
             "to cpu, or set parallel.engine to deepspeed",
         ),
-        ({"engine": "fsdp", "zero": {"stage": 1}}, ["parallel.zero.stage"], "to auto, or set"),
+        ({"engine": "fsdp", "zero": {"stage": 0}}, ["parallel.zero.stage"], "to auto, or set"),
         ({"engine": "fsdp", "tensor": 2}, ["parallel.tensor"], "to 1, or parallel.engine to"),
         ({"engine": "ddp", "zero": {"stage": 3}}, ["parallel.zero.stage"], "deepspeed"),
         ({"engine": "ddp", "zero": {"config": "x"}}, ["parallel.zero.config"], "remove it"),

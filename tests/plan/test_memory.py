@@ -75,9 +75,9 @@ def per_byte(spec: ModelSpec, layout: Layout) -> float:
         # ZeRO (arXiv:1910.02054), figure 1, with gradients summed in fp32.
         ("deepspeed", "bf16", [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]),
         ("deepspeed", "fp32", [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]),
-        # FSDP2's mixed precision and DDP's autocast keep fp32 weights. In stage 2 these are
-        # sharded too: what is gathered from them is a buffer.
-        ("fsdp", "bf16", [16, 10, 16 / 4, 16 / 4]),
+        # FSDP2's mixed precision and DDP's autocast keep fp32 weights. From stage 1 on these
+        # are sharded too: what is gathered from them is a buffer.
+        ("fsdp", "bf16", [16, 4 + 12 / 4, 16 / 4, 16 / 4]),
         ("ddp", "bf16", [16]),
     ],
 )
@@ -86,7 +86,8 @@ def test_bytes_per_parameter_on_four_ranks(
 ) -> None:
     train = workload(UNTIED, engine=engine, precision=precision)
     stages = range(len(bytes_of_stages))
-    found = [model_states_gib(train, Layout(dp=4, zero_stage=stage)) for stage in stages]  # type: ignore[arg-type]
+    layouts = [Layout(dp=4, zero_stage=stage, gradient_accumulation=2) for stage in stages]  # type: ignore[arg-type]
+    found = [model_states_gib(train, layout) for layout in layouts]
     total = UNTIED.parameters.total
     assert found == pytest.approx([each * total / GIB for each in bytes_of_stages])
 
@@ -411,6 +412,13 @@ def test_fsdp_holds_gathered_layers_and_unsharded_gradients() -> None:
     kept = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=2))
     assert kept.buffers == pytest.approx(2 * UNTIED.parameters.total + gradients)
     assert kept.model_states == memory.model_states
+    once = Layout(dp=4, zero_stage=1, gradient_accumulation=2)
+    summed = peak_memory(workload(UNTIED, engine="fsdp"), once)
+    assert summed.gradients == 4 * memory.gradients, "whole until they are reduced"
+    assert (summed.parameters, summed.optimizer) == (memory.parameters, memory.optimizer)
+    assert summed.buffers == kept.buffers
+    alone = peak_memory(workload(UNTIED, engine="fsdp"), Layout(dp=4, zero_stage=1))
+    assert alone.model_states == memory.model_states, "one micro batch: nothing to add up"
     copies = Layout(dp=4, zero_stage=3, replicate=2)
     twice = peak_memory(workload(UNTIED, engine="fsdp"), copies)
     assert twice.model_states == 2 * memory.model_states

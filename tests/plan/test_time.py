@@ -254,6 +254,17 @@ def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
         assert thrice[kind] == pytest.approx(3 * found[kind])
 
 
+def test_fsdp_reduces_once_a_step_in_stage_1() -> None:
+    cluster = parse_cluster("8xh100-80gb")
+    first, second = (
+        step_time(FSDP, Layout(dp=8, zero_stage=stage, gradient_accumulation=4), cluster)
+        for stage in (1, 2)
+    )
+    sent = second.communication["data_reduce"]
+    assert first.communication["data_reduce"] == pytest.approx(sent / 4)
+    assert first.communication["data_gather"] == second.communication["data_gather"]
+
+
 def test_experts_travel_and_split_the_weights() -> None:
     mixtral = replace(
         llama(32, 4096, 32, 8, 14336, 32000),

@@ -38,6 +38,7 @@ BUGS = ("host", "scaled", "looked_at", "printed")
 RANKS = {
     "ddp": (case("ddp"), 2, 1, ""),
     "ddp-fp32": (case("ddp", precision="fp32"), 1, 0, ""),
+    "fsdp1": (case("fsdp", stage=1), 2, 0, ""),
     "fsdp2": (case("fsdp", stage=2), 2, 0, ""),
     "fsdp3": (FSDP, 2, 1, ""),
     "fsdp3-replicate": (case("fsdp", 1, stage=3, parallel={"replicate": 2}), 4, 3, ""),

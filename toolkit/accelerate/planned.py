@@ -43,7 +43,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
                 num_steps=plan.layout.gradient_accumulation,
                 # The recipe counts steps over the seams between epochs.
                 sync_with_dataloader=False,
-                sync_each_batch=self._words.reduces_every_batch,
+                sync_each_batch=self._words.reduces_every_batch(plan.layout),
             ),
             kwargs_handlers=handlers,
             **settings,

@@ -103,7 +103,9 @@ def _of_recipe(
         # `shift_labels` is no argument of a model's forward, but its loss takes it.
         "remove_unused_columns": False,
         "accelerator_config": {
-            "gradient_accumulation_kwargs": {"sync_each_batch": words.reduces_every_batch}
+            "gradient_accumulation_kwargs": {
+                "sync_each_batch": words.reduces_every_batch(plan.layout)
+            }
         },
     }
 

@@ -28,10 +28,12 @@ class InAccelerate:
     """Options of `accelerate launch` that those files need."""
     notes: ClassVar[tuple[str, ...]] = ()
     """Lines for the head of a file: where a setting means something else than in a recipe."""
-    reduces_every_batch: ClassVar[bool] = False
-    """Are gradients reduced after every micro batch? If not, once a step."""
     recomputes: ClassVar[bool] = False
     """Does Accelerate recompute activations? If not, the model has to."""
+
+    def reduces_every_batch(self, layout: Layout) -> bool:
+        """Are gradients reduced after every micro batch? If not, once a step."""
+        return False
 
     def distributed_type(self, world: int) -> str:
         """Accelerate's kind of run. On a CPU, its MULTI_CPU starts one process only."""

@@ -653,8 +653,9 @@ class ZeroSection(Section):
 
     stage: ZeroStage | Auto = "auto"
     """What is sharded: 1 optimizer states, 2 also gradients, 3 also parameters. Engine
-    megatron supports 0 and 1 (its distributed optimizer), ddp 0, fsdp 2 and 3; with 2, fsdp
-    gathers parameters once per step and keeps them until the last backward pass."""
+    megatron supports 0 and 1 (its distributed optimizer), ddp 0, fsdp 1 to 3; with 1 and
+    2, fsdp gathers parameters once per step and keeps them until the last backward pass; with
+    1, it also keeps whole gradients, which it reduces once per step."""
     offload_optimizer: Literal["none", "cpu", "nvme"] | Auto = "auto"
     """Where optimizer states are kept outside the step. `auto`: on the device or, if no layout
     fits there, on the CPU (or on NVMe if `nvme_path` names a folder)."""

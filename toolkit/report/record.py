@@ -132,7 +132,7 @@ def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dic
 
 @lru_cache(maxsize=64)
 def parse_yaml(text: str) -> Any:
-    """What a recipe says. As long to read as thousands of logged lines, and the same each time."""
+    """The values of a recipe: as slow to read as thousands of logged lines, so only once."""
     return YAML(typ="safe").load(text)
 
 

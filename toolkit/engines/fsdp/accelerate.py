@@ -22,8 +22,11 @@ class FsdpInAccelerate(InAccelerate):
         "launch/train.py",
         "and toolkit.accelerate.accelerator(RECIPE) do so in fp32.",
     )
-    reduces_every_batch = True  # else it keeps whole gradients until the last micro batch
     recomputes = True
+
+    def reduces_every_batch(self, layout: Layout) -> bool:
+        """See `InAccelerate`. Else whole gradients are kept until the last micro batch."""
+        return layout.zero_stage > 1
 
     def distributed_type(self, world: int) -> str:
         """See `InAccelerate`."""

@@ -20,7 +20,7 @@ _CPU: frozenset[Placement] = frozenset(("none", "cpu"))
 class FsdpCost(EngineCost):
     """FSDP2's shards, as `fully_shard` with one unit per decoder layer works."""
 
-    sharded_weights_from = 2  # what stage 2 keeps gathered is in `buffers`
+    sharded_weights_from = 1  # what stages 1 and 2 keep gathered is in `buffers`
     sends_fp32_weights = True
     whole_experts = True
     # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
@@ -34,6 +34,10 @@ class FsdpCost(EngineCost):
         """Over a tensor group (loss_parallel), cross entropy keeps the softmax, too."""
         return (4 if tp > 1 else 3) * FP32_BYTES
 
+    def whole_gradients(self, layout: Layout) -> bool:
+        """Those of earlier micro batches, which stage 1 adds up before it reduces them."""
+        return layout.zero_stage < 2 and layout.gradient_accumulation > 1
+
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Weights that FSDP gathers, and gradients before they are scattered.
 
@@ -42,28 +46,25 @@ class FsdpCost(EngineCost):
         precision and, copied, in the fp32 of the reduce-scatter. A head that is the embedding,
         or runs in chunks, keeps its gradient until the embedding's is there.
         """
-        if layout.zero_stage < 2:
-            return 0.0
         largest = (share.dense + share.experts) / share.layers
         head, gathered = share.trained.output, share.vocabulary + GATHERED_LAYERS * largest
         if _own_units(layout, share):
             gathered -= share.vocabulary - share.output
             head, largest = 0.0, max(largest, head)
-        if layout.zero_stage == 2:
+        if layout.zero_stage < 3:
             gathered = share.parameters
         return width * (gathered + head) + (width + FP32_BYTES) * largest
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
         """The gathered head; and of the micro batch before, what was reduced last: it stays
         until the next backward pass reduces something."""
-        if layout.zero_stage < 2:
-            return 0.0
         kept, last = share.vocabulary, share.trained.vocabulary
         if _own_units(layout, share):
             kept, last = share.output, share.vocabulary - share.output
-        if layout.zero_stage == 2:
+        if layout.zero_stage < 3:
             kept = share.parameters
-        return width * kept + FP32_BYTES * last * (layout.gradient_accumulation > 1)
+        reduced_before = layout.zero_stage > 1 and layout.gradient_accumulation > 1
+        return width * kept + FP32_BYTES * last * reduced_before
 
 
 def _own_units(layout: Layout, share: StageShare) -> bool:
@@ -85,13 +86,13 @@ class FsdpBackend(Backend):
     supports = {
         "hf": Support(
             preference=30,
-            zero_stages=(2, 3),
+            zero_stages=(1, 2, 3),
             replicate=ANY,
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
             offload_together=True,
             only_when_asked=True,
-            kernel_stages=(2, 3),
+            kernel_stages=(1, 2, 3),
         )
     }
     configured = True
@@ -99,6 +100,7 @@ class FsdpBackend(Backend):
     accelerate = FsdpInAccelerate()
     cost = FsdpCost()
     rehearsals = (
+        Rehearsed("fsdp1", "hf", Layout(dp=2, zero_stage=1)),
         Rehearsed("fsdp2", "hf", Layout(dp=2, zero_stage=2)),
         Rehearsed("fsdp3", "hf", Layout(dp=2, zero_stage=3)),
     )

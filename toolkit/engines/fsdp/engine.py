@@ -43,6 +43,7 @@ class FsdpEngine(DataParallelEngine):
         config = setup.engine_config
         offloads = config["offload_policy"] is not None
         self.keeps_gathered = not config["reshard_after_forward"]
+        self.reduces_once = not config["reduce_every_micro_batch"]
         self.copies: int = config["replicate"]
         self.sharded_over = self.world // self.copies
         """Ranks among which a parameter is sharded."""
@@ -132,15 +133,16 @@ class FsdpEngine(DataParallelEngine):
         return first * (parameter.numel() // rows)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients are reduced in every micro batch's backward pass, but over copies once.
+        """Gradients are reduced in every micro batch's backward pass, over copies once a step.
 
-        Reducing them once (`set_requires_gradient_sync`) would keep the sum of all micro
-        batches whole on every rank, 4 bytes per parameter: what ZeRO 2 and 3 are there to
-        avoid, and more than the planner counts. What is put off to the last micro batch is
-        waiting for the reduction, and in stage 2 dropping the gathered weights.
+        In stage 1 they are reduced once a step altogether: until then every rank holds the
+        fp32 sum of all micro batches whole, 4 bytes per parameter. The last micro batch also
+        waits for the reduction and, in stages 1 and 2, drops the gathered weights.
         """
         self.units[0].set_is_last_backward(last)
-        if self.copies > 1:
+        if self.reduces_once:
+            self.units[0].set_requires_gradient_sync(last)
+        elif self.copies > 1:
             self.units[0].set_requires_all_reduce(last)
         if self.keeps_gathered:
             self.units[0].set_reshard_after_backward(last)

@@ -47,6 +47,11 @@ class EngineCost:
         """Is a tensor-parallel rank's model whole on the device before it is sharded?"""
         return False
 
+    def whole_gradients(self, layout: Layout) -> bool:
+        """Does a rank hold the gradients of all parameters that it computes with, not only of
+        its shard?"""
+        return layout.zero_stage < 2
+
     def reduce_bytes(self, precision: CostPrecision) -> int:
         """Bytes per gradient element on the wire, where the workload states none."""
         return FP32_BYTES

@@ -229,30 +229,33 @@ def _states(
     if layout.ep > 1:
         expert_copies = max(1, copies * layout.tp // layout.ep)
 
-    def held(per_parameter: float, stage: int, share: StageShare) -> float:
-        if layout.zero_stage < stage:
+    def held(per_parameter: float, spread: bool, share: StageShare) -> float:
+        if not spread:
             return per_parameter * share.parameters
         return per_parameter * (
             (share.dense + share.vocabulary) / copies + share.experts / expert_copies
         )
 
-    each = state_bytes(workload)
+    each, cost = state_bytes(workload), workload.cost
     trained, updates, saved = share.trained, workload.updates, 0.0
+    updated_in_parts = layout.zero_stage >= 1
     if updates and updates.optimizer == "muon":  # no second moment of the layers' matrices
-        saved = held(FP32_BYTES, 1, trained._replace(vocabulary=0.0))
+        saved = held(FP32_BYTES, updated_in_parts, trained._replace(vocabulary=0.0))
     elif updates:
         owned = trained
         if updates.optimizer == "adamw_8bit":  # embeddings, a tied head too, keep two moments
             untied = not workload.spec.tied_embeddings
             owned = trained._replace(vocabulary=trained.output if untied else 0.0)
-        saved = held(2 * FP32_BYTES, 1, owned) - owned_bytes(workload, layout, share.stage)
+        saved = held(2 * FP32_BYTES, updated_in_parts, owned)
+        saved -= owned_bytes(workload, layout, share.stage)
     away = layout.offload_optimizer != "none"
-    sharded = workload.cost.sharded_weights_from
+    sharded = layout.zero_stage >= cost.sharded_weights_from
+    reduced = not cost.whole_gradients(layout)
     return (
         0.0 if layout.offload_parameters != "none" else held(each.weight, sharded, share),
-        # From stage 2 on, reduced gradients go where the optimizer is.
-        0.0 if away and layout.zero_stage >= 2 else held(each.gradient, 2, trained),
-        0.0 if away else held(each.optimizer, 1, trained) - saved,
+        # Those that are reduced go where the optimizer is.
+        0.0 if away and reduced else held(each.gradient, reduced, trained),
+        0.0 if away else held(each.optimizer, updated_in_parts, trained) - saved,
     )
 
 
