@@ -113,6 +113,7 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "differs first at step 3, by more than rounding at step 5: 4.9995 instead of" in out
     assert "equal to the last bit at all 10 steps logged in both" in out
     assert "10.0% faster (median tokens/s), loss 4.9200 instead of 4.9200 at step 8" in out
+    assert "                     first    other      first\n" in out
     assert "data.train.1.weight  0.5      0.7        0.5" in out
     assert "adapter              nothing  {rank: 8}  nothing" in out
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, metrics, write_run
 from toolkit.cli.main import main
 from toolkit.errors import DataError
 from toolkit.report import serve
-from toolkit.report.record import RunRecord, read_record
+from toolkit.report.record import Logs, RunRecord, read_record
 from toolkit.report.serve import LivePage, PageServer
+from toolkit.run import jsonl
 
 
 @pytest.fixture
@@ -124,9 +126,9 @@ def test_a_client_that_has_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_clients_share_one_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
 
-    def counted(path: Path) -> RunRecord:
+    def counted(path: Path, logs: Logs) -> RunRecord:
         read.append(path)
-        return read_record(path)
+        return read_record(path, logs)
 
     monkeypatch.setattr(serve, "read_record", counted)
     live = LivePage([run])
@@ -138,10 +140,10 @@ def test_clients_share_one_reading(run: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_costs_more_is_done_less_often(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = cpu_s = thread_s = reading_s = 0.0
 
-    def costly(path: Path) -> RunRecord:
+    def costly(path: Path, logs: Logs) -> RunRecord:
         nonlocal thread_s
         thread_s += reading_s
-        return read_record(path)
+        return read_record(path, logs)
 
     clock = SimpleNamespace(
         monotonic=lambda: now_s,
@@ -183,10 +185,12 @@ def test_there_are_no_files(run: Path, path: str) -> None:
 def test_only_its_own_names(run: Path) -> None:
     with served(run) as server:
         port = server.server_address[1]
-        for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}", f"10.0.0.1:{port}"):
+        for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}", f"10.0.0.1:{port}",
+                     f"LOCALHOST.:{port}", socket.getfqdn().upper()):  # fmt: skip
             assert ask(server, host=host)[0] == 200, host
         for host in (f"evil.example:{port}", "127.0.0.1.evil.example", ":", "x@127.0.0.1"):
-            assert ask(server, host=host) == (403, "this is not the address of this server")
+            status, text = ask(server, host=host)
+            assert status == 403 and "use its IP address" in text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
@@ -205,6 +209,33 @@ def test_a_client_that_says_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) 
         silent.settimeout(60)
         assert ask(server)[0] == 200
         assert silent.recv(1) == b"", "hung up"
+
+
+def test_a_client_that_hangs_up_prints_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(run) as server:
+        for _ in range(3):
+            with socket.create_connection(server.server_address[:2]) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert ask(server)[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", KILLED_AND_RESTARTED, metrics(20, 2.0))
+    logs = Logs()
+    first = read_record(run, logs).metrics
+    text = (run / "metrics.jsonl").read_text()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "loss": 1.0}\n{"step": 22')
+    grown = read_record(run, logs)
+    assert grown.metrics is first and first[-1] == {"step": 21, "loss": 1.0}
+    assert "metrics.jsonl: its last line is cut short, or is being written" in grown.missing
+    jsonl.write_atomically(run / "metrics.jsonl", text)  # as a resume does
+    again = read_record(run, logs)
+    assert again.metrics == read_record(run).metrics and len(again.metrics) == 20
 
 
 def test_a_browser_sees_a_new_step(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ def test_the_rank_is_named(tmp_path: Path, what: str, words: str) -> None:
     (found,) = pace_of(run)
     assert found.startswith(f"{said}: ranks {words}, rank ")
     waits(run, rank=3, what=what, late_s=0.03, behind=400)
-    reason = "no rank waited for data or a core so long that it explains it"
+    whose = "none of the 4 ranks whose waits are known"
+    reason = f"{whose} waited long enough for data or a core to explain it"
     assert pace_of(run) == [f"{said}; {reason}"]
 
 

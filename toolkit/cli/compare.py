@@ -16,6 +16,7 @@ from toolkit.errors import DataError
 from toolkit.report.compare import (
     difference,
     median_speed,
+    names_of,
     settings_that_differ,
     verdict,
     where_losses_differ,
@@ -52,6 +53,9 @@ def _machine_output(records: Sequence[RunRecord]) -> dict[str, object]:
     first, *others = records
     return {
         "runs": [str(record.run.path) for record in records],
+        "states": [record.state[0] for record in records],
+        "steps": [record.summary.steps for record in records],
+        "tokens_per_s": [median_speed(record.metrics) for record in records],
         "settings": {
             key: [value if is_stated(value) else None for value in values]
             for key, values in settings.items()
@@ -70,8 +74,11 @@ def _lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     yield from columns(rows)
     yield Text("\nsettings that differ", "bold")
     settings = settings_that_differ(records)
-    table = [[key, *map(_short, values)] for key, values in settings.items()]
-    yield from columns(table, left=len(table[0])) if table else ["none"]
+    table = [
+        ["", *names_of(records)],
+        *([key, *map(_short, values)] for key, values in settings.items()),
+    ]
+    yield from columns(table, left=len(table[0])) if settings else ["none"]
     first, *others = records
     found = [difference(first, other) for other in others]
     yield Text("\nloss", "bold")
@@ -80,6 +87,10 @@ def _lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     yield Text("\nverdict", "bold")
     for name, one in zip(names[1:], found, strict=True):
         yield verdict(name, names[0], one)
+    for record in records:
+        state, why = record.state
+        if state == "failed":
+            yield f"{record.run.path} failed: {why}"
     for record in records:
         yield from (f"warning: {record.run.path}: {what}" for what in record.missing)
 

@@ -79,7 +79,10 @@ def sparkline(values: Sequence[float], room: int) -> str:
     """One letter for each of at most `room` equal parts of a curve, as high as its mean."""
     count = min(room, len(values))
     edges = [len(values) * at // count for at in range(count + 1)]
-    means = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+    means = [  # halved: differences of the largest floats are floats, too
+        sum(value / (2 * (stop - start)) for value in values[start:stop])
+        for start, stop in pairwise(edges)
+    ]
     low, spread = min(means), (max(means) - min(means)) or 1.0
     return "".join(_BLOCKS[round((mean - low) / spread * (len(_BLOCKS) - 1))] for mean in means)
 
@@ -92,11 +95,11 @@ def show_live(live: LivePage, console: Console) -> None:
     if not console.is_terminal:
         console.print(dashboard(live.data(), console.width))
         return
-    hint = Text("q or Ctrl-C ends this; the run goes on", "dim")
+    hint = Text("q or Ctrl-C closes this view; runs are not affected", "dim")
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as screen:
         try:
             while True:
-                drawn = _stacked([dashboard(live.data(), console.width), hint])
+                drawn = _stacked([hint, dashboard(live.data(), console.width)])
                 screen.update(drawn, refresh=True)
                 if "q" in pressed(REFRESH_S).lower():
                     return

@@ -64,10 +64,13 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
     """What `--json` prints; a part of the time is null where the run did not record it."""
     summary, spent = record.summary, record.spent
     fields = asdict(summary)
+    state, _ = record.state
     first, last = summary.losses or (None, None)
     prediction = summary.prediction
     return fields | {
         "run": str(record.run.path),
+        "state": state,
+        "missing": record.missing,
         "pace": record.pace,
         "goodput": spent.share,
         "total_s": spent.total_s,
@@ -80,16 +83,18 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
 
 def _lines(record: RunRecord) -> Iterator[Text]:
     yield Text(str(record.run.path), "bold")
-    for label, value in rows(record.run, record.summary, record.pace):
+    for label, value in rows(record.state, record.summary, record.pace):
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
-    yield from _time_lines(record.spent)
+    yield from _time_lines(record.spent, record.summary.steps)
+    yield from (Text(f"warning: {what}", "yellow") for what in record.missing)
 
 
-def _time_lines(spent: Goodput) -> Iterator[Text]:
+def _time_lines(spent: Goodput, steps: int) -> Iterator[Text]:
     """Goodput, then a line for each part with a bar."""
     if spent.share is None:
-        yield Text("  goodput: nothing to divide yet, the run has just begun")
+        begun = "nothing to divide yet, the run has just begun"
+        yield Text(f"  goodput: {'unknown, no time of steps is recorded' if steps else begun}")
         return
     shares, total = spent.percentages(), duration(spent.total_s)
     without = ", without start-up" if spent.parts_s["start_up"] is None else ""

@@ -13,6 +13,7 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
 from toolkit.report.record import RunState, find_runs, run_line
 from toolkit.run import jsonl
+from toolkit.terminal import printable
 from toolkit.units import duration
 
 COLOURS: dict[RunState, str] = {
@@ -39,8 +40,10 @@ def runs(
         return
     rows = [["run", "state", "step", "loss", "last written"]]
     for one in found:
-        loss = "-" if one.loss is None else f"{one.loss:.4f}"
-        rows.append([one.run, one.state, f"{one.step:,}", loss, f"{duration(one.age_s)} ago"])
+        loss = "-" if one.loss is None else f"{one.loss:#.5g}"
+        rows.append(
+            [printable(one.run), one.state, f"{one.step:,}", loss, f"{duration(one.age_s)} ago"]
+        )
     header, *lines = columns(rows, left=2)
     show(Console(), [Text(header, "dim")])
     for one, line in zip(found, lines, strict=True):

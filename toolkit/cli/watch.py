@@ -15,6 +15,7 @@ from toolkit.report.serve import LivePage, PageServer
 from toolkit.terminal import tell
 
 LOWEST_PRIORITY = 19
+_OWN_HOST = "127.0.0.1"
 
 
 def watch(
@@ -25,7 +26,7 @@ def watch(
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; others than this machine's own "
                           "let everyone read who reaches it.")
-    ] = "127.0.0.1",
+    ] = _OWN_HOST,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 0,
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Show it here instead, until q or Ctrl-C.")
@@ -35,6 +36,8 @@ def watch(
 
     Example: `dmt watch runs/tiny-llama-bytes --port 8265`
     """
+    if terminal and (port or host != _OWN_HOST):
+        raise DataError("--terminal: has no --host and --port", fix="leave them out")
     live = LivePage(run_dirs or find_runs(Path("runs"))[:1])
     if terminal:
         show_live(live, Console())
@@ -48,7 +51,7 @@ def watch(
         ) from error
     tell(f"watch {server.url} (Ctrl-C ends it)")
     if not _is_own(host):
-        tell(f"warning: everyone who can reach {host} can read these runs")
+        tell(f"warning: everyone who can reach {host or 'this machine'} can read these runs")
     os.nice(LOWEST_PRIORITY)  # ranks on the same machine come first
     with server:
         try:

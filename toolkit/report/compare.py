@@ -1,8 +1,10 @@
 """What differs between runs: settings, the first loss that differs, speed and loss."""
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from toolkit.report.attempts import amount, number, step_of
@@ -44,6 +46,13 @@ class RunDifference:
     """At the last step that both logged."""
     speed: float | None
     """Median tokens per second over that of the first run."""
+
+
+def names_of(records: Sequence[RunRecord]) -> list[str]:
+    """The run directories; of several, what tells them apart."""
+    paths = [str(record.run.path) for record in records]
+    folder = os.path.commonpath([Path(path).absolute().parent for path in paths])
+    return paths[:1] if len(paths) == 1 else [os.path.relpath(path, folder) for path in paths]
 
 
 def settings_that_differ(records: Sequence[RunRecord]) -> dict[str, list[object]]:
@@ -101,8 +110,8 @@ def verdict(name: str, first: str, found: RunDifference) -> str:
     """One sentence on speed and loss of run `name`, next to the run `first`."""
     parts = []
     if found.speed is not None:
-        word = "faster" if found.speed >= 1 else "slower"
-        parts.append(f"{abs(found.speed - 1):.1%} {word} (median tokens/s)")
+        change = f"{abs(found.speed - 1):.1%} {'faster' if found.speed > 1 else 'slower'}"
+        parts.append("as fast" if change.startswith("0.0%") else f"{change} (median tokens/s)")
     if found.unequal is None and found.steps:
         parts.append("the same loss, to the last bit")
     elif found.last is not None:

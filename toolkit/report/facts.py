@@ -1,12 +1,9 @@
 """What a report says of a run in words."""
 
-import time
 from collections.abc import Iterator, Sequence
 
 from toolkit.report.summary import DATA_BOUND, Ending, Summary
 from toolkit.run.comparison import differences
-from toolkit.run.directory import RunDirectory
-from toolkit.units import duration
 
 LABELS = {
     "productive": "productive",
@@ -23,10 +20,11 @@ LABELS = {
 
 
 def rows(
-    run: RunDirectory, summary: Summary, pace: Sequence[str] = ()
+    state: tuple[str, str], summary: Summary, pace: Sequence[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of a label, empty where it continues, and what there is to say."""
-    yield "ended", _ended(run, summary.ending)
+    """Pairs of a label, empty where it continues, and what there is to say; `state` is that of
+    the run, and why (`record.state_of`)."""
+    yield "ended", _ended(state, summary.ending)
     tokens = summary.tokens
     trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
     yield "steps", f"{summary.steps:,} done{trained}"
@@ -58,7 +56,7 @@ def rows(
         yield from differences(event)
 
 
-def _ended(run: RunDirectory, ending: Ending) -> str:
+def _ended(state: tuple[str, str], ending: Ending) -> str:
     if ending.state == "finished":
         return "finished (exit code 0)"
     if ending.state == "stopped":
@@ -66,9 +64,8 @@ def _ended(run: RunDirectory, ending: Ending) -> str:
         return f"stopped{why} after saving (exit code {ending.exit_code}); can be resumed"
     if ending.state == "failed":
         return f"failed (exit code {ending.exit_code}): {ending.why}"
-    changed = max(path.stat().st_mtime for path in (run.events, run.metrics) if path.exists())
-    ago = duration(max(0.0, time.time() - changed))
-    return f"no end recorded: still running, or killed (last written {ago} ago)"
+    name, why = state
+    return "not yet: it is running" if name == "running" else why
 
 
 def _checkpoints(summary: Summary) -> str:

@@ -52,9 +52,12 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Productive time over all time; None for a run that has not trained yet."""
-        productive = self.parts_s["productive"] or 0.0
-        return productive / self.total_s if self.total_s > 0 else None
+        """Productive time over all time; None for a run that has not trained yet, or did not
+        record how long."""
+        productive = self.parts_s["productive"]
+        return (
+            productive / self.total_s if productive is not None and self.total_s > 0 else None
+        )
 
     def percentages(self) -> dict[str, float]:
         """Of each part, to a tenth, rounded so that they add up to exactly 100."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from toolkit.errors import DataError, DirectoryInUse, DmtError
-from toolkit.report.attempts import Event
+from toolkit.report.attempts import Event, amount, attempts, step_of
 from toolkit.report.goodput import Goodput, Metrics, goodput
 from toolkit.report.stragglers import pace
 from toolkit.report.summary import Ending, Summary, summarize
@@ -30,6 +31,8 @@ _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
 """Rank 0 renews its heartbeat every 10 s at the latest."""
+_MOST_GAPS = 3
+"""Between logged lines, that are named."""
 _DEEPEST = 5
 """Folders below the one that is searched for runs."""
 
@@ -74,21 +77,94 @@ class RunRecord:
         return state_of(self.run, self.summary.ending)
 
 
-def read_record(path: Path) -> RunRecord:
-    """Read a run directory. Raises DataError for a folder that is none."""
-    run = require_run(path)
+class Logs:
+    """JSON Lines files that grow: what was read once is not read again."""
+
+    def __init__(self) -> None:
+        self._logs: dict[Path, _Log] = {}
+
+    def lines(self, path: Path, missing: list[str]) -> list[dict[str, Any]]:
+        """The objects in a file; `missing` gets a sentence where it could not be read whole."""
+        try:
+            status = path.stat()
+            identity = status.st_dev, status.st_ino
+            log = self._logs.get(path)
+            if log is None or log.identity != identity or status.st_size < log.size:
+                log = self._logs[path] = _Log(identity)
+            data = read_bytes(path, LARGEST_LOG, log.size)
+        except (OSError, ValueError) as error:
+            self._logs.pop(path, None)
+            missing.append(f"{path.name}: {_why(error)}")
+            return []
+        end = data.rfind(b"\n") + 1
+        log.add(data[:end])
+        if bad := log.count - len(log.objects):
+            missing.append(
+                f"{path.name}: {bad:,} of {log.count:,} lines cannot be read; left out"
+            )
+        if end < len(data):
+            missing.append(f"{path.name}: its last line is cut short, or is being written")
+        return log.objects
+
+
+@dataclass
+class _Log:
+    """What was read of one file."""
+
+    identity: tuple[int, int]
+    """Device and inode: another file under the same name is read from its beginning."""
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    count: int = 0
+    """Lines that are not blank."""
+    size: int = 0
+    """Bytes up to the end of the last complete line."""
+
+    def add(self, lines: bytes) -> None:
+        self.objects += jsonl.parse(lines)
+        self.count += sum(1 for line in lines.split(b"\n") if line.strip())
+        self.size += len(lines)
+
+
+def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
+    """Read a run directory, of `logs` only what is new. Raises DataError for a folder that is
+    none."""
+    run, logs = require_run(path), logs or Logs()
     record = RunRecord(run)
-    record.events = _lines(run.events, record.missing)
-    record.metrics = _lines(run.metrics, record.missing)
-    for file in sorted(run.ranks.glob("rank-*.jsonl"))[:MOST_RANKS]:
-        if (rank := file.stem.removeprefix("rank-")).isdigit():
-            record.ranks[int(rank)] = _lines(file, record.missing)
+    record.events = logs.lines(run.events, record.missing)
+    record.metrics = logs.lines(run.metrics, record.missing)
+    files = {
+        int(number): file
+        for file in run.ranks.glob("rank-*.jsonl")
+        if (number := file.stem.removeprefix("rank-")).isdecimal()
+    }
+    for rank in sorted(files)[:MOST_RANKS]:
+        record.ranks[rank] = logs.lines(files[rank], record.missing)
+    if len(files) > MOST_RANKS:
+        record.missing.append(
+            f"ranks: of {len(files):,} ranks, the waits of the first {MOST_RANKS} are read"
+        )
     record.recipe = _mapping(run.recipe, parse_yaml, record.missing)
     if run.stated_in.exists():
         record.stated_in = _mapping(run.stated_in, parse_json, record.missing)
     record.plan = _mapping(run.plan, parse_json, record.missing)
     record.environment = _mapping(run.environment, parse_json, record.missing)
+    record.missing += _unlogged(record)
     return record
+
+
+def _unlogged(record: RunRecord) -> Iterator[str]:
+    """Steps that were done and have no line."""
+    logging = record.recipe.get("logging")
+    every = amount(logging, "every_steps") if isinstance(logging, dict) else None
+    if every is None:
+        return
+    steps = [step for line in record.metrics if (step := step_of(line)) is not None]
+    done = [one.step for one in attempts(record.events)[-1:]]
+    gaps = [pair for pair in pairwise([0, *steps, *done]) if pair[1] - pair[0] > every]
+    for before, after in gaps[:_MOST_GAPS]:
+        yield f"metrics.jsonl: no line between step {before:,} and step {after:,}"
+    if len(gaps) > _MOST_GAPS:
+        yield f"metrics.jsonl: {len(gaps) - _MOST_GAPS:,} more such gaps"
 
 
 def require_run(path: Path) -> RunDirectory:
@@ -100,22 +176,6 @@ def require_run(path: Path) -> RunDirectory:
             fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
         )
     return run
-
-
-def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    try:
-        data = read_bytes(path, LARGEST_LOG)
-    except (OSError, ValueError) as error:
-        missing.append(f"{path.name}: {_why(error)}")
-        return []
-    complete, _, torn = data.rpartition(b"\n")
-    records = list(jsonl.parse(complete))
-    lines = sum(1 for line in complete.split(b"\n") if line.strip())
-    if bad := lines - len(records):
-        missing.append(f"{path.name}: {bad:,} of {lines:,} lines cannot be read; left out")
-    if torn:
-        missing.append(f"{path.name}: its last line is cut short, or is being written")
-    return records
 
 
 def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dict[str, Any]:
@@ -213,7 +273,7 @@ def run_line(path: Path) -> RunLine:
     run = RunDirectory(path)
     size = run.metrics.stat().st_size if run.metrics.is_file() else 0
     tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
-    found = summarize(_lines(run.events, []), tail)
+    found = summarize(Logs().lines(run.events, []), tail)
     state, why = state_of(run, found.ending)
     loss = found.losses and found.losses[1].value
     return RunLine(

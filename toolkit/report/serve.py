@@ -23,9 +23,10 @@ from typing import Any
 
 from toolkit.errors import DmtError
 from toolkit.report.page import page, page_data
-from toolkit.report.record import read_record, require_run, state_of
+from toolkit.report.record import Logs, read_record, require_run, state_of
 from toolkit.report.summary import Ending
 from toolkit.run.directory import RunDirectory
+from toolkit.units import duration
 
 IDLE_S = 10.0
 """How long a client may take to say what it wants, or to take what it is sent."""
@@ -33,6 +34,8 @@ _EVERY_S, _BUSY_EVERY_S = 0.5, 1.2
 """How often runs are looked at; the second where this process takes more than `_SHARE`."""
 _SHARE, _READING_SHARE = 0.01, 0.1
 """Of one core: all of this process, with its clients, and reading alone, at most."""
+_NOTABLE_S = 5.0
+"""From which time between two reads on the page says so."""
 _SILENCE_S = 20.0
 """After which a client is sent a comment: one that is gone is noticed."""
 _HEADERS = (
@@ -49,6 +52,7 @@ class LivePage:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises DataError for a path that is no run directory."""
         self._runs: list[RunDirectory] = [require_run(path) for path in paths]
+        self._logs = Logs()
         self._news = threading.Condition()
         self._seen: object = None
         self._data: dict[str, Any] = {}
@@ -72,21 +76,23 @@ class LivePage:
         with self._news:
             now, cpu_s, began = time.monotonic(), time.process_time(), time.thread_time()
             busy_s = min(_BUSY_EVERY_S, (cpu_s - self._cpu_s) / _SHARE)
-            if now - self._read_at >= max(_EVERY_S, busy_s, self._reading_s / _READING_SHARE):
-                self._read()
+            long_s = self._reading_s / _READING_SHARE
+            if now - self._read_at >= max(_EVERY_S, busy_s, long_s):
+                self._read(long_s)
                 self._read_at, self._cpu_s = now, cpu_s
                 self._reading_s = time.thread_time() - began
             if self._error is not None:
                 raise self._error
             return self._data
 
-    def _read(self) -> None:
-        """Read what has changed, and tell everyone who listens."""
+    def _read(self, every_s: float) -> None:
+        """Read what has changed, and send it to everyone who listens. `every_s`: how often
+        reading is allowed to happen, by the time that it took."""
         try:
             seen = [self._signs(require_run(run.path)) for run in self._runs]
             if seen == self._seen:
                 return
-            data = page_data([read_record(run.path) for run in self._runs])
+            data = page_data([read_record(run.path, self._logs) for run in self._runs])
         except Exception as error:  # noqa: BLE001 - raised for whoever asks, and told
             if self._error is None:
                 self._count += 1
@@ -94,6 +100,9 @@ class LivePage:
             self._error, self._seen = error, None
             return
         self._count += 1
+        if every_s > _NOTABLE_S:
+            late = f"these logs are long: they are read every {duration(every_s)}"
+            data["runs"][0]["missing"].append(late)
         self._data = data | {"version": self.version}
         self._tell(f"id: {self.version}", self._data)
         self._error, self._seen = None, seen
@@ -123,7 +132,7 @@ class LivePage:
         """Changes when there is something new to say."""
         found = []
         for path in (run.events, run.metrics):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 status = path.stat()
                 found.append((status.st_size, status.st_mtime_ns))
         return found, state_of(run, Ending("open"))[0]
@@ -139,7 +148,8 @@ class PageServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.live, self._closed = live, threading.Event()
         super().__init__((host, port), _Handler)
-        self.names = {"localhost", host, socket.gethostname()}
+        names = "localhost", host, socket.gethostname(), socket.getfqdn()
+        self.names = {name.lower() for name in names}
 
     def serve_forever(self, poll_interval: float = _EVERY_S) -> None:
         """Answer, and look for news in a thread of its own: long runs take long to read."""
@@ -157,6 +167,9 @@ class PageServer(ThreadingHTTPServer):
                 with suppress(Exception):  # which clients are told
                     self.live.data()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: clients hang up whenever they like, and the terminal belongs to the user."""
+
     @property
     def url(self) -> str:
         """Where it is."""
@@ -168,7 +181,7 @@ class PageServer(ThreadingHTTPServer):
         name, _, port = (host or "").rpartition(":")
         if not port.isdigit():
             name = host or ""
-        if name in self.names:
+        if name.lower().removesuffix(".") in self.names:
             return True
         try:
             ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
@@ -189,7 +202,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, seen = self.path.partition("?")
         if not self.server.is_meant(self.headers.get("Host")):
-            self._answer(HTTPStatus.FORBIDDEN, "this is not the address of this server")
+            self._answer(
+                HTTPStatus.FORBIDDEN, "this is not the name of this server: use its IP address"
+            )
         elif path == "/news":
             self._listen(self.headers.get("Last-Event-ID") or seen)
         elif path != "/":

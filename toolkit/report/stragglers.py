@@ -126,7 +126,8 @@ def pace(metrics: Sequence[Mapping[str, Any]], ranks: RankLines) -> list[str]:
         return [f"{said}; what ranks waited for was not recorded"]
     explains_s = _EXPLAINS * (slower.after_s - slower.before_s)
     if one.own_s - one.usual_s < explains_s:
-        return [f"{said}; no rank waited for data or a core so long that it explains it"]
+        whose = f"none of the {len(ranks)} ranks whose waits are known"
+        return [f"{said}; {whose} waited long enough for data or a core to explain it"]
     which = _named(one)
     if one.others_s - one.usual_s >= explains_s:
         which = f"ranks {WAITS[one.what]}, rank {one.rank} longest, {one.own_s:.3g} s"

@@ -6,7 +6,6 @@ policy forbids it.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 from toolkit.errors import DataError
 from toolkit.report.compare import (
     difference,
+    names_of,
     settings_that_differ,
     verdict,
     where_losses_differ,
@@ -27,8 +27,11 @@ from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
 from toolkit.run.directory import shown
 from toolkit.terminal import printable
+from toolkit.untrusted import read_bytes
 
 _FOLDER = Path(__file__).parent
+_BEGINS = b"<!doctype html>"
+"""A page; nothing else is overwritten."""
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -56,7 +59,7 @@ def embedded(data: Any) -> str:
 
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Everything on the page, as JSON knows it; secrets are masked."""
-    names = _names(records)
+    names = names_of(records)
     curves = [Curves.of(record.metrics) for record in records]
     runs = []
     for name, record, one in zip(names, records, curves, strict=True):
@@ -84,13 +87,6 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     return jsonl.plain(data, partial(printable, lines=True))  # type: ignore[no-any-return]
 
 
-def _names(records: Sequence[RunRecord]) -> list[str]:
-    """The run directories; of several, what tells them apart."""
-    paths = [str(record.run.path) for record in records]
-    folder = os.path.commonpath([Path(path).absolute().parent for path in paths])
-    return paths[:1] if len(paths) == 1 else [os.path.relpath(path, folder) for path in paths]
-
-
 def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
     """What differs between several runs; None for one."""
     if len(records) < 2:
@@ -107,10 +103,14 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
 
 
 def write_page(records: Sequence[RunRecord], path: Path) -> None:
-    """Write the page. Raises DataError when `path` cannot be written."""
+    """Write the page. Raises DataError when `path` is another file or cannot be written."""
+    text = page(page_data(records))
     try:
-        jsonl.write_atomically(path, page(page_data(records)))
-    except OSError as error:
+        if path.exists() and not read_bytes(path).startswith(_BEGINS):
+            raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")
+        jsonl.write_atomically(path, text)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"--html: {path} cannot be written ({error.strerror})", fix="name another file"
+            f"--html: {path} cannot be written ({why})", fix="name another file"
         ) from error

@@ -32,7 +32,7 @@ Section = dict[str, Any]
 
 def sections(record: RunRecord) -> list[Section]:
     """All there are of a run, in the order of the page."""
-    facts = rows(record.run, record.summary, record.pace)
+    facts = rows(record.state, record.summary, record.pace)
     found = [
         {"title": "Summary", "facts": [*map(list, facts)]},
         _time(record),
@@ -172,8 +172,12 @@ def _samples(record: RunRecord) -> Section | None:
     """Which samples the last steps trained on; of runs with `logging.samples`."""
     table = []
     for path in sorted(record.run.samples.glob("rank-*.jsonl"))[:MOST_RANKS]:
-        size_ = path.stat().st_size
-        for line in jsonl.read(path, max(0, size_ - _TAIL))[-LAST_SAMPLES:]:
+        try:
+            lines = jsonl.read(path, max(0, path.stat().st_size - _TAIL))
+        except OSError as error:
+            record.missing.append(f"samples/{path.name}: {error.strerror}")
+            continue
+        for line in lines[-LAST_SAMPLES:]:
             samples = line.get("samples")
             numbers = ", ".join(map(str, samples)) if isinstance(samples, list) else ""
             row = [path.stem, str(line.get("data_rank")), str(line.get("step")), numbers]
