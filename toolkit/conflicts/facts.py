@@ -106,21 +106,9 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]
 def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
     if plan is None:
         return
-    layout = plan.layout
-    yield "training.micro_batch_size", layout.micro_batch
     yield "parallel.engine", plan.engine
     yield "parallel.model", plan.model
-    yield "parallel.tensor", layout.tp
-    yield "parallel.pipeline", layout.pp
-    yield "parallel.virtual_pipeline", layout.vpp
-    yield "parallel.expert", layout.ep
-    yield "parallel.sequence", layout.sequence_parallel
-    yield "parallel.replicate", layout.replicate
-    yield "parallel.zero.stage", layout.zero_stage
-    yield "parallel.zero.hpz", layout.hpz
-    yield "parallel.zero.offload_optimizer", layout.offload_optimizer
-    yield "parallel.zero.offload_parameters", layout.offload_parameters
-    yield "parallel.recompute", layout.recompute
+    yield from plan.layout.settings.items()
 
 
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:

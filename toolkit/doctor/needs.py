@@ -124,8 +124,7 @@ def _decided(recipe: Recipe) -> tuple[Assignment | None, str]:
         config = model_config(recipe.model, download=False)
     except ShapeUnknown as error:
         return None, f"not planned, so only what the recipe states is known: {error.message}"
-    model = recipe.model.model_copy(update={"config": config})
-    return decide(recipe.model_copy(update={"model": model}), None), ""
+    return decide(recipe.with_values({"model.config": config}), None), ""
 
 
 def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[str, str]]:

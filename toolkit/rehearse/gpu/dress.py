@@ -171,11 +171,10 @@ def _shortened(planned: Assignment) -> Assignment:
         gradient_accumulation=min(most, plan.layout.gradient_accumulation),
         compile="none",
     )
-    training = recipe.training.model_copy(update={"global_batch_size": layout.global_batch})
-    model = recipe.model
-    if model.config:  # weights are not read: nothing is fetched
-        model = model.model_copy(update={"init": "random", "checkpoint": None})
-    recipe = recipe.model_copy(update={"training": training, "model": model})
+    changed: dict[str, object] = {"training.global_batch_size": layout.global_batch}
+    if recipe.model.config:  # weights are not read: nothing is fetched
+        changed |= {"model.init": "random", "model.checkpoint": None}
+    recipe = recipe.with_values(changed)
     return replace(
         planned,
         recipe=recipe,
