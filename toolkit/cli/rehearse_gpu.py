@@ -21,13 +21,12 @@ from toolkit.handlers import handling
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import layout_text
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.estimate import memory_parts
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
-from toolkit.units import byte_size, size
+from toolkit.units import GIB, byte_size, size
 
 CheckMemory = Annotated[
     bool,

@@ -23,7 +23,7 @@ from toolkit.models.families import common, megatron_model, model_spec, unsuppor
 from toolkit.plan.planner import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
@@ -37,8 +37,6 @@ DERIVED: Mapping[str, str] = {
 }
 """How a value comes about that no recipe states."""
 
-_LENGTHS = ("training.steps", "training.tokens", "training.epochs")
-"""One of them is stated; the others are unknown, not nothing."""
 
 Places = Callable[[str], str]
 """Where the recipe states a key: `FILE:LINE`; empty where it does not."""
@@ -72,7 +70,8 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     found = {
         key: Fact(value, places(key) or "default")
         for key, value in _flat(recipe.model_dump(exclude={"model": {"config"}}), "")
-        if value != AUTO and not (value is None and key in _LENGTHS)
+        # One of the three lengths is stated; the others are unknown, not nothing.
+        if value != AUTO and not (value is None and key in LENGTH_SETTINGS)
     }
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
     derived = {

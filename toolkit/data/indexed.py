@@ -33,10 +33,10 @@ from toolkit.data.progress import Track
 from toolkit.data.remote.blocks import BlockArray, BlockCache
 from toolkit.data.remote.copies import copied
 from toolkit.data.remote.store import list_files, shown
+from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
 
 TokenArray = npt.NDArray[Any]
-Int64Array = npt.NDArray[np.int64]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1

@@ -509,6 +509,10 @@ class TrainingSection(Section):
         return rows_per_sample(self.objective)
 
 
+LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.epochs")
+"""How long a run is: one of them is stated."""
+
+
 class DpoSection(Section):
     """Settings of `training.objective: dpo`; docs/post-training.md has the formulas."""
 
