@@ -1,8 +1,9 @@
 """Layout: how a global batch and a model are spread over ranks, and its arithmetic."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
@@ -13,6 +14,25 @@ FusedKernels = Literal["none", "megatron"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
+
+SETTINGS: Mapping[str, str] = {
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "vpp": "parallel.virtual_pipeline",
+    "ep": "parallel.expert",
+    "sequence_parallel": "parallel.sequence",
+    "zero_stage": "parallel.zero.stage",
+    "replicate": "parallel.replicate",
+    "hpz": "parallel.zero.hpz",
+    "offload_optimizer": "parallel.zero.offload_optimizer",
+    "offload_parameters": "parallel.zero.offload_parameters",
+    "recompute": "parallel.recompute",
+    "loss": "kernels.loss",
+    "compile": "kernels.compile",
+    "fused": "kernels.fused",
+    "micro_batch": "training.micro_batch_size",
+}
+"""Fields of a layout, and the recipe's setting that decides each; the others follow."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,11 @@ class Layout:
     """Whose kernels compute several operators at once."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a recipe states that asks for this layout: values by dotted setting."""
+        return {key: getattr(self, field) for field, key in SETTINGS.items()}
 
     @property
     def compiles(self) -> str | None:

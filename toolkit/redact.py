@@ -11,6 +11,8 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from pathlib import Path
+from typing import TextIO
 from urllib.parse import quote
 
 MASK = "***"
@@ -118,6 +120,14 @@ def looks_secret(key: str, value: object) -> bool:
 def redact(text: str) -> str:
     """`text` with the secrets of the current environment masked (see Redactor)."""
     return redactor().redact(text)
+
+
+def copy_to_log(lines: TextIO, log: Path) -> None:
+    """Append what a process says to its log, secrets masked."""
+    with log.open("a", encoding="utf-8") as file:
+        for line in lines:
+            file.write(redact(line))
+            file.flush()
 
 
 def redactor() -> "Redactor":

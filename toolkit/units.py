@@ -1,5 +1,6 @@
 """Quantities as people read them."""
 
+GIB = 2**30
 MIB_PER_GIB = 1024
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.plan.cost.memory import GIB, stage_memory
+from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.estimate import estimate_case
 from toolkit.plan.published import Case
+from toolkit.units import GIB
 
 GB = 1e9
 

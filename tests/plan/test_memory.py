@@ -13,7 +13,6 @@ from toolkit.models.families import model_spec
 from toolkit.models.spec import AdapterParameters, ModelSpec
 from toolkit.plan.cost.activations import LayerActivations, layer_activations
 from toolkit.plan.cost.memory import (
-    GIB,
     Memory,
     host_bytes,
     model_states_gib,
@@ -24,6 +23,7 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.owners import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
+from toolkit.units import GIB
 
 SHAPE = {
     "model_type": "llama",

@@ -13,10 +13,10 @@ from toolkit.backend import Pair
 from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import default_cluster, link
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
+from toolkit.units import GIB
 
 PSI_8B = 8_030_261_248
 

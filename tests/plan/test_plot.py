@@ -18,7 +18,7 @@ from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.memory import GIB, peak_memory
+from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import planned_workload
 from toolkit.plan.plot.bars import (
@@ -31,7 +31,7 @@ from toolkit.plan.plot.bars import (
     write_plot,
 )
 from toolkit.plan.plot.timetable import timetable
-from toolkit.units import seconds
+from toolkit.units import GIB, seconds
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -13,12 +13,11 @@ from toolkit.cli.main import main
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ParallelSection, Recipe
 from toolkit.starter.draft import shipped_sizes
-from toolkit.units import seconds
+from toolkit.units import GIB, seconds
 
 SHIPPED = [(size, task) for size, tasks in shipped_sizes().items() for task in tasks]
 CONFIG = {

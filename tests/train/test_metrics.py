@@ -131,6 +131,15 @@ def test_a_torn_event_is_cut_off(events):
     ]
 
 
+@pytest.mark.parametrize("torn", ["", '{"time": "2031', "x" * 200_000])
+@pytest.mark.parametrize("lines", [0, 1, 5000])
+def test_only_a_torn_last_line_is_cut_off_of_a_file_of_any_size(tmp_path, lines, torn):
+    path, whole = tmp_path / "long.jsonl", '{"step": 1, "filler": "xxxxxxxx"}\n' * lines
+    path.write_text(whole + torn)
+    jsonl.repair_tail(path)
+    assert path.read_text() == whole
+
+
 def test_events_hold_no_secret(events, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "canary-7d1f2c9b")
     events.write("end", error="bad canary-7d1f2c9b", nested={"list": ["canary-7d1f2c9b"]})

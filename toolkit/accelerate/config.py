@@ -106,10 +106,10 @@ def in_scripts(recipe: Recipe) -> Recipe:
     for the attention's kernel, which changes the speed alone."""
     stated = {name: getattr(recipe.kernels, name) for name in _IN_SCRIPTS}
     known = {name: _IN_SCRIPTS[name] for name, value in stated.items() if value == "auto"}
-    changed: dict[str, object] = {"kernels": recipe.kernels.model_copy(update=known)}
+    changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
     if recipe.parallel.replicate == "auto":
-        changed["parallel"] = recipe.parallel.model_copy(update={"replicate": 1})
-    return recipe.model_copy(update=changed)
+        changed["parallel.replicate"] = 1
+    return recipe.with_values(changed)
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:

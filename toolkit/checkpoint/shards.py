@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from toolkit.models.families.tensors import Block, ends
+from toolkit.models.families.tensors import Block, ends, overlaps
 from toolkit.models.matrices import has_codes, is_layer_matrix, scale_count
 from toolkit.models.weights import checkpoint_names, correction_biases
 
@@ -154,15 +154,11 @@ def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
     A run of elements of a matrix is at most three rectangles: the end of a row, whole rows,
     the beginning of a row.
     """
-    found: list[Block] = []
-    offset = 0
-    for block in blocks:
-        numel = block_numel(block)
-        low, high = max(start - offset, 0), min(stop - offset, numel)
-        if low < high:
-            found += _rectangles(block, low, high)
-        offset += numel
-    return found
+    return [
+        part
+        for block, low, high in overlaps(blocks, block_numel, start, stop)
+        for part in _rectangles(block, low, high)
+    ]
 
 
 def _rectangles(block: Block, low: int, high: int) -> Iterator[Block]:

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.estimate import Estimate, memory_parts
-from toolkit.units import seconds, size
+from toolkit.units import GIB, seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""

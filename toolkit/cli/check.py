@@ -134,8 +134,7 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
     except ShapeUnknown as error:
         adopt_engine_config(recipe)
         return None, f"not planned: {error.message}"
-    model = recipe.model.model_copy(update={"config": config})
-    return decide(recipe.model_copy(update={"model": model}), None).plan, None
+    return decide(recipe.with_values({"model.config": config}), None).plan, None
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:

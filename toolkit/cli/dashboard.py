@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.console import Console
+from toolkit.cli.runs import COLOURS
 from toolkit.report.serve import LivePage
 
 REFRESH_S = 1.0
@@ -20,14 +21,13 @@ _CHARTS = ("loss", "tokens_per_s", "step_time_s", "memory_gib")
 _LAST_MARKS = 3
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LABEL_WIDTH, _VALUE_WIDTH, _UNIT_WIDTH = 16, 12, 18
-_COLOURS = {"running": "cyan", "stopped": "yellow", "failed": "red", "done": "green"}
 
 
 def dashboard(data: Mapping[str, Any], width: int) -> Table:
     """The data of a page (`page_data`) in `width` columns."""
     parts: list[Table | Text] = []
     for number, run in enumerate(data["runs"]):
-        state = (run["state"], _COLOURS[run["state"]])
+        state = (run["state"], COLOURS[run["state"]])
         why = f"  {run['why']}" if run["why"] else ""
         parts.append(Text.assemble((run["name"], "bold"), "  ", state, why))
         parts.append(_tiles(run["tiles"]))

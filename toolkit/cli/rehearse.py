@@ -1,20 +1,14 @@
 """`dmt rehearse`: does a recipe train alike in every layout? Tried, on this machine."""
 
 import json
-import signal
-import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, Overrides, RecipePath
-from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal
+from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal, rehearsing
 from toolkit.errors import EXIT_FAILED, RunFailed
-from toolkit.handlers import handling
 from toolkit.intake.load import load_recipe
 from toolkit.plan.ledger import summary
 from toolkit.rehearse.layouts import RehearsedLayout, select
@@ -97,21 +91,14 @@ def _run(
     rehearsal: Rehearsal, chosen: list[RehearsedLayout], options: Options
 ) -> tuple[Record, list[LayoutResult]]:
     """Run everything, with a bar on standard error where that is a terminal."""
-    console = Console(file=sys.stderr)
-    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     names = ["reference", *(candidate.name for candidate in chosen)]
     outcomes: list[LayoutResult] = []
     reference = Record()
-    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    # SIGTERM cleans up as Ctrl-C does.
-    terminated = handling([signal.SIGTERM], signal.default_int_handler)
-    with terminated, scratch as folder, bar:
-        task = bar.add_task(names[0], total=len(names))
-        for done, item in enumerate(run(rehearsal, chosen, options, Path(folder)), 1):
+    with rehearsing(names) as (folder, done):
+        for count, item in enumerate(run(rehearsal, chosen, options, folder), 1):
             if isinstance(item, LayoutResult):
                 outcomes.append(item)
             else:
                 reference = item
-            bar.update(task, completed=done, description=[*names, "done"][done])
+            done(count)
     return reference, outcomes

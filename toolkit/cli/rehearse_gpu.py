@@ -5,7 +5,8 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,13 +22,12 @@ from toolkit.handlers import handling
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import layout_text
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.estimate import memory_parts
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
-from toolkit.units import byte_size, size
+from toolkit.units import GIB, byte_size, size
 
 CheckMemory = Annotated[
     bool,
@@ -83,21 +83,30 @@ def dress_rehearsal(
         raise typer.Exit(EXIT_FAILED)
 
 
+@contextmanager
+def rehearsing(
+    names: Sequence[str], kind: str = ""
+) -> Iterator[tuple[Path, Callable[[int], None]]]:
+    """A scratch folder, and a bar of what is rehearsed on standard error where that is a
+    terminal; call the result with how many are done. SIGTERM cleans up as Ctrl-C does."""
+    console = Console(file=sys.stderr)
+    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn(f"{kind}{{task.description}}")
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
+    with handling([signal.SIGTERM], signal.default_int_handler), scratch as folder, bar:
+        shown = [*names, "done"]
+        task = bar.add_task(shown[0], total=len(names))
+        yield Path(folder), lambda n: bar.update(task, completed=n, description=shown[n])
+
+
 def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
     """Run the ranks, with a bar on standard error where that is a terminal."""
-    console = Console(file=sys.stderr)
-    columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("rank {task.description}")
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    done = []
-    scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    # SIGTERM cleans up as Ctrl-C does.
-    with handling([signal.SIGTERM], signal.default_int_handler), scratch as folder, bar:
-        names = [*map(str, rehearsal.ranks), "done"]
-        task = bar.add_task(names[0], total=len(rehearsal.ranks))
-        for count, one in enumerate(rehearsal.run(Path(folder)), 1):
-            done.append(one)
-            bar.update(task, completed=count, description=names[count])
-    return done
+    found = []
+    with rehearsing([*map(str, rehearsal.ranks)], "rank ") as (folder, done):
+        for count, one in enumerate(rehearsal.run(folder), 1):
+            found.append(one)
+            done(count)
+    return found
 
 
 def check_ranks(recipe: Recipe, cluster: Cluster) -> list[RehearsedRank]:

@@ -15,11 +15,12 @@ from toolkit.conflicts.source import (
     SettingSource,
     Stated,
     Unknown,
+    as_yaml,
 )
 from toolkit.engines import deterministic
 from toolkit.errors import RecipeError
 from toolkit.recipe.schema import Recipe, RowsSource
-from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+from toolkit.recipe.yaml_nodes import Value
 
 NAME = "env"
 KIND = "environment"
@@ -199,11 +200,7 @@ class _Reader:
             yield f"SLURM_* ({slurm})"
 
     def _value(self, name: str) -> Value:
-        """A variable's value as YAML reads it, `True` and `true` alike."""
-        try:
-            return resolve_plain(self.environ[name])
-        except NumberError:
-            return self.environ[name]
+        return as_yaml(self.environ[name])
 
     def _is_on(self, name: str) -> bool:
         return self.environ.get(name, "").lower() in ("1", "true", "yes", "on")

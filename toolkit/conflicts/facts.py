@@ -23,7 +23,7 @@ from toolkit.models.families import common, megatron_model, model_spec, unsuppor
 from toolkit.plan.planner import Plan
 from toolkit.recipe.explain import node_at, place_of
 from toolkit.recipe.layers import read_layers
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 
 DERIVED: Mapping[str, str] = {
     WORLD: "cluster.nodes · cluster.gpus_per_node",
@@ -37,8 +37,6 @@ DERIVED: Mapping[str, str] = {
 }
 """How a value comes about that no recipe states."""
 
-_LENGTHS = ("training.steps", "training.tokens", "training.epochs")
-"""One of them is stated; the others are unknown, not nothing."""
 
 Places = Callable[[str], str]
 """Where the recipe states a key: `FILE:LINE`; empty where it does not."""
@@ -72,7 +70,8 @@ def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> d
     found = {
         key: Fact(value, places(key) or "default")
         for key, value in _flat(recipe.model_dump(exclude={"model": {"config"}}), "")
-        if value != AUTO and not (value is None and key in _LENGTHS)
+        # One of the three lengths is stated; the others are unknown, not nothing.
+        if value != AUTO and not (value is None and key in LENGTH_SETTINGS)
     }
     found |= {key: Fact(value, "planned") for key, value in _planned(plan) if key not in found}
     derived = {
@@ -106,21 +105,9 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object]
 def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
     if plan is None:
         return
-    layout = plan.layout
-    yield "training.micro_batch_size", layout.micro_batch
     yield "parallel.engine", plan.engine
     yield "parallel.model", plan.model
-    yield "parallel.tensor", layout.tp
-    yield "parallel.pipeline", layout.pp
-    yield "parallel.virtual_pipeline", layout.vpp
-    yield "parallel.expert", layout.ep
-    yield "parallel.sequence", layout.sequence_parallel
-    yield "parallel.replicate", layout.replicate
-    yield "parallel.zero.stage", layout.zero_stage
-    yield "parallel.zero.hpz", layout.hpz
-    yield "parallel.zero.offload_optimizer", layout.offload_optimizer
-    yield "parallel.zero.offload_parameters", layout.offload_parameters
-    yield "parallel.recompute", layout.recompute
+    yield from plan.layout.settings.items()
 
 
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:

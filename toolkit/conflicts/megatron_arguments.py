@@ -16,6 +16,7 @@ from toolkit.conflicts.source import (
     OneOf,
     SettingSource,
     Stated,
+    as_yaml,
     number,
     unknown,
 )
@@ -27,7 +28,7 @@ from toolkit.engines.megatron.pretrain_gpt import (
     TRANSFORMER_VALUES,
 )
 from toolkit.engines.megatron.pretrain_gpt_run import WSD_DECAYS
-from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
+from toolkit.recipe.yaml_nodes import Value
 
 KIND = "Megatron-LM arguments"
 
@@ -84,8 +85,10 @@ _SWITCHES: Mapping[str, tuple[str, object]] = {
     "--recompute-activations": ("parallel.recompute", "selective"),
     "--bf16": ("training.precision", "bf16"),
     "--fp16": ("training.precision", "fp16"),
+    "--fp8-format": ("training.precision", "fp8"),
+    "--tensorboard-dir": ("logging.tensorboard", True),
 }
-"""Flags without a value: the setting and what they say of it."""
+"""Flags that say one thing, whatever their value: the setting and what they say of it."""
 
 _STAGES = "--pipeline-model-parallel-size"
 
@@ -127,7 +130,8 @@ class _Reader:
             elif name in values:
                 self._same(name, flag, f"megatron.{values[name]}")
             elif rule := _RULES.get(name):
-                self._add_all(flag, rule(self))
+                for key, value in rule(self):
+                    self._add(flag, key, value)
             elif name not in _SAID_ELSEWHERE:
                 self._other(name, flag)
         return self.found
@@ -144,10 +148,6 @@ class _Reader:
     def _same(self, name: str, flag: Flag, key: str) -> None:
         value = _value(flag)
         self._add(flag, key, value if name != "--tokenizer-model" else str(value))
-
-    def _add_all(self, flag: Flag, stated: Iterator[tuple[str, object]]) -> None:
-        for key, value in stated:
-            self._add(flag, key, value)
 
     def _add(self, flag: Flag, key: str, value: object) -> None:
         place = f"{self.file}:{flag.line}"
@@ -190,12 +190,7 @@ def _model_switches() -> dict[str, tuple[bool, str]]:
 
 def _value(flag: Flag) -> Value:
     """The first value, as YAML reads it."""
-    if not flag.values:
-        return None
-    try:
-        return resolve_plain(flag.values[0])
-    except NumberError:
-        return flag.values[0]
+    return as_yaml(flag.values[0]) if flag.values else None
 
 
 Meaning = Iterator[tuple[str, object]]
@@ -216,10 +211,6 @@ def _samples(reader: _Reader) -> Meaning:
     samples, batch = reader.number("--train-samples"), reader.number("--global-batch-size")
     if samples and batch:
         yield "training.steps", math.ceil(samples / batch)
-
-
-def _fp8(_: _Reader) -> Meaning:
-    yield "training.precision", "fp8"
 
 
 def _warmup(reader: _Reader) -> Meaning:
@@ -284,15 +275,10 @@ def _pipeline_layout(reader: _Reader) -> Meaning:
         yield "parallel.virtual_pipeline", int(chunks // stages)
 
 
-def _tensorboard(_: _Reader) -> Meaning:
-    yield "logging.tensorboard", True
-
-
 _RULES: Mapping[str, Rule] = {
     "--optimizer": _optimizer,
     "--clip-grad": _clipping,
     "--train-samples": _samples,
-    "--fp8-format": _fp8,
     "--lr-warmup-iters": _warmup,
     "--lr-warmup-fraction": _warmup_share,
     "--lr-decay-style": _style,
@@ -302,6 +288,5 @@ _RULES: Mapping[str, Rule] = {
     "--eval-iters": _validation,
     "--num-layers-per-virtual-pipeline-stage": _chunk,
     "--pipeline-model-parallel-layout": _pipeline_layout,
-    "--tensorboard-dir": _tensorboard,
 }
 """Flags whose meaning takes a look at others."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 from toolkit.suggest import did_you_mean
 
 AUTO = "auto"
@@ -181,6 +182,14 @@ def shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item) for item in value)}]"
     return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def as_yaml(text: str) -> Value:
+    """A plain value as YAML reads it, `True` and `true` alike; a number without end as text."""
+    try:
+        return resolve_plain(text)
+    except NumberError:
+        return text
 
 
 def relative_to_file(name: str, path: Path) -> Path:

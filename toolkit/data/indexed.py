@@ -33,10 +33,10 @@ from toolkit.data.progress import Track
 from toolkit.data.remote.blocks import BlockArray, BlockCache
 from toolkit.data.remote.copies import copied
 from toolkit.data.remote.store import list_files, shown
+from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
 
 TokenArray = npt.NDArray[Any]
-Int64Array = npt.NDArray[np.int64]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -54,6 +54,7 @@ _HASH_BYTES = damage_hash().digest_size
 _PIECE_BYTES = 2**24
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
+_CHECKED_AT_ONCE = 2**20
 _REBUILD = "build the pair of files again; both must come from the same, finished run"
 
 
@@ -234,15 +235,16 @@ def _checked_total(
     dtype: type[Any],
     lengths: npt.NDArray[np.int32],
     pointers: Int64Array,
-    chunk: int = 2**20,
 ) -> int:
     """Number of tokens, after checking that the sequences lie end to end."""
     itemsize = np.dtype(dtype).itemsize
     expected_byte = 0
-    for start in range(0, len(lengths), chunk):
-        sizes = lengths[start : start + chunk].astype(np.int64) * itemsize
+    for start in range(0, len(lengths), _CHECKED_AT_ONCE):
+        sizes = lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64) * itemsize
         ends = expected_byte + np.cumsum(sizes)
-        if sizes.min() < 0 or not np.array_equal(pointers[start : start + chunk], ends - sizes):
+        if sizes.min() < 0 or not np.array_equal(
+            pointers[start : start + _CHECKED_AT_ONCE], ends - sizes
+        ):
             raise DataError(f"{path}: its sequences do not lie end to end", fix=_REBUILD)
         expected_byte = int(ends[-1])
     return expected_byte // itemsize

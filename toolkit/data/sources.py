@@ -37,7 +37,7 @@ SAVED = ("state.json", "dataset_dict.json")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _COMMIT_LENGTH = 40
 _ROWS_AT_ONCE = 1000
-_CORRECT = "correct it, or leave it out of the data"
+CORRECT = "correct it, or leave it out of the data"
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files that are named one by one: `datasets` calls all of their rows `train`."""
 TEXT = "text"
@@ -364,7 +364,7 @@ def data_files_of(source: RowsSource, folder: Path | None) -> list[str]:
 def _look_for_wrong_text(files: tuple[Path, ...], column: str) -> None:
     """Raise DataError for the first row of JSON files that is not as it must be."""
     if (wrong := first_wrong_text(files, column)) is not None:
-        raise DataError(wrong, fix=_CORRECT)
+        raise DataError(wrong, fix=CORRECT)
 
 
 def _look_for_unreadable_parquet(files: tuple[Path, ...]) -> None:
@@ -377,7 +377,7 @@ def _look_for_unreadable_parquet(files: tuple[Path, ...]) -> None:
             try:
                 rows = read_metadata(file).num_rows
             except (ArrowException, OSError) as error:
-                raise DataError(f"cannot read {file}: {error}", fix=_CORRECT) from error
+                raise DataError(f"cannot read {file}: {error}", fix=CORRECT) from error
             if not rows:
                 raise DataError(f"{file} has no rows", fix="leave the file out")
 

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask, ask_python, is_installed
+from toolkit.units import GIB
 
 GROUP = "accelerators"
 
@@ -30,7 +31,6 @@ print(json.dumps({
     "gloo": dist.is_available() and dist.is_gloo_available(),
 }))
 """
-_GIB = 2**30
 _REINSTALL = "pip install --force-reinstall torch"
 
 
@@ -96,7 +96,7 @@ def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iter
     if len(devices) < max(needs.gpus, 1):
         yield _too_few(torch, driver, needs)
     for index, (name, memory, major, minor) in enumerate(devices):
-        text = f"{name}, {memory / _GIB:.0f} GiB, compute capability {major}.{minor}"
+        text = f"{name}, {memory / GIB:.0f} GiB, compute capability {major}.{minor}"
         label = f"GPU {index}"
         if torch["cuda"] and needs.precision == "bf16" and (major, minor) < BF16_CAPABILITY:
             fix = "training.precision: fp16, or fp32"

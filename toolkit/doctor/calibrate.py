@@ -22,9 +22,9 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
+from toolkit.units import GIB
 
 HEADER = "# Written by `dmt doctor --calibrate`"
-GIB = 2**30
 
 
 _DEVICES = (

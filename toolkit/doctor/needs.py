@@ -7,6 +7,7 @@ from pathlib import Path
 from toolkit.backend import BACKENDS
 from toolkit.data.remote.store import PACKAGES
 from toolkit.launchers.deepspeed import REMOTE_PROGRAMS
+from toolkit.plan.failures.saving import checkpoint_bytes
 from toolkit.plan.planner import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
@@ -124,8 +125,7 @@ def _decided(recipe: Recipe) -> tuple[Assignment | None, str]:
         config = model_config(recipe.model, download=False)
     except ShapeUnknown as error:
         return None, f"not planned, so only what the recipe states is known: {error.message}"
-    model = recipe.model.model_copy(update={"config": config})
-    return decide(recipe.model_copy(update={"model": model}), None), ""
+    return decide(recipe.with_values({"model.config": config}), None), ""
 
 
 def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[str, str]]:
@@ -193,10 +193,9 @@ def _run_dir(recipe: Recipe) -> Path:
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
-    """fp32 weights, and two moments of what trains; with adapters, nothing of what does not
-    (docs/checkpoints.md)."""
+    """With adapters, nothing of what does not train (docs/checkpoints.md)."""
     if assignment is None:
         return None
     plan, adapted = assignment.plan, assignment.recipe.adapter is not None
     frozen = plan.frozen_parameters
-    return 12 * (plan.parameters - frozen) + (0 if adapted else 4 * frozen)
+    return checkpoint_bytes(plan.parameters - frozen, 0 if adapted else frozen)

@@ -34,6 +34,8 @@ class Package:
     """Against torch, so that it may not fit the one that is there."""
     extra: str = ""
     """Which of its parts is used, as in `pip install NAME[EXTRA]`; also the submodule."""
+    use: str = ""
+    """Of one that is used when installed, and not among DMT's own requirements: what for."""
 
 
 PACKAGES = (
@@ -48,34 +50,29 @@ PACKAGES = (
     Package("datasets", "datasets"),
     Package("wandb", "wandb"),
     Package("safetensors", "safetensors"),
-    Package("tensorboard", "tensorboard"),
-    Package("mlflow-skinny", "mlflow"),
-    Package("sqlalchemy", "sqlalchemy"),
-    Package("alembic", "alembic"),
-    Package("trackio", "trackio"),
-    Package("ray", "ray", extra="train"),
-    Package("bitsandbytes", "bitsandbytes"),
-    Package("torchao", "torchao"),
-    Package("s3fs", "s3fs"),
-    Package("gcsfs", "gcsfs"),
-    Package("transformer-engine", "transformer_engine", compiled=True, extra="pytorch"),
-    Package("flash-attn", "flash_attn", compiled=True),
+    Package("tensorboard", "tensorboard", use="`logging.tensorboard` needs it"),
+    Package("mlflow-skinny", "mlflow", use="`logging.mlflow` needs it"),
+    Package(
+        "sqlalchemy", "sqlalchemy", use="`logging.mlflow` with a database of its own needs it"
+    ),
+    Package("alembic", "alembic", use="`logging.mlflow` with a database of its own needs it"),
+    Package("trackio", "trackio", use="`logging.trackio` needs it"),
+    Package("ray", "ray", extra="train", use="`launch.launcher: ray` needs it"),
+    Package("bitsandbytes", "bitsandbytes", use="`optimizer.name: adamw_8bit` needs it"),
+    Package("torchao", "torchao", use="`fp8` needs it"),
+    Package("s3fs", "s3fs", use="data on s3:// needs it"),
+    Package("gcsfs", "gcsfs", use="data on gs:// needs it"),
+    Package(
+        "transformer-engine",
+        "transformer_engine",
+        compiled=True,
+        extra="pytorch",
+        use="megatron-core is faster on GPUs with it",
+    ),
+    Package(
+        "flash-attn", "flash_attn", compiled=True, use="attention on GPUs is faster with it"
+    ),
 )
-_OPTIONAL: Mapping[str, str] = {
-    "tensorboard": "`logging.tensorboard` needs it",
-    "mlflow-skinny": "`logging.mlflow` needs it",
-    "sqlalchemy": "`logging.mlflow` with a database of its own needs it",
-    "alembic": "`logging.mlflow` with a database of its own needs it",
-    "trackio": "`logging.trackio` needs it",
-    "ray": "`launch.launcher: ray` needs it",
-    "bitsandbytes": "`optimizer.name: adamw_8bit` needs it",
-    "torchao": "`fp8` needs it",
-    "s3fs": "data on s3:// needs it",
-    "gcsfs": "data on gs:// needs it",
-    "transformer-engine": "megatron-core is faster on GPUs with it",
-    "flash-attn": "attention on GPUs is faster with it",
-}
-"""Used when installed, not among DMT's own requirements."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     if not requirement.specifier.contains(version, prereleases=True):
         text += f"; DMT needs {requirement.specifier}"
         fix = _install(requirement)
-        level: Level = "note" if package.name in _OPTIONAL else "problem"
+        level: Level = "note" if package.use else "problem"
         yield lacking(GROUP, package.name, text, fix=fix, needed_by=needed_by, otherwise=level)
     elif (failure := _import_failure(package, needed_by)) is not None:
         text += f"; cannot be imported: {failure}"
@@ -171,14 +168,13 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 
 
 def _absent(package: Package, needed_by: str | None) -> Finding:
-    use = _OPTIONAL.get(package.name)
     return lacking(
         GROUP,
         package.name,
-        "not installed" if use is None else f"not installed; {use}",
+        f"not installed; {package.use}" if package.use else "not installed",
         fix=_install(_requirement(package)),
         needed_by=needed_by,
-        otherwise="note" if use else "problem",
+        otherwise="note" if package.use else "problem",
     )
 
 

@@ -52,6 +52,6 @@ def ask(command: Sequence[str], limit_s: float = 10.0) -> Answer:
     return Answer(False, reason)
 
 
-def ask_python(code: str, limit_s: float = IMPORT_LIMIT_S) -> Answer:
+def ask_python(code: str) -> Answer:
     """Run `code` in this Python; see `ask`."""
-    return ask([sys.executable, "-W", "ignore", "-c", code], limit_s)
+    return ask([sys.executable, "-W", "ignore", "-c", code], IMPORT_LIMIT_S)

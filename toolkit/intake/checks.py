@@ -25,6 +25,7 @@ from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.recipe.schema import (
+    LENGTH_SETTINGS,
     OBJECTIVE_SECTIONS,
     ChatRowsSource,
     DataSection,
@@ -506,9 +507,8 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
 
 
-_LENGTH = ("training.steps", "training.tokens", "training.epochs")
 _SEQUENCES = ("training.sequence_length", "data.stages")
-_STEPS = (*_LENGTH, "training.global_batch_size", *_SEQUENCES)
+_STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
 _SPREAD = (
     "parallel",
     "cluster.nodes",
@@ -518,7 +518,7 @@ _SPREAD = (
 )
 
 RULES: tuple[Rule, ...] = (
-    Rule(_LENGTH, _length_of_run),
+    Rule(LENGTH_SETTINGS, _length_of_run),
     Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
@@ -541,7 +541,7 @@ RULES: tuple[Rule, ...] = (
             "adapter",
             "optimizer.name",
             *_SEQUENCES,
-            *_LENGTH,
+            *LENGTH_SETTINGS,
             "training.precision",
             "fp8",
         ),

@@ -36,7 +36,7 @@ RENDEZVOUS_VARIABLES = (
 SEVERAL_MACHINES = "--launcher torchrun, deepspeed, slurm, kubernetes or ray"
 """What can start processes on other machines, too."""
 
-_PORTS = range(20_000, 32_000)
+PORTS = range(20_000, 32_000)
 """Below Linux's range for outgoing connections, so that none of these takes the port."""
 
 
@@ -225,7 +225,7 @@ def free_port() -> int:
     """Return a free TCP port."""
     random = SystemRandom()
     while True:
-        port = random.choice(_PORTS)
+        port = random.choice(PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from signal import SIGKILL
-from typing import TextIO
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.launchers.base import (
@@ -33,7 +31,7 @@ from toolkit.launchers.process import (
     show_stacks,
     wake_if_stopped,
 )
-from toolkit.redact import redact
+from toolkit.redact import copy_to_log
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
@@ -205,11 +203,3 @@ def _start(spec: LaunchSpec, rank: int) -> "subprocess.Popen[str]":
         start_new_session=True,
         preexec_fn=die_with_parent(SIGKILL),
     )
-
-
-def copy_to_log(lines: TextIO, log: Path) -> None:
-    """Append a rank's output to its log, secrets masked."""
-    with log.open("a", encoding="utf-8") as file:
-        for line in lines:
-            file.write(redact(line))
-            file.flush()

@@ -26,10 +26,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_UNAVAILABLE
 from toolkit.launchers.base import DMT, RENDEZVOUS_VARIABLES, free_port, settings_here
-from toolkit.launchers.local import copy_to_log
 from toolkit.launchers.outcome import failure_code
 from toolkit.launchers.process import die_with_parent
-from toolkit.redact import redact
+from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.terminal import tell

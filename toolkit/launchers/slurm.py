@@ -9,14 +9,12 @@ import sys
 from collections.abc import Iterator
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
-_PORTS = (20_000, 12_000)
-"""First of the ports and their number: jobs of neighbouring numbers take different ones."""
 _UNQUOTABLE = frozenset('"\\%\n')
 """What Slurm would take for something else in a quoted path of a directive."""
 
@@ -88,7 +86,6 @@ def _directives(job: Job) -> Iterator[str]:
 
 def _script(job: Job) -> Iterator[str]:
     """What the shell runs, every value of the recipe quoted."""
-    first, count = _PORTS
     slurm = job.launch.slurm
     if slurm.setup is not None:
         yield f"source {shlex.quote(slurm.setup)}"
@@ -99,7 +96,8 @@ def _script(job: Job) -> Iterator[str]:
     yield "set -u"
     if job.cluster.nodes > 1:
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        yield f"port=$(({first} + SLURM_JOB_ID % {count}))"
+        # Jobs of neighbouring numbers take different ones.
+        yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
         launcher = '--launcher torchrun --set launch.rendezvous="$head:$port"'
     else:
         launcher = "--launcher local"

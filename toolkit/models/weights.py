@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.errors import DataError, PlanError
 from toolkit.models.families import FAMILIES, family_of
-from toolkit.models.families.tensors import Block
+from toolkit.models.families.tensors import Block, overlaps
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
 BLOCK = 1 << 18
@@ -133,12 +133,7 @@ def _overlaps(
     pieces: Sequence[Piece], start: int, stop: int
 ) -> Iterator[tuple[Piece, int, int]]:
     """The part of each piece that lies inside [start, stop) of their concatenation."""
-    offset = 0
-    for piece in pieces:
-        low, high = max(start - offset, 0), min(stop - offset, piece.numel)
-        if low < high:
-            yield piece, low, high
-        offset += piece.numel
+    return overlaps(pieces, lambda piece: piece.numel, start, stop)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import GPUS
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.plan.cost.formulas import StateCounts, deepspeed_estimator, zero_paper
-from toolkit.plan.cost.memory import GIB, Memory, stage_memory
+from toolkit.plan.cost.memory import Memory, stage_memory
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.planner import Plan, model_config
@@ -20,6 +20,7 @@ from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import demand, device_memory, shortage
 from toolkit.recipe.schema import Recipe
+from toolkit.units import GIB
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ this one decision changed.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from toolkit.backend import Pair
-from toolkit.layout import Layout, stage_layers
+from toolkit.layout import SETTINGS, Layout, stage_layers
 from toolkit.plan.rules import compiling, fusing
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
@@ -270,24 +271,7 @@ def _distance(value: Any, chosen: Any) -> tuple[float, str]:
 
 def _asked(job: PlanRequest, field: str) -> object:
     """What the recipe says about a field of the layout."""
-    parallel, zero = job.parallel, job.parallel.zero
-    return {
-        "tp": parallel.tensor,
-        "sequence_parallel": parallel.sequence,
-        "pp": parallel.pipeline,
-        "vpp": parallel.virtual_pipeline,
-        "ep": parallel.expert,
-        "zero_stage": zero.stage,
-        "replicate": parallel.replicate,
-        "hpz": zero.hpz,
-        "offload_optimizer": zero.offload_optimizer,
-        "offload_parameters": zero.offload_parameters,
-        "micro_batch": job.training.micro_batch_size,
-        "recompute": parallel.recompute,
-        "loss": job.kernels.loss,
-        "compile": job.kernels.compile,
-        "fused": job.kernels.fused,
-    }[field]
+    return attrgetter(SETTINGS[field])(job)
 
 
 def _auto(search: Search) -> str:

@@ -164,44 +164,20 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
 
 def placed_on(recipe: Recipe, cluster: Cluster) -> Recipe:
     """The recipe with a cluster's size and accelerator: workers are started from these."""
-    section = recipe.cluster.model_copy(update=cluster.section)
-    return recipe.model_copy(update={"cluster": section})
+    return recipe.with_values(
+        {f"cluster.{key}": value for key, value in cluster.section.items()}
+    )
 
 
 def settled(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe with every `auto` as `plan` decided it: planned again, it becomes that."""
-    layout = plan.layout
-    zero = recipe.parallel.zero.model_copy(
-        update={
-            "stage": layout.zero_stage,
-            "offload_optimizer": layout.offload_optimizer,
-            "offload_parameters": layout.offload_parameters,
-            "hpz": layout.hpz,
-        }
-    )
-    parallel = recipe.parallel.model_copy(
-        update={
-            "engine": plan.engine,
-            "model": plan.model,
-            "tensor": layout.tp,
-            "pipeline": layout.pp,
-            "virtual_pipeline": layout.vpp,
-            "expert": layout.ep,
-            "sequence": layout.sequence_parallel,
-            "replicate": layout.replicate,
-            "recompute": layout.recompute,
-            "zero": zero,
-        }
-    )
-    training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
-    kernels = recipe.kernels.model_copy(
-        update={"loss": layout.loss, "compile": layout.compile, "fused": layout.fused}
-    )
+    decided = plan.layout.settings | {
+        "parallel.engine": plan.engine,
+        "parallel.model": plan.model,
+    }
     if plan.attention == "sdpa":
-        kernels = kernels.model_copy(update={"attention": plan.attention_kernel})
-    return recipe.model_copy(
-        update={"parallel": parallel, "training": training, "kernels": kernels}
-    )
+        decided["kernels.attention"] = plan.attention_kernel
+    return recipe.with_values(decided)
 
 
 def plan_of(found: Search) -> Plan:

@@ -18,8 +18,9 @@ from toolkit.hardware.cluster import Cluster, default_cluster, link, usual_gpus_
 from toolkit.layout import Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.formulas import EstimatorQuery
-from toolkit.plan.cost.memory import GIB, peak_memory
+from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.workload import TensorOverlap, Workload
+from toolkit.units import GIB
 
 LAYERS_PER_CHUNK = 2
 """Layers of a pipeline chunk where a source does not state the interleaving."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from toolkit.backend import ANY
@@ -15,6 +16,26 @@ from toolkit.plan.search import TIE, Candidate, Search, search
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
+_OPENED = (
+    "kernels.loss",
+    "kernels.compile",
+    "kernels.fused",
+    "parallel.overlap",
+    "parallel.recompute",
+    "training.micro_batch_size",
+    "parallel.zero.stage",
+    "parallel.replicate",
+    "parallel.zero.offload_optimizer",
+    "parallel.zero.offload_parameters",
+    "parallel.sequence",
+    "parallel.virtual_pipeline",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.expert",
+    "parallel.model",
+    "parallel.engine",
+)
+"""Settings that may be left open, the smaller changes first."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +102,10 @@ def prices(found: Search) -> Iterator[str]:
 
 def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
     """What the recipe fixes and could leave open, the smaller changes first."""
-    parallel, zero = job.parallel, job.parallel.zero
-    stated: dict[str, Any] = {
-        "kernels.loss": job.kernels.loss,
-        "kernels.compile": job.kernels.compile,
-        "kernels.fused": job.kernels.fused,
-        "parallel.overlap": parallel.overlap,
-        "parallel.recompute": parallel.recompute,
-        "training.micro_batch_size": job.training.micro_batch_size,
-        "parallel.zero.stage": zero.stage,
-        "parallel.replicate": parallel.replicate,
-        "parallel.zero.offload_optimizer": zero.offload_optimizer,
-        "parallel.zero.offload_parameters": zero.offload_parameters,
-        "parallel.sequence": parallel.sequence,
-        "parallel.virtual_pipeline": parallel.virtual_pipeline,
-        "parallel.tensor": parallel.tensor,
-        "parallel.pipeline": parallel.pipeline,
-        "parallel.expert": parallel.expert if job.spec.moe_layers else "auto",
-        "parallel.model": parallel.model,
-        "parallel.engine": parallel.engine,
-    }
-    yield from ((key, value) for key, value in stated.items() if value != "auto")
+    for key in _OPENED:
+        without_experts = key == "parallel.expert" and not job.spec.moe_layers
+        if (value := attrgetter(key)(job)) != "auto" and not without_experts:
+            yield key, value
 
 
 def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
@@ -117,15 +121,8 @@ def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) ->
 
 
 def _opened(job: PlanRequest, key: str) -> PlanRequest:
-    section, *inner, name = key.split(".")
-    if section == "kernels":
-        return replace(job, kernels=job.kernels.model_copy(update={name: "auto"}))
-    if section == "training":
-        return replace(job, training=job.training.model_copy(update={name: "auto"}))
-    if inner:
-        zero = job.parallel.zero.model_copy(update={name: "auto"})
-        return replace(job, parallel=job.parallel.model_copy(update={"zero": zero}))
-    return replace(job, parallel=job.parallel.model_copy(update={name: "auto"}))
+    section, _, setting = key.partition(".")
+    return replace(job, **{section: getattr(job, section).with_values({setting: "auto"})})
 
 
 def _more_gpus(job: PlanRequest, cluster: Cluster) -> Iterator[Remedy]:

@@ -16,7 +16,6 @@ from toolkit.errors import PlanError
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, LossKernel, Recompute
 from toolkit.plan.cost.memory import (
-    GIB,
     Memory,
     building_gib,
     host_bytes,
@@ -35,6 +34,7 @@ from toolkit.plan.space import (
     partial_layouts,
     uneven_batch,
 )
+from toolkit.units import GIB
 
 TIE = 0.01
 """Layouts whose predicted times differ by less are equally fast: the model is no better."""

@@ -5,9 +5,10 @@ Each section is one small class; the docstring under a field is its documentatio
 two settings in `checks.py`, file reading and error texts in `load.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -149,6 +150,20 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    def with_values(self, values: Mapping[str, object]) -> Self:
+        """A copy with other values, by the dotted paths of settings; they are not checked."""
+        changed: dict[str, Any] = {}
+        inside: dict[str, dict[str, object]] = {}
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                inside.setdefault(name, {})[rest] = value
+            else:
+                changed[name] = value
+        for name, inner in inside.items():
+            changed[name] = getattr(self, name).with_values(inner)
+        return self.model_copy(update=changed)
 
 
 class BalanceSection(Section):
@@ -492,6 +507,10 @@ class TrainingSection(Section):
     def rows_per_sample(self) -> int:
         """Sequences of a sample: 2 where it is a pair."""
         return rows_per_sample(self.objective)
+
+
+LENGTH_SETTINGS = ("training.steps", "training.tokens", "training.epochs")
+"""How long a run is: one of them is stated."""
 
 
 class DpoSection(Section):

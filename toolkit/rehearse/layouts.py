@@ -64,24 +64,14 @@ def on_one_process() -> Iterator[RehearsedLayout]:
 
 def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
     """A layout as settings in which no `auto` is left; `zero` names files and folders."""
-    placement = {
-        "stage": layout.zero_stage,
-        "offload_optimizer": layout.offload_optimizer,
-        "offload_parameters": layout.offload_parameters,
-        "hpz": layout.hpz,
+    prefix = "parallel."
+    stated = {
+        key.removeprefix(prefix): value
+        for key, value in layout.settings.items()
+        if key.startswith(prefix)
     }
-    return ParallelSection(
-        engine=pair.engine,
-        model=pair.model,
-        tensor=layout.tp,
-        pipeline=layout.pp,
-        virtual_pipeline=layout.vpp,
-        expert=layout.ep,
-        sequence=layout.sequence_parallel,
-        replicate=layout.replicate,
-        recompute=layout.recompute,
-        zero=zero.model_copy(update=placement),
-    )
+    section = ParallelSection(engine=pair.engine, model=pair.model, zero=zero)
+    return section.with_values(stated)
 
 
 STANDARD: tuple[RehearsedLayout, ...] = tuple(_standard())

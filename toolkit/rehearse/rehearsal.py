@@ -100,9 +100,7 @@ def prepare(recipe: Recipe, options: Options) -> Rehearsal:
     Raises PlanError or RecipeError when the recipe itself cannot be planned.
     """
     recipe = adopt_engine_config(recipe)
-    config = model_config(recipe.model)
-    model = recipe.model.model_copy(update={"config": config})
-    recipe = recipe.model_copy(update={"model": model})
+    recipe = recipe.with_values({"model.config": model_config(recipe.model)})
     plan = plan_recipe(recipe)
     layouts = tuple(candidates(recipe, plan, options.processes))
     small = shrink_recipe(recipe, plan, options.steps, rehearsed_batch(layouts))
@@ -139,41 +137,37 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     assert recipe.model.config is not None, "looked up by `prepare`"
     config = shrink_config(without_noise(recipe.model.config), divisors)
     config = shrink_window(config, long, short)
-    training = {
-        "steps": steps,
-        "tokens": None,
-        "epochs": None,
-        "sequence_length": short,
-        "global_batch_size": batch,
-        "micro_batch_size": MICRO_BATCH,
-        "precision": "fp32",
-        "objective": rehearsed_objective(recipe),
-    }
     freeze = shrink_freeze(recipe.model.freeze, config)
     trained = trained_tensors(config, freeze, recipe.adapter)
     groups = in_small_model(recipe.optimizer.groups, trained)
     largest = LARGEST_MUON_RATE if recipe.optimizer.name == "muon" else LARGEST_RATE
     largest /= max([1.0, *(group.lr_mult for group in groups)])
-    rate = min(recipe.optimizer.learning_rate, largest)
-    optimizer = {"learning_rate": rate, "groups": groups}
-    model = {
-        "hub": None, "revision": None, "init": "random", "config": config, "freeze": freeze,
-    }  # fmt: skip
     adapter = recipe.adapter
     if adapter is not None:
-        adapter = adapter.model_copy(update={"dropout": 0.0, "folder": None})
+        adapter = adapter.with_values({"dropout": 0.0, "folder": None})
     fp8 = recipe.fp8 and Fp8Section(recipe=recipe.fp8.recipe)  # in all of the few layers
-    return recipe.model_copy(
-        update={
+    return recipe.with_values(
+        {
             "adapter": adapter,
             "fp8": fp8,
-            "model": recipe.model.model_copy(update=model),
-            "data": recipe.data.model_copy(update={"stages": ()}),
-            "training": recipe.training.model_copy(update=training),
-            "optimizer": recipe.optimizer.model_copy(update=optimizer),
-            "kernels": recipe.kernels.model_copy(
-                update={"loss": plan.layout.loss, "attention": "auto"}
-            ),
+            "model.hub": None,
+            "model.revision": None,
+            "model.init": "random",
+            "model.config": config,
+            "model.freeze": freeze,
+            "data.stages": (),
+            "training.steps": steps,
+            "training.tokens": None,
+            "training.epochs": None,
+            "training.sequence_length": short,
+            "training.global_batch_size": batch,
+            "training.micro_batch_size": MICRO_BATCH,
+            "training.precision": "fp32",
+            "training.objective": rehearsed_objective(recipe),
+            "optimizer.learning_rate": min(recipe.optimizer.learning_rate, largest),
+            "optimizer.groups": groups,
+            "kernels.loss": plan.layout.loss,
+            "kernels.attention": "auto",
             "schedule": ScheduleSection(name="constant"),
             "evaluation": EvaluationSection(),
             "checkpoint": CheckpointSection(export=False),
@@ -259,8 +253,7 @@ def _assignment(
     if parallel.zero.nvme_path is not None:
         swap = folder / "swap"
         swap.mkdir(parents=True, exist_ok=True)
-        zero = parallel.zero.model_copy(update={"nvme_path": str(swap)})
-        parallel = parallel.model_copy(update={"zero": zero})
+        parallel = parallel.with_values({"zero.nvme_path": str(swap)})
     cluster = ClusterSection(nodes=1, gpus_per_node=processes, gpu=gpu)
     wanted = recipe.model_copy(update={"parallel": parallel, "cluster": cluster})
     if problems := list(broken_rules(wanted)):

@@ -110,8 +110,7 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
             allowed = "a finished checkpoint, or a run directory with one"
             problem = Problem("model.checkpoint", error.message, allowed, error.fix)
             raise RecipeError([problem]) from error
-    model = model.model_copy(update={"checkpoint": chosen})
-    return recipe.model_copy(update={"model": model})
+    return recipe.with_values({"model.checkpoint": chosen})
 
 
 def write(
@@ -253,9 +252,7 @@ def decide_for_fewer(
 
 
 def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
-    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    section = recipe.cluster.model_copy(update=size)
-    return recipe.model_copy(update={"cluster": section})
+    return recipe.with_values({"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node})
 
 
 def check_world(recipe: Recipe, world: int) -> None:

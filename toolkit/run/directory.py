@@ -11,15 +11,13 @@ from ruamel.yaml.error import YAMLError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.dump import dump_recipe, in_yaml
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.environment import environment_report, json_text
 
 MAY_CHANGE = (
-    "training.steps",
-    "training.tokens",
-    "training.epochs",
+    *LENGTH_SETTINGS,
     "training.micro_batch_size",
     "data.cache",
     "data.stages",

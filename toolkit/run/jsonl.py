@@ -56,6 +56,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
+_TAIL_BYTES = 1 << 16
 _failed: dict[Path, bool] = {}
 """Files to which this process could not append: True while the last try was in vain."""
 
@@ -103,10 +104,15 @@ def repair_tail(path: Path) -> None:
     """Cut off a last line without its newline: what a kill in the middle of a write leaves."""
     if not path.exists():
         return
-    data = path.read_bytes()
-    complete = data.rfind(b"\n") + 1
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for start in (max(0, size - _TAIL_BYTES), 0):  # all of it only where a line is longer
+            file.seek(start)
+            data = file.read()
+            if complete := data.rfind(b"\n") + 1:
+                break
     if complete < len(data):
-        os.truncate(path, complete)
+        os.truncate(path, start + complete)
 
 
 def drop_later_steps(path: Path, step: int) -> int:

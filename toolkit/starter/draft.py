@@ -187,6 +187,6 @@ def _placed(recipe: Recipe, cluster: Cluster) -> Recipe:
     elif cluster.gpu.peak_flops(precision) is None:
         precision = "fp16"  # Volta
     shared = -(-batch // cluster.gpus) * cluster.gpus
-    training = {"precision": precision, "global_batch_size": shared}
-    adapted = recipe.training.model_copy(update=training)
-    return placed_on(recipe, cluster).model_copy(update={"training": adapted})
+    return placed_on(recipe, cluster).with_values(
+        {"training.precision": precision, "training.global_batch_size": shared}
+    )

@@ -8,14 +8,13 @@ from typing import Any
 from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.cost.memory import GIB
 from toolkit.plan.cost.prediction import basis
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import Recipe
 from toolkit.starter.draft import Task, draft
-from toolkit.units import seconds
+from toolkit.units import GIB, seconds
 
 COLUMN = 34
 """Where comments begin, unless the setting is longer."""

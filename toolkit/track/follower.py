@@ -22,7 +22,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from toolkit.redact import redact
+from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
@@ -241,13 +241,8 @@ def _output_into(log: Path) -> Iterator[None]:
     os.close(write_end)
 
     def copy() -> None:
-        with (
-            os.fdopen(read_end, encoding="utf-8", errors="replace") as lines,
-            log.open("a", encoding="utf-8") as file,
-        ):
-            for line in lines:
-                file.write(redact(line))
-                file.flush()
+        with os.fdopen(read_end, encoding="utf-8", errors="replace") as lines:
+            copy_to_log(lines, log)
 
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()

@@ -14,7 +14,13 @@ from toolkit.layout import layout_text
 from toolkit.models import huggingface as hf
 from toolkit.models.config_keys import is_dropout
 from toolkit.plan.planner import Plan, model_config
-from toolkit.recipe.schema import ModelSection, Recipe, ScheduleSection, TrainingSection
+from toolkit.recipe.schema import (
+    LENGTH_SETTINGS,
+    ModelSection,
+    Recipe,
+    ScheduleSection,
+    TrainingSection,
+)
 from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment
 from toolkit.run.directory import changes, may_change, shown
@@ -28,7 +34,6 @@ _CURSOR = ("data", "training.sequence_length", "training.global_batch_size", "tr
 """Settings that decide which sequence comes next."""
 _DISTRIBUTION = ("parallel", "cluster", "launch", "training.micro_batch_size")
 """Intent that the plan turned into a layout, by which it is compared."""
-_LENGTH = ("training.steps", "training.tokens", "training.epochs")
 
 
 class StateRow(NamedTuple):
@@ -60,7 +65,8 @@ class Pairing:
         return [
             self._weights(settings.take("model", "adapter")),
             self._schedule(
-                settings.take(*_LENGTH, free=True), settings.take("optimizer", "schedule")
+                settings.take(*LENGTH_SETTINGS, free=True),
+                settings.take("optimizer", "schedule"),
             ),
             self._cursor(settings.take(*_CURSOR)),
             self._precision(settings.take("training.precision")),

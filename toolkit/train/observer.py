@@ -31,8 +31,8 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.loop import Progress, StepReport
 from toolkit.train.phases import Mark
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
+from toolkit.units import GIB
 
-GIB = 2**30
 TRACKER_GRACE_S = 15.0
 """How long the end of a run waits for each tracker; launchers give a stopping run 30 s."""
 

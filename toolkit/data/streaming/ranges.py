@@ -20,7 +20,7 @@ from toolkit.data.json_rows import (
     wrong_text,
 )
 from toolkit.data.mds import columns_of, texts_of
-from toolkit.data.sources import TEXT, arrow_kinds, builder_of, check_column, decoded
+from toolkit.data.sources import CORRECT, TEXT, arrow_kinds, builder_of, check_column, decoded
 from toolkit.data.streaming.chunks import FileRange, ListedFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, TextSource
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 2**23
 _COUNTED_BYTES = 2**33
 """How far lines are counted to name that of a malformed row; behind that, its byte is named."""
-_CORRECT = "correct it, or leave it out of the data"
 
 
 def texts(source: TextSource | HfSource, part: FileRange) -> Iterator[Iterable[str]]:
@@ -212,7 +211,7 @@ def _parquet(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterato
             batches = opened.iter_batches(row_groups=groups, columns=[column])
             yield from _of_batches(source, part, batches, before, dropped)
     except (ArrowException, OSError, zlib.error) as error:
-        raise DataError(f"cannot read {part.file}: {error}", fix=_CORRECT) from error
+        raise DataError(f"cannot read {part.file}: {error}", fix=CORRECT) from error
 
 
 def _middle(group: Any) -> int:
@@ -246,7 +245,7 @@ def _arrow(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[
             chosen = (one.select([column]) for one in batches)
             yield from _of_batches(source, part, chosen, 0, dropped)
     except (ArrowException, OSError) as error:
-        raise DataError(f"cannot read {part.file}: {error}", fix=_CORRECT) from error
+        raise DataError(f"cannot read {part.file}: {error}", fix=CORRECT) from error
 
 
 def _mds(source: HfSource, part: FileRange, dropped: DroppedRows) -> Iterator[str | None]:

@@ -81,8 +81,7 @@ class Losses:
     def _rehearsal(self, options: Options) -> Rehearsal:
         here = [f"cluster.gpus_per_node={options.processes}", f"cluster.gpu={options.gpu}"]
         rehearsal = prepare(load_recipe(self.recipe, here), options)
-        training = rehearsal.recipe.training.model_copy(update={"sequence_length": SEQUENCE})
-        recipe = rehearsal.recipe.model_copy(update={"training": training})
+        recipe = rehearsal.recipe.with_values({"training.sequence_length": SEQUENCE})
         return replace(rehearsal, recipe=recipe)
 
     def _reference(self, rehearsal: Rehearsal, options: Options, folder: Path) -> Record:
@@ -92,9 +91,8 @@ class Losses:
         return known if done else run_reference(rehearsal, options, folder)
 
     def _in_precision(self, recipe: Recipe) -> Recipe:
-        training = recipe.training.model_copy(update={"precision": self.precision})
         fp8 = Fp8Section(recipe="rowwise") if self.fp8 else None
-        return recipe.model_copy(update={"training": training, "fp8": fp8})
+        return recipe.with_values({"training.precision": self.precision, "fp8": fp8})
 
     def _check(self, result: LayoutResult, bounds: Bounds, at: Path, root: Path) -> Check:
         row = Check(

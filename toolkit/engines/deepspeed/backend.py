@@ -143,8 +143,7 @@ class DeepSpeedBackend(Backend):
                 update["offload_parameters"] = parameters
             stated = zero_plus_of(file)
             update |= {k: v for k, v in stated.items() if getattr(zero, k) is None}
-        parallel = recipe.parallel.model_copy(update={"zero": zero.model_copy(update=update)})
-        return recipe.model_copy(update={"parallel": parallel})
+        return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""

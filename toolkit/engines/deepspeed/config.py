@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from toolkit.backend import Precision
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.engines.deepspeed.keys import KNOWN_KEYS
 from toolkit.engines.deepspeed.presets import FOLDER, PRESETS, preset_for, preset_path
@@ -21,8 +22,6 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.suggest import did_you_mean
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 ZERO = "zero_optimization"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"

@@ -19,7 +19,7 @@ from toolkit.engines.deepspeed.state import (
     loss_scale,
     partitions,
     set_loss_scale,
-    stage_3_groups,
+    stage_3_owned,
     stage_3_shards,
     undo_first_step,
     whole_parameters,
@@ -101,7 +101,7 @@ class DeepSpeedEngine:
         if isinstance(optimizer, OwnerOptimizer):
             owned = owned_by(optimizer)
             if self.stage == 3:
-                owned = dict.fromkeys(stage_3_groups(self.optimizer, "owned"), optimizer)
+                owned = dict.fromkeys(stage_3_owned(self.optimizer), optimizer)
             bind(owned, self._parameter_shards, self.setup, apart=self.stage > 0)
 
     def train_step(

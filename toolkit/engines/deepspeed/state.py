@@ -83,12 +83,12 @@ def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterat
         yield StateShard(blocks, values, saved_here=place.saved_here)
 
 
-def stage_3_groups(optimizer: Any, flag: str) -> Iterator[Tensor]:
-    """Stage 3: the flat fp32 weights of the optimizer's groups with a `flag` that is true;
-    between two steps the groups themselves are empty."""
+def stage_3_owned(optimizer: Any) -> Iterator[Tensor]:
+    """Stage 3: the flat fp32 weights of the groups that owners update; between two steps the
+    groups themselves are empty."""
     groups = optimizer.optimizer.param_groups
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if groups[optimizer.sub_group_to_group_id[index]][flag]:
+        if groups[optimizer.sub_group_to_group_id[index]]["owned"]:
             yield flat
 
 

@@ -1,7 +1,7 @@
 """What is to be converted: a Hugging Face folder or a Megatron checkpoint, looked at only."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -212,14 +212,19 @@ def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         )
     # A checkpoint does not depend on dropout, and Megatron has fewer kinds of it.
     config = {k: v for k, v in stated.items() if k in known and not is_dropout(k)}
-    if problems := check_config(config):
-        lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
-        raise DataError("\n  ".join([f"{path} does not fit:", *lines]))
+    require_known(path, config)
     if reason := unsupported(config):
         raise DataError(f"{path}: {reason}")
     if not foreign:
         return config, ()
     return config, (f"{path.name}: DMT does not know {', '.join(foreign)}",)
+
+
+def require_known(path: Path, config: Mapping[str, object]) -> None:
+    """Raise DataError with every mistake in the config that is, or is to be, at `path`."""
+    if problems := check_config(config):
+        lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
+        raise DataError("\n  ".join([f"{path} does not fit:", *lines]))
 
 
 def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:

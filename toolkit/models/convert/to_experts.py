@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import DataError
-from toolkit.models.config_check import check_config
 from toolkit.models.convert.safetensors_stream import TensorToWrite, read_entries, write_model
-from toolkit.models.convert.source import ConvertibleModel, companion_files
+from toolkit.models.convert.source import ConvertibleModel, companion_files, require_known
 from toolkit.models.families import FAMILIES, settings_of
 from toolkit.models.safetensors_folder import SafetensorsFolder
 
@@ -102,9 +101,7 @@ class ToExperts:
             "num_experts_per_tok": EXPERTS_PER_TOKEN,
             **self.mixture.fixed,
         }
-        if problems := check_config(config):
-            lines = [f"{p.key}: found {p.found}; allowed: {p.allowed}" for p in problems]
-            raise DataError("\n  ".join([f"{self.source.config_file} does not fit:", *lines]))
+        require_known(self.source.config_file, config)
         return config
 
     def _entries(self) -> Iterator[TensorToWrite]:

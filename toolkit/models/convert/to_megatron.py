@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from toolkit.models.convert.source import (
 )
 from toolkit.models.convert.torch_dist import Writer
 from toolkit.models.families.base import Instance
-from toolkit.models.families.tensors import Block
+from toolkit.models.families.tensors import overlaps
 from toolkit.models.weights import TIED_HEAD, SafetensorsWeights
 
 CHUNK_ELEMENTS = 1 << 25
@@ -99,8 +99,9 @@ class ToMegatron:
 
     def _rows(self, instance: Instance, first: int, last: int) -> Tensor:
         """Rows [first, last) of a Megatron tensor."""
-        cut = _between(whole_blocks(instance), first, last)
-        parts = [self.weights.read_block(block) for block in cut]
+        stacked = whole_blocks(instance)
+        cut = overlaps(stacked, lambda block: len(block.row_numbers), first, last)
+        parts = [self.weights.read_block(block.between(low, high)) for block, low, high in cut]
         if len({part.dtype for part in parts}) > 1:
             raise DataError(
                 f"{self.source.folder}: the tensors that make up {instance.tensor.name} differ "
@@ -108,14 +109,3 @@ class ToMegatron:
                 fix="save the model in one dtype first",
             )
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-
-def _between(stack: Sequence[Block], first: int, last: int) -> Iterator[Block]:
-    """The parts of stacked blocks that lie in rows [first, last) of the stack."""
-    row = 0
-    for block in stack:
-        rows = len(block.row_numbers)
-        low, high = max(first - row, 0), min(last - row, rows)
-        if low < high:
-            yield block.between(low, high)
-        row += rows

@@ -14,10 +14,11 @@ back: one description serves both directions.
 A vector is a matrix with one column. Nothing here imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
+Part = TypeVar("Part")
 Split = Literal["rows", "columns", "none"]
 
 
@@ -105,6 +106,20 @@ def ends(numbers: range) -> tuple[int, int]:
     return numbers[0], numbers[-1] + 1
 
 
+def overlaps(
+    parts: Iterable[Part], size: Callable[[Part], int], start: int, stop: int
+) -> Iterator[tuple[Part, int, int]]:
+    """The parts that lie inside [start, stop) when all are laid end to end; of each its own
+    first place in there, and the one behind the last."""
+    offset = 0
+    for part in parts:
+        length = size(part)
+        low, high = max(start - offset, 0), min(stop - offset, length)
+        if low < high:
+            yield part, low, high
+        offset += length
+
+
 def blocks(
     tensor: TensorMap,
     rank: int,
@@ -147,13 +162,8 @@ def _rank_rows(
     if tensor.padded:
         rows += -rows % degree
     low, high = _slice(rows, rank, degree)
-    offset = 0
-    for part in stack:
-        size = len(part.numbers)
-        first, last = max(low - offset, 0), min(high - offset, size)
-        if first < last:
-            yield Rows(part.tensor, *ends(part.numbers[first:last]), part.step)
-        offset += size
+    for part, first, last in overlaps(stack, lambda part: len(part.numbers), low, high):
+        yield Rows(part.tensor, *ends(part.numbers[first:last]), part.step)
 
 
 def _slice(size: int, rank: int, degree: int) -> tuple[int, int]:

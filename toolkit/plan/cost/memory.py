@@ -16,8 +16,7 @@ from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.owners import by_replicas, owned_bytes
 from toolkit.plan.cost.stages import StageShare, layers_of_stages, stage_share
 from toolkit.plan.cost.workload import Workload
-
-GIB = 2**30
+from toolkit.units import GIB
 
 RESERVE_SHARE = 0.07
 """Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of

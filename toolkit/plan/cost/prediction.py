@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.plan.cost.memory import GIB, Memory
+from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
+from toolkit.units import GIB
 
 Basis = Literal["calibrated", "data sheet", "nominal"]
 

@@ -74,6 +74,11 @@ class GoodputRow:
         }
 
 
+def checkpoint_bytes(trained: int, frozen: int) -> int:
+    """Of a checkpoint with so many parameters that train, and others that do not."""
+    return BYTES_PER_PARAMETER * trained + BYTES_PER_FROZEN_PARAMETER * frozen
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """A planned recipe."""
@@ -92,8 +97,7 @@ class PlannedRun:
     @property
     def checkpoint_bytes(self) -> float:
         """Of one checkpoint."""
-        without_moments = BYTES_PER_FROZEN_PARAMETER * self.frozen
-        return float(BYTES_PER_PARAMETER) * (self.parameters - self.frozen) + without_moments
+        return float(checkpoint_bytes(self.parameters - self.frozen, self.frozen))
 
 
 def goodput_as_written(job: PlannedRun, assumed: Assumptions) -> float | None:

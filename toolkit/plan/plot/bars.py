@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.layout import Layout
-from toolkit.plan.cost.memory import GIB, Memory
+from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
-from toolkit.units import seconds
+from toolkit.units import GIB, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

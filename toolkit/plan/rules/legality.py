@@ -65,8 +65,7 @@ def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
     """
 
     def in_stage(stage: Stage) -> ParallelSection:
-        zero = parallel.zero.model_copy(update={"stage": stage})
-        return parallel.model_copy(update={"zero": zero})
+        return parallel.with_values({"zero.stage": stage})
 
     return [
         stage

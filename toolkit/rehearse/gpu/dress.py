@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
-from toolkit.plan.cost.memory import CONTEXT_BYTES, GIB, Memory, stage_memory
+from toolkit.plan.cost.memory import CONTEXT_BYTES, Memory, stage_memory
 from toolkit.plan.cost.time import rank_flops
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.redact import redact
@@ -30,6 +30,7 @@ from toolkit.rehearse.gpu.findings import (
     RankFindings,
 )
 from toolkit.run.assignment import Assignment, write
+from toolkit.units import GIB
 
 MICRO_BATCHES = 2
 """Micro batches that are run for each pipeline stage: more of them hold nothing more."""
@@ -171,11 +172,10 @@ def _shortened(planned: Assignment) -> Assignment:
         gradient_accumulation=min(most, plan.layout.gradient_accumulation),
         compile="none",
     )
-    training = recipe.training.model_copy(update={"global_batch_size": layout.global_batch})
-    model = recipe.model
-    if model.config:  # weights are not read: nothing is fetched
-        model = model.model_copy(update={"init": "random", "checkpoint": None})
-    recipe = recipe.model_copy(update={"training": training, "model": model})
+    changed: dict[str, object] = {"training.global_batch_size": layout.global_batch}
+    if recipe.model.config:  # weights are not read: nothing is fetched
+        changed |= {"model.init": "random", "model.checkpoint": None}
+    recipe = recipe.with_values(changed)
     return replace(
         planned,
         recipe=recipe,

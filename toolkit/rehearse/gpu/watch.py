@@ -28,7 +28,6 @@ from toolkit.rehearse.gpu.findings import (
 
 _FRAMES = 3
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[2]
 _LIBRARIES = ("torch", "contextlib.py", "functools.py")
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
