@@ -11,7 +11,7 @@ from toolkit.run.assignment import Assignment
 
 EXPANDABLE = "expandable_segments:True"
 """Segments of GPU memory that grow, where others leave gaps that no tensor fits into
-(docs/gpu.md#memory-that-is-reserved)."""
+(docs/gpu.md#reserved-memory)."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads the first of the latter two that is there, and otherwise the first
 (c10/cuda/CUDAAllocatorConfig.h)."""
