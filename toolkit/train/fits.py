@@ -1,4 +1,4 @@
-"""What a run that continues from a checkpoint takes over, reported before it starts."""
+"""Reports what a resumed run keeps of a checkpoint, before it starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _CURSOR = ("data", "training.sequence_length", "training.global_batch_size", "training.seed")
 """Settings that decide which sequence comes next."""
 _DISTRIBUTION = ("parallel", "cluster", "launch", "training.micro_batch_size")
-"""Intent that the plan turned into a layout, by which it is compared."""
+"""Settings that the plan turned into a layout; the layouts are compared instead."""
 _LENGTH = ("training.steps", "training.tokens", "training.epochs")
 
 
@@ -100,7 +100,7 @@ class Pairing:
         return StateRow(what, "changed", "; ".join([detail, *length, *self._rates(total)]))
 
     def _rates(self, total: int) -> Iterator[str]:
-        """Where another length of the run means another learning rate now."""
+        """Schedules for which another length of the run changes the learning rate."""
         step, optimizer = self.manifest.step, self.recipe.optimizer
         training = TrainingSection(**self.manifest.recipe["training"])
         before = self.manifest.lengths.total_steps(training)
@@ -190,7 +190,8 @@ class Pairing:
 
 
 def compare(found: Located, assignment: Assignment) -> list[StateRow]:
-    """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
+    """What a run would keep of a checkpoint. Raises CheckpointError if the tensors cannot be
+    read."""
     recipe = assignment.recipe
     config = hf.build_config(ModelSection(config=model_config(recipe.model)))
     lora = lora_of(recipe.adapter, config.to_dict())
@@ -251,7 +252,7 @@ class _Settings:
     def take(self, *sections: str, free: bool = False) -> list[str]:
         """The differences in some sections; they are not reported again.
 
-        `free`: those that a resumed run may have, else those that it may not.
+        `free`: those that a resumed run may have, otherwise those that it may not have.
         """
         keys = [
             key
@@ -262,7 +263,7 @@ class _Settings:
         return [self._left.pop(key) for key in keys]
 
     def rest(self) -> dict[str, str]:
-        """Those that no row reported."""
+        """Differences that no row has reported."""
         return self._left
 
 
