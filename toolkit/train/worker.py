@@ -431,7 +431,7 @@ class _Worker:
     def _reference(
         self, config: PretrainedConfig, data: TrainingData, steps: int, *, resumed: bool
     ) -> RunReference | None:
-        """The reference's log-probabilities, where the objective reads them."""
+        """The reference's log-probabilities, if the objective reads them."""
         recipe = self.assignment.recipe
         if REFERENCE not in recipe.objective().reads:
             return None
