@@ -169,5 +169,5 @@ def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
     except subprocess.TimeoutExpired:
         probe.kill()
         with suppress(subprocess.TimeoutExpired):
-            probe.wait(1.0)  # No longer wait: a process in a hanging driver call cannot be killed.
+            probe.wait(1.0)  # no longer: a hanging driver call cannot be killed
         return False
