@@ -10,7 +10,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment
 
 EXPANDABLE = "expandable_segments:True"
-"""Expandable segments of GPU memory, which avoid fragmentation (docs/gpu.md#reserved-memory)."""
+"""Expandable segments of GPU memory avoid fragmentation (docs/gpu.md#reserved-memory)."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads the first of the last two that is set, and otherwise the first one
 (c10/cuda/CUDAAllocatorConfig.h)."""
