@@ -53,7 +53,7 @@ RanksOfGpus = Annotated[
 ]
 
 _MODULES = 12
-"""Holders that the table names."""
+"""Number of modules in the table."""
 
 
 def dress_rehearsal(
@@ -220,7 +220,7 @@ def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
 
 
 def print_memory(done: Sequence[RehearsedRank]) -> None:
-    """What was planned for each rank, and what it held."""
+    """Planned and rehearsed memory of each rank."""
     for one in done:
         planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
         verdict = "fits" if one.fits else "does not fit"

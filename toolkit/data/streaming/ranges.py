@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**23
 _COUNTED_BYTES = 2**33
-"""How far lines are counted to name that of a malformed row; behind that, its byte is named."""
+"""Limit of counting lines to locate a malformed row; beyond it, its byte is reported."""
 _CORRECT = "correct it, or leave it out of the data"
 
 
@@ -176,7 +176,7 @@ def _check_names(source: HfSource, block: bytes) -> None:
     reading = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
     try:
         schema = json.read_json(BytesIO(block), reading).schema
-    except pa.ArrowInvalid:  # other columns differ in type, which matters to nobody
+    except pa.ArrowInvalid:  # other columns may differ in type, which does not matter
         return
     check_column(source, arrow_kinds(schema))
 
