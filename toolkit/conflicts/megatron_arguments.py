@@ -85,7 +85,7 @@ _SWITCHES: Mapping[str, tuple[str, object]] = {
     "--bf16": ("training.precision", "bf16"),
     "--fp16": ("training.precision", "fp16"),
 }
-"""Flags without a value: the setting and what they say of it."""
+"""Flags without a value: the setting and the value that they imply."""
 
 _STAGES = "--pipeline-model-parallel-size"
 
@@ -133,12 +133,12 @@ class _Reader:
         return self.found
 
     def value(self, name: str) -> Value:
-        """The value of a flag; None where it is not there."""
+        """The value of a flag; None if absent."""
         flag = self.flags.get(name)
         return None if flag is None else _value(flag)
 
     def number(self, name: str) -> float | None:
-        """The value of a flag, where it is there and a number."""
+        """The value of a flag, if present and a number."""
         return number(self.value(name))
 
     def _same(self, name: str, flag: Flag, key: str) -> None:
@@ -304,4 +304,4 @@ _RULES: Mapping[str, Rule] = {
     "--pipeline-model-parallel-layout": _pipeline_layout,
     "--tensorboard-dir": _tensorboard,
 }
-"""Flags whose meaning takes a look at others."""
+"""Flags whose meaning depends on others."""

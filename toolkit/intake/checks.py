@@ -1,10 +1,10 @@
-"""Rules that join settings: each one small, each naming the settings that it reads.
+"""Rules over several settings: each one small, each naming the settings that it reads.
 
-The rules run on what is left of a recipe when single settings are wrong, so that all
-mistakes are reported at once; a rule that reads a wrong setting is left out. What is
-legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the model at hand, in
-`toolkit.plan.rules.models`, what a model config may say in `toolkit.models.spec`; here they
-are only asked.
+If single settings are wrong, the rules run on the rest of the recipe, so that all mistakes are
+reported at once; a rule that reads a wrong setting is skipped. What is legal in `parallel` is
+decided in `toolkit.plan.rules.legality` and, for the model at hand, in
+`toolkit.plan.rules.models`, what a model config may contain in `toolkit.models.spec`; here they
+are only called.
 """
 
 import re
@@ -388,7 +388,7 @@ def _fp8(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _computes(device: Gpu, precision: str) -> bool:
-    """Does the device compute in a precision?"""
+    """Whether the device supports the precision."""
     if device.generation == "cpu":
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None
