@@ -77,6 +77,7 @@ def check(
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
     A model type without a family file takes a few seconds, because transformers is imported.
+
     With --against, also lists every setting stated in both places, with both values and which
     of them takes precedence; exit 2 when any disagrees.
 

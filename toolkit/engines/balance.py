@@ -33,6 +33,7 @@ from toolkit.models.routers import Routing
 
 class Balance:
     """The routing of one rank's model in a step, and the gradients of the balancing terms.
+
     Without `model.balance` it observes nothing and adds nothing.
     """
 
@@ -99,8 +100,10 @@ class Balance:
 
     @contextmanager
     def observing(self, batch: MicroBatch) -> Iterator[None]:
-        """Context of the forward pass of a micro batch. A layer that is recomputed in the
-        backward pass gets its gradient, but is not counted again.
+        """Context of the forward pass of a micro batch.
+
+        A layer that is recomputed in the backward pass gets its gradient, but is not counted
+        again.
         """
         if self.settings is not None:
             left = batch.trained.flip(1).int().cumsum(1).flip(1)

@@ -110,8 +110,9 @@ class Engine(Protocol):
         ...
 
     def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Names and compute weights that this rank holds as completely as its replicas. Its
-        replicas are the ranks with the same `Layout.model_rank`. Empty if the weights are
+        """Names and compute weights that this rank holds as completely as its replicas.
+
+        Its replicas are the ranks with the same `Layout.model_rank`. Empty if the weights are
         sharded over them (ZeRO-3).
         """
         ...

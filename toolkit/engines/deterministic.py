@@ -1,6 +1,8 @@
 """`training.deterministic`: settings that make two runs of the same layout bitwise equal on
-GPUs. Variables are read once, when a library creates its first handle or communicator, so
-launchers set them (`toolkit/launchers/job.py`) and the worker checks them.
+GPUs.
+
+Variables are read once, when a library creates its first handle or communicator, so launchers
+set them (`toolkit/launchers/job.py`) and the worker checks them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,8 +58,9 @@ def unsuitable(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Make torch deterministic, or fail; call it before the first operator. Raises
-    BackendUnavailable if, on GPUs, a variable is missing or has another value.
+    """Make torch deterministic, or fail; call it before the first operator.
+
+    Raises BackendUnavailable if, on GPUs, a variable is missing or has another value.
     """
     import torch
 

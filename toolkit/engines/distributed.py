@@ -89,8 +89,9 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:
-    """Set the timeout of the collectives of all existing groups, except `but`, to `limit`. Uses
-    `_set_pg_timeout`, as torchtitan does: there is no public function, and the groups that
+    """Set the timeout of the collectives of all existing groups, except `but`, to `limit`.
+
+    Uses `_set_pg_timeout`, as torchtitan does: there is no public function, and the groups that
     DeepSpeed and megatron-core create have PyTorch's own limit of 10 or 30 minutes.
     """
     for group in distributed_c10d._world.pg_map:  # the groups that this rank belongs to
@@ -120,10 +121,11 @@ def leave() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit immediately with `code`, after flushing the output. Interpreter teardown is skipped:
-    threads of an unfinished collective would keep a failed rank alive, and gloo's threads
-    sometimes abort a rank that has finished ("terminate called without an active exception": 3
-    of 28 exits measured).
+    """Exit immediately with `code`, after flushing the output.
+
+    Interpreter teardown is skipped: threads of an unfinished collective would keep a failed
+    rank alive, and gloo's threads sometimes abort a rank that has finished ("terminate called
+    without an active exception": 3 of 28 exits measured).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,8 +133,9 @@ def end_process(code: int) -> NoReturn:
 
 
 class RunningSum:
-    """An asynchronous sum over the ranks of `group` (None: all). A blocking sum would make all
-    ranks wait for the slowest each time.
+    """An asynchronous sum over the ranks of `group` (None: all).
+
+    A blocking sum would make all ranks wait for the slowest each time.
     """
 
     def __init__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -153,9 +156,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def joint_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """L2 norm of all tensors together: float64 scalar. Uses `sum`, which adds pairwise: torch's
-    own fp32 norm of a large CPU tensor adds the squares sequentially and is wrong in the fourth
-    digit for two million elements.
+    """L2 norm of all tensors together: float64 scalar.
+
+    Uses `sum`, which adds pairwise: torch's own fp32 norm of a large CPU tensor adds the
+    squares sequentially and is wrong in the fourth digit for two million elements.
     """
     squares = [tensor.square().sum().double() for tensor in tensors]
     return torch.stack(squares).sum().sqrt()

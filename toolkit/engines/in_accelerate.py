@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class InAccelerate:
-    """One engine's configuration of Accelerate; the defaults are those of torch's DDP. `config`
-    is the output of its `Backend.render`. Scripts use transformers' models; megatron-core's is
-    not supported.
+    """One engine's configuration of Accelerate; the defaults are those of torch's DDP.
+
+    `config` is the output of its `Backend.render`. Scripts use transformers' models;
+    megatron-core's is not supported.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -54,8 +55,9 @@ class InAccelerate:
         return {"cpu": not torch.cuda.is_available()}
 
     def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
-        """Set what Accelerate's plugin reads from the model, before it wraps the model. Raises
-        PlanError for a model that does not define it.
+        """Set what Accelerate's plugin reads from the model, before it wraps the model.
+
+        Raises PlanError for a model that does not define it.
         """
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +65,9 @@ class InAccelerate:
         return {}
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        """A description of how Accelerate wrapped a model, and whether that matches the plan. A
-        single process needs no DDP, and neither does a model that does not train.
+        """A description of how Accelerate wrapped a model, and whether that matches the plan.
+
+        A single process needs no DDP, and neither does a model that does not train.
         """
         from torch.nn.parallel import DistributedDataParallel
 

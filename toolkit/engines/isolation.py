@@ -32,8 +32,9 @@ def check_isolation(engine: Engine, setup: EngineSetup) -> None:
 
 
 def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> float:
-    """Change of the loss of the second documents when two rows exchange their first ones. An
-    exchange leaves every expert with the same tokens: if documents are isolated, no matrix
+    """Change of the loss of the second documents when two rows exchange their first ones.
+
+    An exchange leaves every expert with the same tokens: if documents are isolated, no matrix
     product changes its shape, which could change its rounding.
     """
     tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2

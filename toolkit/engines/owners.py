@@ -265,9 +265,10 @@ class _Held:
 
 
 class OwnerOptimizer(torch.optim.AdamW):
-    """A rule for the groups whose `owned` is true, AdamW for all others. A group's parameters
-    may be whole, sharded or flattened together. Before `bind` is called, the rule's parameters
-    are not updated.
+    """A rule for the groups whose `owned` is true, AdamW for all others.
+
+    A group's parameters may be whole, sharded or flattened together. Before `bind` is called,
+    the rule's parameters are not updated.
     """
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSection) -> None:
@@ -386,6 +387,7 @@ def bind(
     apart: bool = False,
 ) -> list[Unit]:
     """Determine the tensors of the rule's parameters, and plan their updates; collective.
+
     `state` is the engine's: its fp32 weights are parts of the parameters, or all of them.
     `apart`: each parameter has a separate step on all ranks, in the same order.
     """

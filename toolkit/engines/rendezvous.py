@@ -24,9 +24,10 @@ def needs_new_store() -> bool:
 
 
 def new_store(rank: int, world: int, timeout: timedelta) -> Store:
-    """The agents' store under a prefix that only the ranks of this start know. Collective. Rank
-    0 sends the prefix to each rank under the random name that this rank posted: names left by
-    earlier starts are answered, too, but not read. Raises TimeoutError.
+    """The agents' store under a prefix that only the ranks of this start know. Collective.
+
+    Rank 0 sends the prefix to each rank under the random name that this rank posted: names left
+    by earlier starts are answered, too, but not read. Raises TimeoutError.
     """
     store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     store.set_timeout(timeout)

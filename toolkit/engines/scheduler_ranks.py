@@ -1,7 +1,8 @@
-"""PyTorch's variables of a rank started by Slurm's `srun` or Open MPI's `mpirun`. PyTorch reads
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers use their own names
-(Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`). Only a step of `srun`
-counts: the batch script itself also has a SLURM_PROCID.
+"""PyTorch's variables of a rank started by Slurm's `srun` or Open MPI's `mpirun`.
+
+PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers use their
+own names (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`). Only a step
+of `srun` counts: the batch script itself also has a SLURM_PROCID.
 """
 
 import re

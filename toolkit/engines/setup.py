@@ -83,10 +83,12 @@ class EngineSetup:
         model_config: "PretrainedConfig",
         weights: "WeightSource",
     ) -> "EngineSetup":
-        """The inputs of the engine of `plan`. The plan's attention implementation is set in
-        `model_config`. `weights` include those of the adapters. Raises PlanError if the loaded
-        `model_config` is not the planned one, RecipeError if `model.freeze`, `model.balance` or
-        `adapter.targets` does not suit the model.
+        """The inputs of the engine of `plan`.
+
+        The plan's attention implementation is set in `model_config`. `weights` include those of
+        the adapters. Raises PlanError if the loaded `model_config` is not the planned one,
+        RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does not suit the
+        model.
         """
         from toolkit.models.weights import checkpoint_names
 
@@ -127,8 +129,9 @@ class EngineSetup:
 
 
 def build_engine(name: str, setup: EngineSetup) -> Engine:
-    """Build the engine `name` on this rank; collective. Raises PlanError if the data isolates
-    documents and the engine's model does not.
+    """Build the engine `name` on this rank; collective.
+
+    Raises PlanError if the data isolates documents and the engine's model does not.
     """
     if setup.model == "megatron":
         from toolkit.models.megatron import cpu

@@ -1,4 +1,5 @@
 """A second implementation of the objectives, from logits, for comparison with the layouts.
+
 Deliberately independent of toolkit/objectives, which states the sources, and one pair at a
 time.
 """

@@ -8,6 +8,7 @@ writes its stacks to its log, one of them reports what all are doing, and all ex
 There are three threads, so that nothing that blocks keeps this rank from exiting: one writes
 heartbeats (a disk may be lost), one counts the time, and one of faulthandler's, which needs no
 interpreter, ends the process if the counting stops (C code that holds the interpreter's lock).
+
 Files are compared by their changes, never by a clock, because machines' clocks differ.
 """
 

@@ -76,9 +76,11 @@ class DdpEngine(DataParallelEngine):
         self.bind_optimizer()
 
     def _settle_buckets(self) -> None:
-        """Run one backward pass without effect. DDP reorders its gradient buckets, and thus the
-        sums over ranks, after the first one: otherwise, the first step of a resumed run would
-        differ from the uninterrupted run in the last digits.
+        """Run one backward pass without effect.
+
+        DDP reorders its gradient buckets, and thus the sums over ranks, after the first one:
+        otherwise, the first step of a resumed run would differ from the uninterrupted run in
+        the last digits.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with compiled.eager():

@@ -224,8 +224,9 @@ class DeepSpeedBackend(Backend):
     def approximations(
         self, plan: Plan, precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """AdamW on the CPU, and rounding for communication. `data_types.grad_accum_dtype` only
-        applies to each rank's own sum.
+        """AdamW on the CPU, and rounding for communication.
+
+        `data_types.grad_accum_dtype` only applies to each rank's own sum.
         """
         if plan.layout.offload_optimizer != "none":
             yield (

@@ -202,15 +202,17 @@ def stage_of(file: JsonFile) -> Literal[0, 1, 2, 3] | None:
 
 
 def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
-    """Where a config puts optimizer states and parameters; None if it does not state it. Raises
-    RecipeError if it states an invalid device.
+    """Where a config puts optimizer states and parameters; None if it does not state it.
+
+    Raises RecipeError if it states an invalid device.
     """
     return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
 
 
 def zero_plus_of(file: JsonFile) -> dict[str, int | bool]:
-    """ZeRO++ settings of a config, by the recipe's names. Raises RecipeError for a value of the
-    wrong type.
+    """ZeRO++ settings of a config, by the recipe's names.
+
+    Raises RecipeError for a value of the wrong type.
     """
     found: dict[str, int | bool] = {}
     for key, default in ABSENT.items():

@@ -38,9 +38,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed without its INFO log lines. By default, it probes every operator with the
-    compiler, and on a CPU silently compiles a shared-memory all-reduce at its first use, for a
-    minute or more. gloo is used instead.
+    """DeepSpeed without its INFO log lines.
+
+    By default, it probes every operator with the compiler, and on a CPU silently compiles a
+    shared-memory all-reduce at its first use, for a minute or more. gloo is used instead.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -184,9 +185,11 @@ class MegatronShard:
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Sum partial gradients over the tensor group. With sequence parallel these are the
-        gradients of norms and biases; norms of query and key heads always, because each rank
-        has different heads. The hook runs before DeepSpeed takes the gradient.
+        """Sum partial gradients over the tensor group.
+
+        With sequence parallel these are the gradients of norms and biases; norms of query and
+        key heads always, because each rank has different heads. The hook runs before DeepSpeed
+        takes the gradient.
         """
         if self.tensor_group.size() == 1:
             return

@@ -124,9 +124,10 @@ def build(
     *,
     limit_s: float = BUILD_LIMIT_S,
 ) -> None:
-    """Build those of `ops` that are not built yet, calling `report` for each. Waits for another
-    process that builds the same op. Raises BackendUnavailable when a build fails or takes
-    longer than `limit_s` seconds; its log is kept and named.
+    """Build those of `ops` that are not built yet, calling `report` for each.
+
+    Waits for another process that builds the same op. Raises BackendUnavailable when a build
+    fails or takes longer than `limit_s` seconds; its log is kept and named.
     """
     for op in compiled_at_start(ops) if ops else ():
         _wait_for_others(op, report, limit_s)
@@ -335,8 +336,10 @@ def _build(op: str, limit_s: float) -> None:
 
 
 def _end_session(leader: "subprocess.Popen[bytes]") -> None:
-    """Terminate a build with all its compilers. ninja gives each compiler its own process group
-    and terminates them on SIGTERM; remaining ones are killed after a while.
+    """Terminate a build with all its compilers.
+
+    ninja gives each compiler its own process group and terminates them on SIGTERM; remaining
+    ones are killed after a while.
     """
     below = psutil.Process(leader.pid).children(recursive=True)
     os.killpg(leader.pid, signal.SIGTERM)

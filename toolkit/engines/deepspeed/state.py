@@ -121,6 +121,7 @@ def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
 
 class SwappedShard(StateShard):
     """A stage-3 shard whose states are on NVMe outside the step, read and written one by one.
+
     DeepSpeed's own checkpoints do not restore swapped states: a resumed run would silently
     continue with other weights.
     """

@@ -1,9 +1,10 @@
-"""Makes DeepSpeed skip a step that it would otherwise apply. Every optimizer of DeepSpeed
-skips, on all ranks, a step whose gradient norm is not finite, and cleans up afterwards, because
-fp16 needs that. So a veto sets one gradient of the last micro batch to NaN. It is decided on
-the device. Without a limit for finite losses, each rank checks its own loss: a NaN in its
-gradient makes the global norm NaN. With a limit, the global loss decides, late in the backward
-pass, while the losses are summed over the ranks asynchronously.
+"""Makes DeepSpeed skip a step that it would otherwise apply.
+
+Every optimizer of DeepSpeed skips, on all ranks, a step whose gradient norm is not finite, and
+cleans up afterwards, because fp16 needs that. So a veto sets one gradient of the last micro
+batch to NaN. It is decided on the device. Without a limit for finite losses, each rank checks
+its own loss: a NaN in its gradient makes the global norm NaN. With a limit, the global loss
+decides, late in the backward pass, while the losses are summed over the ranks asynchronously.
 """
 
 import math
@@ -45,9 +46,10 @@ class Veto:
         self._scaler = dict(_scaler_state(optimizer))
 
     def end_step(self, refused: bool, applied: bool, optimizer: Any) -> None:
-        """Check after the step that it was not `applied` if it was `refused`. A step refused
-        because of its loss must not change fp16's loss scale, which is restored. Raises
-        RunFailed if DeepSpeed applied the step nevertheless.
+        """Check after the step that it was not `applied` if it was `refused`.
+
+        A step refused because of its loss must not change fp16's loss scale, which is restored.
+        Raises RunFailed if DeepSpeed applied the step nevertheless.
         """
         self._loss = None
         if refused and applied:

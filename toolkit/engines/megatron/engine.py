@@ -139,9 +139,10 @@ class MegatronEngine:
         return {ParamKey(predicate=taken): {"owned": True}}
 
     def _use_own(self, optimizer: Any) -> None:
-        """Replace every optimizer of the chain by ours, with the same groups. The chain differs
-        on ranks with experts, and is empty where nothing trains; all ranks take part in one
-        exchange, before any optimizer steps.
+        """Replace every optimizer of the chain by ours, with the same groups.
+
+        The chain differs on ranks with experts, and is empty where nothing trains; all ranks
+        take part in one exchange, before any optimizer steps.
         """
         owned: dict[Tensor, OwnerOptimizer] = {}
         for part in optimizer.chained_optimizers:

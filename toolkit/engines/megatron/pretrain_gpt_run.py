@@ -1,6 +1,7 @@
 """The other arguments of Megatron-LM's `pretrain_gpt.py`, without model and optimizer: batch,
-schedule, data and intervals, and notes to the user. Megatron-LM's arguments are those of
-core_v0.16.1.
+schedule, data and intervals, and notes to the user.
+
+Megatron-LM's arguments are those of core_v0.16.1.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
-"""The core attentions of our layers. torch's fused attention (the plan's `sdpa`), or if its
-kernels lack a feature, matrix products with a softmax (`eager`).
+"""The core attentions of our layers.
+
+torch's fused attention (the plan's `sdpa`), or if its kernels lack a feature, matrix products
+with a softmax (`eager`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
