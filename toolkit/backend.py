@@ -115,7 +115,7 @@ class Backend:
     fixed: ClassVar[Mapping[str, object]] = {}
     """Settings of that configuration, by dotted name, whose value no recipe changes."""
     stage_titles: ClassVar[Mapping[Stage, str]] = {}
-    """What it calls a ZeRO stage, where it has a name of its own."""
+    """Its name of a ZeRO stage, if it has one."""
     tools: ClassVar[tuple[str, ...]] = ()
     """Other programs that run its plans: further targets of `dmt render`."""
     distributed_types: ClassVar[tuple[str, ...]] = ()

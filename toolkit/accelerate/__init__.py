@@ -1,6 +1,6 @@
 """Accelerate and the Hugging Face Trainer with the parallelism of a recipe.
 
-For a loop of your own:
+For your own loop:
 
     recipe = load_recipe(Path("recipe.yaml"))
     accelerator = toolkit.accelerate.accelerator(recipe)

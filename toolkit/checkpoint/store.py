@@ -31,6 +31,8 @@ def folder_name(step: int) -> str:
 def step_of(folder: Path) -> int:
     """The step of a folder of `CheckpointStore.finished`: its manifest's, regardless of the
     name; the name's if the manifest cannot be read.
+
+
     """
     try:
         return Manifest.read(folder).step

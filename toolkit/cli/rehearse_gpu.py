@@ -33,7 +33,7 @@ CheckMemory = Annotated[
     bool,
     typer.Option(
         "--check-memory",
-        help="Also run the chosen layout on GPUs that are not there, as `dmt rehearse --gpu` "
+        help="Also run the chosen layout on fake GPUs, as `dmt rehearse --gpu` "
         "does; exit 4 where its memory does not fit.",
     ),
 ]

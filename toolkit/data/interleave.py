@@ -78,7 +78,7 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     if total > MAX_PERIOD:
         exact = [Fraction(part // common * MAX_PERIOD, total) for part in parts]
         parts, common = [max(round(part), 1) if part else 0 for part in exact], 1
-        # What rounding has added or taken is small beside the largest.
+        # The change by rounding is small compared with the largest.
         parts[parts.index(max(parts))] += MAX_PERIOD - sum(parts)
     return tuple(part // common for part in parts)
 

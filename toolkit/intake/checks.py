@@ -288,7 +288,7 @@ def _parallel(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
-    """What the model's shape forbids of `parallel`; asked when each is right by itself."""
+    """Settings of `parallel` that the model's shape forbids; checked if each is valid."""
     config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
     if config is None or check_config(config) or legality.problems(parallel, cluster):
         return

@@ -112,7 +112,7 @@ def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
     Nearly always one tensor of the same name. For stacked experts, `gate_up_proj`
     [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, …;
     `down_proj` [experts, hidden, intermediate] is one tensor per expert. Where published
-    checkpoints stack them, too, every parameter is one tensor per expert, of its own form.
+    checkpoints stack them, too, every parameter is one tensor per expert, in its own shape.
     """
     if stack := re.fullmatch(r"(.*\.experts)\.stack\.(\w+)", name):
         slices = (f"{stack[1]}.{expert}.{stack[2]}" for expert in range(shape[0]))

@@ -1,7 +1,7 @@
 """`python -m toolkit.track.follower RUN_DIR`: posts a run's files to one tracker.
 
 A separate process, so that a tracker cannot affect the training: it follows `metrics.jsonl` and
-`events.jsonl` and exits when it is told to on its standard input or that closes, which also
+`events.jsonl` and exits on a message on its standard input or when that closes, which also
 happens when the trainer is killed. Its first input line is the JSON of `FollowerSettings`; it
 prints at most one line, the reason why it gave up.
 """

@@ -5,11 +5,11 @@
     with cache.open(file) as stream:                   # a BufferedReader: read, seek, lines
         ...
 
-A block is a file of its own, named by the identity of the remote file and its number, with its
+Each block is a separate file, named by the identity of the remote file and its index, with its
 hash in front. It is written under a temporary name and renamed, so any number of processes may
-share the folder and any of them may be killed at any time; a damaged block is fetched again.
-A process that has written much checks whether the folder exceeds its limit and removes the
-oldest files; a reader that has one of them open is not affected, others fetch it again.
+share the folder and any of them may be killed at any time; a damaged block is fetched again. A
+process that has written much checks whether the folder exceeds its limit and removes the oldest
+files; a reader that has one of them open is not affected, others fetch it again.
 
 fsspec's own caches are not used: `blockcache` lists its blocks in one file per folder that
 processes overwrite for each other, `filecache` and `simplecache` copy whole files, none checks

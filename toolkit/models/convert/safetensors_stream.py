@@ -88,7 +88,7 @@ def write_model(
 def in_files(
     entries: Iterable[TensorToWrite], limit: int = LARGEST_FILE_BYTES
 ) -> list[list[TensorToWrite]]:
-    """Fill files in order; a tensor larger than the limit has one of its own."""
+    """Fill files in order; a tensor larger than the limit has its own file."""
     files: list[list[TensorToWrite]] = [[]]
     size = 0
     for entry in entries:

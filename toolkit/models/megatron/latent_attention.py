@@ -77,7 +77,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 def latent_attention(core_attention: type, norm: type) -> ModuleSpec:
     """The specification of latent self-attention."""
-    # The one class beside its own that megatron-core accepts, by this name, as replicated.
+    # The only other class that megatron-core accepts, by this name, as replicated.
     multi_latent_attention.TELinear = ReplicatedLinear
     parts: dict[str, Any] = {
         "linear_q_proj": ColumnParallelLinear,
