@@ -1,7 +1,7 @@
-"""What an engine is to everyone who does not train with it: the light half of each engine.
+"""The light half of each engine: everything except training.
 
-Planner, checks, rehearsal, doctor, rendering and launchers ask the `Backend` of an engine and
-compare no engine names. The heavy half, which trains, is an `Engine` (engines/base.py).
+Planner, checks, rehearsal, doctor, rendering and launchers use the `Backend` of an engine and
+never compare engine names. The heavy half, which trains, is an `Engine` (engines/base.py).
 """
 
 import json
@@ -53,7 +53,7 @@ class Support:
     data-parallel engine."""
 
     preference: int = 100
-    """Of the pairs that a recipe leaves open and that are equally fast, the lowest is taken."""
+    """Among equally fast pairs that a recipe leaves open, the lowest is chosen."""
     tensor: int = 1
     """Largest tensor-parallel degree; likewise below."""
     pipeline: int = 1
@@ -66,19 +66,19 @@ class Support:
     auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
     """Which of them `auto` may choose in 16 bits."""
     zero_config: bool = False
-    """Does the engine read `parallel.zero.config` and `extra`, which are DeepSpeed's?"""
+    """Whether the engine reads DeepSpeed's `parallel.zero.config` and `extra`."""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     replicate: int = 1
-    """Largest number of copies of all shards (hybrid sharding)."""
+    """Largest number of replicas of the sharded model (hybrid sharding)."""
     zero_plus: bool = False
-    """Can it do ZeRO++: `parallel.zero.hpz` and quantized messages?"""
+    """Whether it supports ZeRO++: `parallel.zero.hpz` and quantized communication."""
     offload_together: bool = False
-    """Are optimizer states and parameters always in the same place?"""
+    """Whether optimizer states and parameters are always on the same device."""
     without_overlap: bool = False
-    """Can it communicate without computing meanwhile (`parallel.overlap: none`)?"""
+    """Whether it supports communication without overlap (`parallel.overlap: none`)."""
     only_when_asked: bool = False
-    """Does `engine: auto` leave it out?"""
+    """Whether `engine: auto` excludes it."""
     recompute: tuple[Recompute, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
@@ -96,8 +96,8 @@ class Rehearsed(NamedTuple):
 
 
 class Backend:
-    """All that is particular to one engine, without torch. The defaults are those of a plain
-    data-parallel engine that reads no configuration."""
+    """All engine-specific parts, without torch. The defaults are those of a plain data-parallel
+    engine that reads no configuration."""
 
     name: ClassVar[EngineName]
     title: ClassVar[str]
@@ -111,13 +111,13 @@ class Backend:
     device_variable: ClassVar[str] = ""
     """The environment variable by which its users choose `cpu` or another device."""
     configured: ClassVar[bool] = False
-    """Does it read a configuration (`NAME.json` in the run directory)?"""
+    """Whether it reads a configuration (`NAME.json` in the run directory)."""
     fixed: ClassVar[Mapping[str, object]] = {}
     """Settings of that configuration, by dotted name, whose value no recipe changes."""
     stage_titles: ClassVar[Mapping[Stage, str]] = {}
-    """What it calls a ZeRO stage, where it has a name of its own."""
+    """Its name of a ZeRO stage, if it has one."""
     tools: ClassVar[tuple[str, ...]] = ()
-    """Other programs that carry out its plans: further targets of `dmt render`."""
+    """Other programs that run its plans: further targets of `dmt render`."""
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
     accelerate: "ClassVar[InAccelerate | None]" = None
@@ -186,7 +186,7 @@ class Backend:
     def approximations(
         self, plan: "Plan", precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """Entries of the ledger: what the engine rounds or sums in its own way."""
+        """Entries of the ledger: engine-specific rounding and sums."""
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""What one forward pass is fed: the word that data, objectives, models and engines share."""
+"""The input of one forward pass: the type that data, objectives, models and engines share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank feeds to one forward pass."""
+    """One rank's input of one forward pass."""
 
     input_ids: "torch.Tensor"
     """int64 [micro_batch, sequence]."""

@@ -1,4 +1,4 @@
-"""What is compiled while a run starts: the tools for it, and where its results are kept."""
+"""Compilation at the start of a run: the required tools, and the caches."""
 
 import os
 import shlex
@@ -76,7 +76,8 @@ def user_cache() -> Path:
 
 
 def private_folder(*names: str) -> Path:
-    """A folder under DMT's cache for code that will be run: made, and nobody else's.
+    """A folder under DMT's cache for code that will be executed: created, and private to this
+    user.
 
     Raises BackendUnavailable where another user owns it or may write to it.
     """

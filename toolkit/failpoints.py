@@ -1,9 +1,9 @@
-"""Faults on purpose: named points of the code at which a test lets a rank die or fail.
+"""Fault injection: named points of the code at which a test makes a rank crash or fail.
 
     DMT_FAILPOINTS="checkpoint.renamed=kill@rank1,hit2;step=stop@rank0"
 
 makes rank 1 kill itself when it passes `checkpoint.renamed` for the second time, and rank 0
-stop itself at its first `step`. Without the variable a point costs a look into a dict.
+stop itself at its first `step`. Without the variable a point costs one dict lookup.
 
 Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `exit` (a crash, exit code 1), `full` (the disk
 is full: OSError ENOSPC), `hang` (sleep indefinitely), `raise` (RuntimeError).

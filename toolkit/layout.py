@@ -48,18 +48,18 @@ class Layout:
     sequence_parallel: bool = False
     zero_stage: Literal[0, 1, 2, 3] = 0
     replicate: int = 1
-    """How often all shards are there (FSDP2's hybrid sharding); it divides dp."""
+    """Number of replicas of the sharded model (FSDP2's hybrid sharding); it divides dp."""
     hpz: int = 1
-    """Ranks among which a second copy of the weights is spread (ZeRO++); 1: there is none."""
+    """Number of ranks over which a second copy of the weights is sharded (ZeRO++); 1: none."""
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
     loss: LossKernel = "whole"
     """Logits and loss of a micro batch at once, or of some of its tokens at a time."""
     compile: CompiledParts = "none"
-    """What torch.compile makes kernels of: each decoder layer, or nothing."""
+    """What torch.compile compiles: each decoder layer, or nothing."""
     fused: FusedKernels = "none"
-    """Whose kernels compute several operators at once."""
+    """The fused kernels in use."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 

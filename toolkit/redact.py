@@ -1,7 +1,7 @@
 """Keep credentials out of recipes, error texts and everything that a run writes.
 
-Two questions are answered here: does a setting hold a secret (`looks_secret`), and
-what does a text look like with every secret masked (`redact`, `Redactor`).
+`looks_secret` decides whether a setting holds a secret; `redact` and `Redactor` mask every
+secret in a text.
 """
 
 import itertools

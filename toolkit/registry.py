@@ -1,7 +1,7 @@
 """Kinds of a thing by name: those of this package and those that other packages add.
 
 A package adds one by an entry point (`pyproject.toml`, `[project.entry-points."dmt.engines"]`),
-so every process of a run knows it, whoever started it.
+so every process of a run knows it, under any launcher.
 """
 
 from collections.abc import Mapping

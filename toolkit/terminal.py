@@ -1,4 +1,4 @@
-"""Text of others (recipes, file names, checkpoints, hub configs) on its way to a terminal.
+"""Prints external text (recipes, file names, checkpoints, hub configs) safely on a terminal.
 
 Whatever DMT prints for people goes through `tell` or through `toolkit.cli.console.Console`: no
 character reaches the terminal that would move its cursor, colour or reorder what stands there.

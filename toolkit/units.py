@@ -1,4 +1,4 @@
-"""Quantities as people read them."""
+"""Human-readable quantities."""
 
 GIB = 2**30
 MIB_PER_GIB = 1024

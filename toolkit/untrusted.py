@@ -1,7 +1,7 @@
-"""Files that others wrote: regular ones only, up to a size, JSON up to a depth.
+"""Reads untrusted files: regular ones only, up to a size, JSON up to a depth.
 
-A FIFO never ends, a link leads anywhere, and deep nesting exhausts the stack of whoever looks
-at the values. Whoever reads a file here needs to catch OSError and ValueError only.
+A FIFO never ends, a link may point anywhere, and deep nesting exhausts the stack. Callers only
+need to catch OSError and ValueError.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Accelerate and the Hugging Face Trainer with the parallelism of a recipe.
 
-For a loop of your own:
+For your own loop:
 
     recipe = load_recipe(Path("recipe.yaml"))
     accelerator = toolkit.accelerate.accelerator(recipe)
@@ -11,7 +11,8 @@ For transformers' Trainer:
     arguments = toolkit.accelerate.training_arguments(recipe, output_dir="out")
 
 Start the script with any launcher: `accelerate launch`, `torchrun`, `deepspeed`, or plain
-`python` for one process. docs/accelerate.md says what each of the two takes over.
+`python` for one process. docs/accelerate.md describes what each of the two takes from the
+recipe.
 """
 
 from toolkit.accelerate.scripts import accelerator, training_arguments

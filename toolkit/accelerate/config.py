@@ -1,7 +1,7 @@
 """The file that `accelerate launch --config_file` takes, from a recipe and its plan.
 
-One file says everything; what is particular to an engine is `Backend.accelerate`.
-The keys are those of accelerate's commands/config/config_args.py and commands/launch.py.
+One file is complete; engine-specific parts are in `Backend.accelerate`. The keys are those of
+accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -86,7 +86,7 @@ def refuse_kernels(recipe: Recipe) -> None:
 
 
 def _beyond_scripts(recipe: Recipe) -> dict[str, str]:
-    """Settings and values that DMT's worker carries out, and the model of a script does not."""
+    """Settings and values that DMT's worker supports, but a script's model does not."""
     known = _IN_SCRIPTS | {"attention": "sdpa"}
     stated = {name: getattr(recipe.kernels, name) for name in known}
     found = {
@@ -102,8 +102,8 @@ def _listed(stated: Mapping[str, str]) -> str:
 
 
 def in_scripts(recipe: Recipe) -> Recipe:
-    """The recipe as a script carries it out: what is open is planned as scripts have it, but
-    for the attention's kernel, which changes the speed alone."""
+    """The recipe for a script: open settings are planned for a script's model, except the
+    attention kernel, which only affects speed."""
     stated = {name: getattr(recipe.kernels, name) for name in _IN_SCRIPTS}
     known = {name: _IN_SCRIPTS[name] for name, value in stated.items() if value == "auto"}
     changed: dict[str, object] = {f"kernels.{name}": value for name, value in known.items()}
@@ -113,9 +113,9 @@ def in_scripts(recipe: Recipe) -> Recipe:
 
 
 def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
-    """How Accelerate carries out a plan.
+    """How Accelerate runs a plan.
 
-    Raises PlanError where it has no words for it, with the nearest plan that it has words for.
+    Raises PlanError, with the nearest plan that works, if it cannot.
     """
     words = plan.backend.accelerate
     if (copies := plan.layout.replicate) > 1:

@@ -1,8 +1,8 @@
-"""An Accelerator that carries out a plan, and looks whether Accelerate really did.
+"""An Accelerator that follows a plan, and verifies that Accelerate did.
 
-Accelerate decides by environment variables, the machine and its arguments together, and what
-does not fit it leaves out silently: on CPUs it starts no process group for DeepSpeed
-and shards nothing for FSDP. Here everything is stated explicitly, and checked afterwards.
+Accelerate decides by environment variables, the machine and its arguments together, and
+silently ignores what does not fit: on CPUs it starts no process group for DeepSpeed and shards
+nothing for FSDP. Here everything is stated explicitly, and verified afterwards.
 """
 
 import os
@@ -41,7 +41,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
             mixed_precision=MIXED_PRECISION[recipe.training.precision],
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=plan.layout.gradient_accumulation,
-                # The recipe counts steps over the seams between epochs.
+                # The recipe counts steps across epochs.
                 sync_with_dataloader=False,
                 sync_each_batch=self._words.reduces_every_batch(plan.layout),
             ),
@@ -55,8 +55,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """`Accelerator.prepare`, with the plan's recompute, checked.
 
-        Raises PlanError for a model that cannot do what the plan says, RunFailed when
-        Accelerate has not done it.
+        Raises PlanError for a model that does not support the plan, RunFailed if Accelerate did
+        not follow it.
         """
         for model in _modules(args):
             self._get_ready(model)
@@ -92,7 +92,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has no
 
 
 def prepare_process(words: InAccelerate) -> None:
-    """Make this process one in which Accelerate can carry out a plan.
+    """Prepare this process so that Accelerate can run a plan.
 
     The process group is joined as DMT's worker does, so that Accelerate finds one of the right
     backend. Variables that state what the recipe states are removed: Accelerate, DeepSpeed's

@@ -1,4 +1,4 @@
-"""What a script of one's own calls. Nothing heavy is imported before it does."""
+"""The functions for a user's own script. Heavy imports are deferred until they are called."""
 
 import os
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ def accelerator(
     goes to `accelerate.Accelerator` (trackers, project folder, …).
 
     Raises RecipeError or PlanError where the recipe is wrong, has other processes than the
-    launcher started, has a plan that Accelerate cannot carry out, or was started for another
-    engine; BackendUnavailable where DeepSpeed's operators cannot be built.
+    launcher started, has a plan that Accelerate cannot run, or was started for another engine;
+    BackendUnavailable where DeepSpeed's operators cannot be built.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
     from toolkit.accelerate.planned import PlannedAccelerator
@@ -106,6 +106,6 @@ def _refuse_other_engine(plan: Plan) -> None:
 
 
 def _tell_once(message: str) -> None:
-    """Every rank finds the same; one says it."""
+    """Every rank finds the same; one reports it."""
     if int(os.environ.get("RANK", 0)) == 0:
         tell(message)

@@ -80,7 +80,7 @@ def arguments_of(
 def _of_recipe(
     recipe: Recipe, plan: Plan, words: InAccelerate, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the recipe says, apart from the engine."""
+    """The recipe's settings, apart from the engine."""
     optimizer, training = recipe.optimizer, recipe.training
     return {
         "per_device_train_batch_size": plan.layout.micro_batch,
@@ -111,7 +111,7 @@ def _of_recipe(
 
 
 class RecipeTrainer(Trainer):  # type: ignore[misc] # transformers' bases have no types
-    """Trainer with the recipe's data order and learning rates, which no argument can say.
+    """Trainer with the recipe's data order and learning rates, which no argument can state.
 
     `arguments` are Trainer's. The data set is one whose order is the recipe's already:
     `toolkit.accelerate.samples.TrainingSamples`.

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def inject(model: PreTrainedModel, lora: Lora | None) -> None:
-    """Put PEFT's layers into `model`, their parameters where and of the type that the base's
-    are, not yet filled; nothing without `lora`.
+    """Add PEFT's layers to `model`, with parameters on the device and in the dtype of the
+    base's, uninitialised; does nothing without `lora`.
 
     `toolkit.models.huggingface.named_parameters` gives all parameters their checkpoint names.
     """
@@ -23,7 +23,7 @@ def inject(model: PreTrainedModel, lora: Lora | None) -> None:
 
 
 def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
-    """The adapters in PEFT's words; `base` is the hub id or folder of their model."""
+    """The adapters as PEFT's config; `base` is the hub id or folder of their model."""
     from peft import LoraConfig
 
     section = lora.section
@@ -31,7 +31,8 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=section.rank,
-        # A whole number is written as one: some who read adapter_config.json want it so.
+        # Integers are written without a decimal point: some readers of adapter_config.json need
+        # it.
         lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,
         use_rslora=section.rslora,

@@ -1,4 +1,4 @@
-"""Adapters that begin with the values of a PEFT folder."""
+"""Adapters initialised from a PEFT folder."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,9 +16,9 @@ from toolkit.untrusted import read_json
 _FIX = "name a folder that PEFT wrote"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""PEFT's name of the model that it wraps."""
+"""PEFT's prefix for the wrapped model."""
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none"}
-"""What PEFT takes for a key that its configuration lacks."""
+"""PEFT's defaults for missing keys of its configuration."""
 _WITHOUT_EFFECT = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out",
@@ -26,18 +26,18 @@ _WITHOUT_EFFECT = frozenset({
     "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
     "ensure_weight_tying",
 })  # fmt: skip
-"""Keys that leave the function of the stored tensors alone, or matter only where another key,
-which is looked at, says so. The tensors themselves tell what is adapted."""
+"""Keys that do not affect the function of the stored tensors, or only in combination with
+another key, which is checked. The adapted modules follow from the tensors."""
 _FIRST_VALUES = (None, True, False, "gaussian", "orthogonal", "eva")
-"""`init_lora_weights` that says only what the adapters began with. The others change the base
-weights (pissa, olora, loftq, …), beside which alone the adapters are right, or the training."""
+"""Values of `init_lora_weights` that only affect the initial values. The others change the base
+weights (pissa, olora, loftq, …), without which the adapters are wrong, or the training."""
 
 
 class PeftWeights:
     """The tensors of a PEFT folder as a `WeightSource`.
 
-    Raises DataError where a file is missing or damaged, or its adapters are others than the
-    recipe's: other tensors or another function.
+    Raises DataError if a file is missing or damaged, or its adapters differ from the recipe's
+    in tensors or function.
     """
 
     def __init__(self, folder: Path, lora: Lora) -> None:
@@ -77,7 +77,7 @@ class PeftWeights:
         return config
 
     def _differences(self, lora: Lora) -> Iterator[str]:
-        """How its adapters differ from the recipe's, in words."""
+        """How its adapters differ from the recipe's."""
         section = lora.section
         ours = {
             "peft_type": "LORA",

@@ -1,8 +1,9 @@
-"""LoRA: which projections of a model get an adapter, and which tensors that is. No torch.
+"""LoRA: which projections of a model get an adapter, and its tensors. Without torch.
 
 A projection W [out, in] computes W·x + scaling · B·A·x, with A [rank, in] and B [out, rank]
-(arXiv:2106.09685). There is one A and one B per projection of the transformers model, whatever
-a model implementation fuses, so the function and the tensors are PEFT's in every layout.
+(arXiv:2106.09685). There is one A and one B per projection of the transformers model,
+regardless of what a model implementation fuses, so the function and the tensors equal PEFT's in
+every layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,20 +40,20 @@ class Lora:
 
     section: AdapterSection
     tensors: tuple[TensorMap, ...]
-    """Megatron's weights of which a part at least has an adapter."""
+    """Megatron's weights of which at least a part has an adapter."""
     targets: frozenset[str]
     """Modules with an adapter; `{layer}` stands for a number."""
     short_targets: tuple[str, ...]
-    """The same for PEFT: the last parts of their names where these name no other module."""
+    """The same for PEFT: the last parts of their names, if these are unambiguous."""
     transposed: bool
     """The base stores [in, out] (GPT-2's Conv1D)."""
     projections: tuple[Projection, ...]
 
     @classmethod
     def of(cls, section: AdapterSection, config: Mapping[str, object]) -> "Lora":
-        """The adapters that a recipe asks for, for a model with this Hugging Face `config`.
+        """The recipe's adapters, for a model with this Hugging Face `config`.
 
-        Raises RecipeError where `adapter.targets` does not suit the model.
+        Raises RecipeError if `adapter.targets` does not suit the model.
         """
         if found := [*problems(section, config)]:
             raise RecipeError(found)
@@ -74,7 +75,7 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """What B·A·x is multiplied by (rslora: arXiv:2312.03732)."""
+        """The factor of B·A·x (rslora: arXiv:2312.03732)."""
         rank = self.section.rank
         return self.section.alpha / (sqrt(rank) if self.section.rslora else rank)
 
@@ -88,24 +89,24 @@ class Lora:
         return found
 
     def adapted(self, model: MegatronModel) -> MegatronModel:
-        """The model in megatron-core's words, with the tensors of the adapters."""
+        """The model in megatron-core's terms, with the tensors of the adapters."""
         return replace(model, tensors=(*model.tensors, *self._added()))
 
     @property
     def per_layer(self) -> AdapterParameters:
-        """What the adapters of one layer have."""
+        """The size of the adapters of one layer."""
         split = {True: 0, False: 0}
         for tensor in self._added():
             split[tensor.split != "none"] += tensor.rows * (tensor.columns or 1)
         return AdapterParameters(split=split[True], whole=split[False])
 
     def parts(self, tensor: TensorMap) -> list[str]:
-        """The modules with an adapter that a Megatron weight is made of, in its order."""
+        """The modules with an adapter that a Megatron weight consists of, in its order."""
         return [one for one in _modules(tensor) if one in self.targets]
 
     def part_of_rows(self, tensor: TensorMap, rank: int, degree: int) -> list[int | None]:
-        """Of every row of a tensor-parallel rank's weight, the number of its module among
-        `parts`; None where that has no adapter."""
+        """For every row of a tensor-parallel rank's weight, the index of its module among
+        `parts`; None if that has no adapter."""
         parts = self.parts(tensor)
         numbers = {f"{name}.weight".format(layer=0): i for i, name in enumerate(parts)}
         return [
@@ -117,8 +118,8 @@ class Lora:
     def _added(self) -> Iterator[TensorMap]:
         """A and B of every Megatron weight with an adapter.
 
-        A is that of every part, one after the other: whole where the weight's rows are split.
-        B has the weight's rows, split as they are, but for those of parts without an adapter.
+        A stacks those of all parts, and is replicated if the weight's rows are split. B has the
+        weight's rows, split in the same way, without those of parts without an adapter.
         """
         rank = self.section.rank
         for tensor in self.tensors:
@@ -146,7 +147,7 @@ def lora_of(section: AdapterSection | None, config: Mapping[str, object]) -> Lor
 def spec_of(
     config: Mapping[str, object], freeze: Sequence[str], section: AdapterSection | None
 ) -> ModelSpec:
-    """The model's shape, with what is frozen of it and with its adapters."""
+    """The model's shape, with its frozen tensors and adapters."""
     spec, lora = frozen.spec_of(config, freeze), lora_of(section, config)
     return spec if lora is None else replace(spec, adapters=lora.per_layer)
 
@@ -154,7 +155,7 @@ def spec_of(
 def trained_tensors(
     config: Mapping[str, object], freeze: Sequence[str], section: AdapterSection | None
 ) -> frozenset[str]:
-    """The tensors that train: those of the adapters where there are some."""
+    """The trained tensors: those of the adapters if there are any."""
     if lora := lora_of(section, config):
         return frozenset(lora.shapes)
     names = frozen.names_of(config)
@@ -162,8 +163,8 @@ def trained_tensors(
 
 
 def some_of_qkv(section: AdapterSection, config: Mapping[str, object]) -> bool:
-    """Do some, but not all, of the projections that make up megatron-core's `linear_qkv` have
-    an adapter? Then B is cut as the weight is only between key/value heads."""
+    """Whether some, but not all, of the projections in megatron-core's `linear_qkv` have an
+    adapter. Then B can be split like the weight only between key/value heads."""
     tensors = [tensor for tensor in mapped(config).tensors if ".linear_qkv." in tensor.name]
     return any(0 < len(_chosen(section, one)) < len(_modules(one)) for one in tensors)
 
@@ -214,7 +215,7 @@ def _named(section: AdapterSection) -> tuple[str, ...]:
 
 
 def _modules(tensor: TensorMap) -> list[str]:
-    """The linear layers inside the decoder layers that a Megatron tensor is made of."""
+    """The linear layers inside the decoder layers that a Megatron tensor consists of."""
     if tensor.columns is None or ".linear_" not in tensor.name:
         return []
     return list(dict.fromkeys(_module(rows) for stack in tensor.stacks for rows in stack))

@@ -3,13 +3,13 @@
 A fused layer (query, key and value; gate and up) has the A of each of its projections stacked,
 and every row of B is multiplied with the A·x of its own projection alone. Where the base's rows
 are split over the tensor ranks, B's are too and A is whole on each; where its columns are, A's
-are too and B is whole; where every rank holds the base whole, both are. What travels between
-ranks is A·x, `rank` values a token.
+are too and B is whole; where every rank holds the base whole, both are. Ranks communicate A·x,
+`rank` values per token.
 
-Without sequence parallel, the gradient of the whole factor is complete on every rank: what
-comes back to A·x is summed on its way, and a whole B meets the same A·x on each. With sequence
-parallel a rank has its positions' part of it, and the mark `sequence_parallel` says that these
-are to be summed, as for a norm.
+Without sequence parallel, the gradient of a replicated factor is complete on every rank: the
+gradient of A·x is summed in the backward pass, and a replicated B gets the same A·x on each
+rank. With sequence parallel a rank has only its positions' part of the gradient, and the
+attribute `sequence_parallel` marks the factor for summation, as for a norm.
 """
 
 import re
@@ -65,7 +65,7 @@ class LoraBranch(nn.Module):
             whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.outputs = len(part_of_rows)
         self.fused = parts > 1 or len(rows) < self.outputs
-        """Does a row of `up` meet a part of A·x, or does `up` leave out rows of the output?"""
+        """Whether a row of `up` uses only a part of A·x, or `up` lacks rows of the output."""
         if self.fused:
             part = torch.tensor([one for one in part_of_rows if one is not None])
             places = torch.tensor(rows)[:, None], part[:, None] * rank + torch.arange(rank)
@@ -87,7 +87,8 @@ class LoraBranch(nn.Module):
         return functional.linear(hidden, self._matrix()) * self.scaling
 
     def _matrix(self) -> Tensor:
-        """B as a matrix [out, parts · rank], with 0 where a row's projection is another."""
+        """B as a matrix [out, parts · rank], with 0 where the row belongs to another
+        projection."""
         if not self.fused:
             return self.up
         matrix = self.up.new_zeros(self.outputs, self.down.shape[0])
@@ -113,7 +114,7 @@ def _place(*, split: bool) -> tuple[int, int]:
 
 
 def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
-    """Give the linear layers of this rank's chunks their adapters, not yet filled; nothing
+    """Add adapters, uninitialised, to the linear layers of this rank's chunks; does nothing
     without `lora`."""
     if lora is None:
         return

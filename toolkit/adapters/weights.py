@@ -40,7 +40,7 @@ class LoraWeights:
         return self._whole(block.tensor)[slice(*block.rows), slice(*block.columns)]
 
     def _whole(self, name: str) -> Tensor:
-        """All of a tensor: no range of one that is this small is worth drawing by itself."""
+        """All of a tensor: it is too small for drawing only a range to matter."""
         shape = self.shapes[name]
         if name.endswith(".lora_B.weight"):
             return torch.zeros(shape)
@@ -76,7 +76,7 @@ class AdaptedWeights:
 
 
 def first_weights(recipe: Recipe, config: PretrainedConfig) -> WeightSource:
-    """What the model of a new run is filled with, adapters included."""
+    """The initial weights of a new run, including adapters."""
     seed = recipe.training.seed
     base = hf.weight_source(recipe.model, config, seed)
     lora = lora_of(recipe.adapter, config.to_dict())
@@ -84,8 +84,8 @@ def first_weights(recipe: Recipe, config: PretrainedConfig) -> WeightSource:
 
 
 def first_adapters(lora: Lora, seed: int) -> WeightSource:
-    """What the adapters of a new run begin with. Raises DataError where `adapter.folder` holds
-    others."""
+    """The initial values of a new run's adapters. Raises DataError if `adapter.folder` does not
+    match."""
     folder = lora.section.folder
     return LoraWeights(lora, seed) if folder is None else PeftWeights(Path(folder), lora)
 
@@ -95,11 +95,11 @@ SAMPLED = 1024
 
 
 def fingerprint(weights: WeightSource) -> str:
-    """A hash by which a base model is recognised: of the names and shapes of its parameters,
-    and of a run of at most SAMPLED elements of each, from a place that follows from its name.
+    """A hash that identifies a base model: of the names and shapes of its parameters, and of at
+    most SAMPLED consecutive elements of each, at an offset determined by its name.
 
-    Reading all of a large model would take minutes at every start. Other weights have other
-    elements nearly everywhere; a change outside of the samples is not seen.
+    Reading all of a large model would take minutes at every start. Different weights differ
+    nearly everywhere; a change outside the samples is not detected.
     """
     digest = blake2b(digest_size=16)
     for name, shape in sorted(weights.shapes.items()):

@@ -1,4 +1,4 @@
-"""A checkpoint of a run with adapters as what others read: PEFT's folder, or merged weights."""
+"""Exports a checkpoint of a run with adapters: a PEFT folder, or merged weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -57,7 +57,7 @@ def write_peft(
 class Merged:
     """The weights of a base with those of its adapters added, in fp32.
 
-    Raises CheckpointError where the base is not the one that the adapters were trained on.
+    Raises CheckpointError if the base is not the one that the adapters were trained on.
     """
 
     def __init__(self, state: SavedState, lora: Lora, manifest: Manifest) -> None:
@@ -84,8 +84,8 @@ class Merged:
             yield piece
 
     def _factors(self, quantity: str, module: str) -> tuple[Tensor | None, Tensor]:
-        """Two matrices whose product is added to a weight as it is stored: B and A, or where
-        it is stored transposed, the transposed A and B. None without an adapter."""
+        """Two matrices whose product is added to a stored weight: B and A, or for a transposed
+        weight, the transposed A and B. None without an adapter."""
         names = [f"{module}.lora_{factor}.weight" for factor in "AB"]
         if names[0] not in self.lora.shapes:
             return None, torch.empty(0)
@@ -97,9 +97,9 @@ class Merged:
 
 
 def base_weights(manifest: Manifest) -> WeightSource:
-    """The weights that a run with adapters began with, from where its recipe has them.
+    """The initial weights of a run with adapters, from the source in its recipe.
 
-    Raises DataError or CheckpointError where they are gone.
+    Raises DataError or CheckpointError if they are missing.
     """
     model = ModelSection.model_validate(manifest.recipe["model"])
     config = hf.build_config(model)

@@ -23,7 +23,7 @@ from toolkit.models.convert.safetensors_stream import (
 def check_target(src: Path, dst: Path, nbytes: int) -> None:
     """Refuse, before anything is read, a folder that cannot become the converted checkpoint.
 
-    Raises CheckpointError, or DataError where there is no room.
+    Raises CheckpointError, or DataError if there is not enough space.
     """
     if os.path.lexists(dst):
         raise CheckpointError(f"{dst} exists", fix="name a new folder")
@@ -44,10 +44,10 @@ def convert(
 ) -> Manifest:
     """Write the checkpoint `src` into `dst`: whole tensors, files of at most `limit` bytes.
 
-    A tensor larger than `limit` has a file of its own. All else is kept, so that a run
-    continues from `dst` as it does from `src`. Some rows of one tensor are in memory. `tick`
-    gets the bytes of every piece that was written. `dst` appears when it is complete.
-    Raises CheckpointError for a damaged checkpoint, DataError when writing fails.
+    A tensor larger than `limit` has its own file. Everything else is kept, so that a run can
+    continue from `dst` as from `src`. A few rows of one tensor are in memory at a time. `tick`
+    gets the bytes of every piece that was written. `dst` appears when it is complete. Raises
+    CheckpointError for a damaged checkpoint, DataError when writing fails.
     """
     manifest, state = Manifest.read(src), SavedState(src)
     entries = [entry.telling(tick) for entry in _entries(state)]

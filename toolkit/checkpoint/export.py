@@ -21,7 +21,7 @@ from toolkit.models.families import family_of
 from toolkit.models.weights import checkpoint_names, is_correction_bias
 
 COMPANIONS = "hf"
-"""Folder in a checkpoint with what a Hugging Face folder has besides weights."""
+"""Folder in a checkpoint with the files of a Hugging Face folder except the weights."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +43,7 @@ def exported_bytes(folder: Path, *, merged: bool = False) -> int:
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a tensor of a model in `dtype`: transformers keeps correction biases in fp32."""
+    """Dtype of a tensor of a model in `dtype`: transformers keeps correction biases in fp32."""
     return torch.float32 if is_correction_bias(name) else dtype
 
 
@@ -56,12 +56,11 @@ def export(
 ) -> None:
     """Write config, tokenizer and sharded safetensors of the checkpoint `folder` into `dst`.
 
-    Weights are rounded to the type that the recipe computes in. Of a run with adapters, these
-    alone are written, in fp32 and as PEFT has them, unless they are to be `merged` into their
-    base, which is then read from where the run had it. `tick` gets the bytes of every piece
-    that was written. `dst` appears when it is complete and must not exist.
-    Raises CheckpointError for a damaged checkpoint, and for a base that is gone or another;
-    DataError when writing fails.
+    Weights are rounded to the type that the recipe computes in. For a run with adapters, only
+    these are written, in fp32 and in PEFT's format, unless they are `merged` into their base,
+    which is then read from the source in the recipe. `tick` gets the bytes of every piece that
+    was written. `dst` appears when it is complete and must not exist. Raises CheckpointError
+    for a damaged checkpoint, and for a missing or different base; DataError if writing fails.
     """
     manifest, state = Manifest.read(folder), SavedState(folder)
     config = check_complete(state)

@@ -13,12 +13,12 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Located:
-    """A finished checkpoint; whether its files are whole, hashes tell."""
+    """A finished checkpoint; its files are not verified."""
 
     folder: Path
     manifest: Manifest
     newest_of: Path | None
-    """The folder whose newest checkpoint it is, where that folder was named."""
+    """The folder whose newest checkpoint it is, if that folder was given."""
 
 
 def locate(path: Path) -> Located:

@@ -1,4 +1,4 @@
-"""Does an exported model compute what was trained?"""
+"""Checks that an exported model computes the same as the trained one."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from toolkit.models.convert.agreement import TOLERANCE, Agreement
 from toolkit.models.convert.verify import TOKENS, huggingface_logits, same_tokens
 
 _ROUNDED = 3e-2
-"""Accepted instead of TOLERANCE where the export's weights are rounded to 16 bits."""
+"""Tolerance if the export's weights are rounded to 16 bits."""
 
 
 @torch.no_grad()
@@ -25,9 +25,9 @@ def compare(folder: Path, exported: Path) -> Agreement:
     """Logits of the checkpoint `folder`, in the model that trains, and of its export `exported`
     as transformers or PEFT load it: in fp32, on the CPU, on the same random tokens.
 
-    Raises RunFailed where they differ by more than rounding.
+    Raises RunFailed if they differ by more than rounding.
     """
-    logging.disable_progress_bar()  # its own bars, of files that are read
+    logging.disable_progress_bar()  # its own progress bars
     manifest, state = Manifest.read(folder), SavedState(folder)
     config = check_complete(state)
     length = min(TOKENS[1], getattr(config, "max_position_embeddings", TOKENS[1]))

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it holds, and how to tell that it is whole.
+"""The manifest of a checkpoint: its content, and how it is verified.
 
 `manifest.json` is written last and names every file with its size and SHA-256; its own hash is
-its last entry. A folder without a manifest that agrees with itself is no checkpoint.
+its last entry. A folder without a manifest that matches its own hash is not a checkpoint.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from toolkit.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Raised when a checkpoint can no longer be read by older releases."""
+"""Incremented when a checkpoint can no longer be read by older releases."""
 _READ_BYTES = 1 << 20
 
 
@@ -49,7 +49,7 @@ class Manifest:
     loss_scale: dict[str, Any] | None
     """The loss scaler's state under fp16."""
     recent_losses: tuple[float, ...]
-    """Of the last steps, by which a spike is recognised."""
+    """Losses of the last steps, for spike detection."""
     data_fingerprint: str
     """Identifies the packed data that the cursor counts in."""
     engine: str
@@ -61,11 +61,11 @@ class Manifest:
     versions: dict[str, Any]
     """Of the packages that wrote it."""
     consumed_tokens: Count | None = None
-    """Unmasked tokens of these sequences; None where an earlier release did not count them."""
+    """Unmasked tokens of these sequences; None if an earlier release did not count them."""
     base: str | None = None
-    """Of a run with adapters, the `fingerprint` of the weights that they were trained with."""
+    """For a run with adapters, the `fingerprint` of the base weights."""
     streams: tuple[StreamPlace | None, ...] = ()
-    """Where the streamed sources were, in the order of the recipe."""
+    """Positions of the streamed sources, in the order of the recipe."""
     wandb_id: str | None = None
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
@@ -77,7 +77,7 @@ class Manifest:
 
     @property
     def lengths(self) -> SequenceLengths:
-        """How long the sequences of the recipe's steps are."""
+        """Sequence lengths of the recipe's steps."""
         training = TrainingSection(**self.recipe["training"])
         stages = self.recipe["data"].get("stages", ())
         return SequenceLengths.of(
@@ -89,7 +89,7 @@ class Manifest:
 
     @property
     def precision(self) -> str:
-        """What the recipe computes in."""
+        """The recipe's compute dtype."""
         return str(self.recipe["training"]["precision"])
 
     @property
@@ -99,7 +99,7 @@ class Manifest:
 
     @property
     def optimizer(self) -> str:
-        """The recipe's `optimizer.name`, which says what states there are."""
+        """The recipe's `optimizer.name`, which determines the states."""
         return str(self.recipe["optimizer"].get("name", "adamw"))
 
     @property
@@ -114,7 +114,7 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write it to disk for good."""
+        """Write it to disk and sync."""
         content = asdict(self)
         content["sha256"] = _digest(content)
         with (folder / MANIFEST).open("w", encoding="utf-8") as file:
@@ -192,7 +192,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """What is wrong with a file as far as its size tells; None when nothing is."""
+    """The problem of a file, judged by its size; None if there is none."""
     try:
         size = regular_inside(folder, name).stat().st_size
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
 def problem_with(
     folder: Path, name: str, expected: FileRecord, tick: Callable[[int], None] = lambda _: None
 ) -> str | None:
-    """What is wrong with a file of a checkpoint, in words; None when nothing is."""
+    """The problem of a checkpoint file; None if there is none."""
     if (problem := size_problem(folder, name, expected)) is not None:
         return problem
     try:

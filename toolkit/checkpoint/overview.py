@@ -17,9 +17,9 @@ class Listed:
 
     folder: Path
     state: State
-    """`finished` as far as names and sizes tell: nothing is hashed."""
+    """`finished` according to names and sizes, without hashing."""
     manifest: Manifest | None
-    """None where it cannot be read, and of what is unfinished."""
+    """None if it cannot be read or is unfinished."""
     nbytes: int
     """Bytes on disk."""
     modified_s: float
@@ -31,12 +31,12 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """The folder's, or where its manifest states another step, the name of that."""
+        """The folder's name, or if its manifest states another step, the name of that step."""
         return self.folder.name if self.manifest is None else folder_name(self.manifest.step)
 
 
 def overview(store: CheckpointStore) -> list[Listed]:
-    """Every checkpoint and what interrupted saves left, oldest step first."""
+    """Every checkpoint and the remains of interrupted saves, oldest step first."""
     folders = [path for path in store.folder.glob("step-????????*") if path.is_dir()]
     hint = store.folder / LATEST
     latest = hint.read_text(encoding="utf-8", errors="replace") if hint.is_file() else ""
@@ -66,7 +66,7 @@ def _state_of(folder: Path) -> tuple[Manifest | None, State, str]:
 
 
 def _left_by(name: str) -> str:
-    """What a folder is that has the name of no checkpoint."""
+    """The kind of a folder that does not have the name of a checkpoint."""
     if name.endswith((".old.tmp", ".replaced.tmp")):
         return "on its way out; the next save removes it"
     if name.endswith(".tmp"):

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to continue from: the newest one whose files are what was written."""
+"""Finds the checkpoint to continue from: the newest one whose files match their hashes."""
 
 import os
 import socket
@@ -35,11 +35,11 @@ def find_newest(
 ) -> Found | None:
     """The newest checkpoint that verifies, the same on every rank; collective.
 
-    `verifying` gets the bytes that this rank verifies of a checkpoint; what it returns is
-    called with those that are done.
+    `verifying` gets the number of bytes of a checkpoint that this rank verifies; the function
+    that it returns gets the progress.
 
-    None when there is none and none is `expected`. Raises CheckpointError when one is expected,
-    or there are some and all are damaged: a run must not start over silently.
+    None if there is none and none is `expected`. Raises CheckpointError if one is expected, or
+    if there are some and all are damaged: a run must not silently start from scratch.
     """
     folders: list[Path] = _from_rank_0(lambda: store.finished()[::-1])
     expected = _from_rank_0(lambda: expected or store.expects_one())

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors: any rectangle of them, from whichever files hold it."""
+"""Reads a checkpoint's tensors: any rectangle of them, from whichever files hold it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,17 +36,17 @@ class StoredRectangle:
     """A stored rectangle of a tensor."""
 
     block: Block
-    """What its name says that it is."""
+    """The rectangle, according to its name."""
     file: Path
     key: str
     """Its name in the file."""
     dtype: str
-    """What the file says of it, as safetensors names types."""
+    """Its dtype, by safetensors' name."""
     shape: tuple[int, ...]
 
 
 def is_state_file(name: str) -> bool:
-    """Is this path in a checkpoint one of those with the tensors?"""
+    """Whether this path in a checkpoint is one of its tensor files."""
     return "/" not in name and Path(name).match("state-*.safetensors")
 
 
@@ -61,7 +61,7 @@ class SavedState:
         self._handles: dict[Path, Any] = {}
 
     def close(self) -> None:
-        """Let go of the files: one that is mapped keeps its space when it is removed."""
+        """Close the files: a mapped file keeps its disk space after it is removed."""
         self._handles.clear()
         self.__dict__.pop("_index", None)
 
@@ -103,7 +103,7 @@ class SavedState:
         )
 
     def quantities(self, tensor: str) -> list[str]:
-        """What is stored of a tensor: its weight alone where it does not train."""
+        """The stored quantities of a tensor: only the weight if it is frozen."""
         return [quantity for quantity in STORED if (quantity, tensor) in self._index]
 
     def names(self) -> list[tuple[str, str]]:
@@ -122,7 +122,7 @@ class SavedState:
     def read(self, quantity: str, block: Block) -> Tensor:
         """A rectangle in the block's orientation: fp32, [rows, columns] or [rows].
 
-        Raises CheckpointError when the checkpoint does not hold all of it.
+        Raises CheckpointError if the checkpoint does not hold all of it.
         """
         if block.transposed:
             return self.read(quantity, block.stored).T
@@ -176,8 +176,8 @@ class SavedState:
         return self._handles[path]
 
     def load(self, shard: StateShard) -> None:
-        """Give a rank's shard its values, all quantities: frozen ones of a run with adapters
-        are what the model was built with."""
+        """Load all quantities of a rank's shard; frozen shards of a run with adapters keep the
+        values that the model was built with."""
         if self._adapters_alone and not shard.trains:
             return
         for quantity in shard.quantities:
@@ -208,7 +208,7 @@ class SavedWeights:
 
 
 def intersection(a: Block, b: Block) -> Block | None:
-    """What two rectangles of the same tensor have in common."""
+    """The intersection of two rectangles of the same tensor."""
     rows = _common(a.row_numbers, b.row_numbers)
     columns = _common(a.column_numbers, b.column_numbers)
     if not rows or not columns:
@@ -219,7 +219,7 @@ def intersection(a: Block, b: Block) -> Block | None:
 
 
 def _common(a: range, b: range) -> range:
-    """The numbers that are in both."""
+    """The intersection of two ranges."""
     step = lcm(a.step, b.step)
     low, high = max(a.start, b.start), min(a.stop, b.stop)
     first = next((n for n in range(low, low + step) if n in a and n in b), high)
@@ -227,7 +227,7 @@ def _common(a: range, b: range) -> range:
 
 
 def _inside(part: Block, whole: Block) -> tuple[slice, ...]:
-    """Where `part` lies in an array that holds `whole`."""
+    """The position of `part` in an array that holds `whole`."""
     axes = [(part.row_numbers, whole.row_numbers)]
     if part.columns is not None and whole.columns is not None:
         axes.append((part.column_numbers, whole.column_numbers))

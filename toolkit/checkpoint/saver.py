@@ -1,8 +1,9 @@
-"""Saving on all ranks: every rank writes its own file, all of them are one checkpoint or none.
+"""Saving on all ranks: every rank writes its own file, and they are committed together or not
+at all.
 
-Training stands still only while a rank copies its state to host memory. Writing, hashing and
-committing happen in a thread, whose agreement with the other ranks has a process group of its
-own. One save is in flight at most; the next one waits for it.
+Training stops only while a rank copies its state to host memory. Writing, hashing and
+committing happen in a thread, which communicates through a separate process group. One save is
+in flight at most; the next one waits for it.
 """
 
 import hashlib
@@ -45,11 +46,11 @@ class Saved:
     manifest: Manifest
     """With the files of all ranks; without them when it failed."""
     seconds: float
-    """From its beginning until it was on disk."""
+    """Seconds from the start until it was on disk."""
     problem: str | None
-    """Why there is no checkpoint; None when there is one."""
+    """Why there is no checkpoint; None if there is one."""
     complaint: str | None = None
-    """What went wrong behind that: the hint `latest`, or the removal of old checkpoints."""
+    """Problems after the commit: the hint `latest`, or the removal of old checkpoints."""
 
 
 class Saver:
@@ -70,8 +71,8 @@ class Saver:
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        Of a run with adapters, only what trains. Returns when the state may change again.
-        `finished` returns how it ended.
+        For a run with adapters, only the trained tensors. Returns when the state may change
+        again. `finished` returns the outcome.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
@@ -90,7 +91,7 @@ class Saver:
     def finished(self, *, wait: bool = False) -> Saved | None:
         """The outcome of the save in flight, once; None while it runs or without one.
 
-        Unless it waits, ranks learn of it at different times.
+        Unless it waits, ranks see it at different times.
         """
         if self._in_flight is None or not (wait or self._in_flight.done()):
             return None
@@ -119,7 +120,7 @@ class Saver:
             folder = self.store.partial(manifest.step)
             problem, found = self._agree(lambda: _write_files(folder, entries, companions))
             for part in found:
-                files |= part or {}  # nothing of a rank that failed
+                files |= part or {}  # nothing from a rank that failed
         entries.clear()
         manifest = manifest.with_files(files)
         complaint = None
@@ -145,8 +146,8 @@ class Saver:
 
 
 def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToWrite]:
-    """What this rank writes: copies, which outlive the next training step, or what is taken
-    from the engine when its turn comes."""
+    """The data that this rank writes: copies, which stay valid during the next training step,
+    or values fetched from the engine one by one."""
     for shard in state:
         if not shard.saved_here:
             continue
@@ -163,7 +164,7 @@ def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToW
 
 
 class _Values:
-    """One quantity of a shard, as it is now or as it was when it was kept."""
+    """One quantity of a shard, its current values or a copy."""
 
     def __init__(self, shard: StateShard, quantity: str) -> None:
         self._shard = shard
@@ -171,7 +172,7 @@ class _Values:
         self._kept: Tensor | None = None
 
     def keep(self) -> None:
-        """Copy the values to host memory, unless they come from elsewhere anyway."""
+        """Copy the values to host memory, unless reading them makes a copy anyway."""
         values = self._shard.get(self._quantity)
         self._kept = values.to("cpu", copy=True) if self._shard.in_memory else values
 
@@ -184,7 +185,8 @@ class _Values:
 
 def _finite(values: Tensor) -> Tensor:
     """The same values. Raises CheckpointError for a state that cannot be trained on."""
-    # A sum is several times faster than a look at each; it overflows where not all is lost.
+    # A sum is several times faster than a check of each; it may also overflow for finite
+    # values.
     if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
         raise CheckpointError("weights or moments are not finite, this is not saved")
     return values
@@ -193,14 +195,14 @@ def _finite(values: Tensor) -> Tensor:
 def _write_files(
     folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
 ) -> dict[str, FileRecord]:
-    """Write this rank's files to disk for good; their records."""
+    """Write this rank's files to disk and sync; returns their records."""
     name = f"state-{dist.get_rank():05d}.safetensors"
     digest = hashlib.sha256()
     failpoint("checkpoint.write")
     try:
         write_file(folder / name, entries, digest)
     except OSError:
-        # Other ranks may write on for minutes: leave room for what else the run writes.
+        # Other ranks may write for minutes: leave space for the run's other files.
         (folder / name).unlink(missing_ok=True)
         raise
     failpoint("checkpoint.written")

@@ -1,13 +1,12 @@
-"""What a rank holds of the training state, in words that no engine owns.
+"""A rank's part of the training state, independently of the engine.
 
 The state of a run is three fp32 tensors for every tensor of the Hugging Face checkpoint: the
-weight and Adam's two moments, of which Muon's matrices have the first alone, and Adafactor's
-one vector for the rows and one for the columns in their place; 8-bit moments are codes with
-fp32 scales. A rank holds some
-elements of them. An engine says which: a `StateShard` is a run of elements with the rectangles
-(`Block`) of the checkpoint tensors that they are. Saving writes the rectangles under names that
-say what they are; loading asks for the rectangles that the new layout needs. So every
-checkpoint serves every layout and engine.
+weight and Adam's two moments. Muon's matrices have only the first moment, and Adafactor's have
+one vector for the rows and one for the columns instead; 8-bit moments are codes with fp32
+scales. A rank holds some of their elements, as its engine declares: a `StateShard` is a range
+of elements with the corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the
+rectangles under names that describe them; loading reads the rectangles that the new layout
+needs. So every checkpoint serves every layout and engine.
 """
 
 import re
@@ -30,7 +29,7 @@ FACTORS = ("exp_avg_sq_row", "exp_avg_sq_col")
 CODES = ("exp_avg_code", "exp_avg_sq_code")
 """8-bit moments: uint8, in the form of the tensor."""
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-"""What the numbers that codes mean are multiplied by: one per block of the flattened tensor."""
+"""Scales of the codes: one per block of the flattened tensor."""
 STORED = (*QUANTITIES, *FACTORS, *CODES, *SCALES)
 """Every quantity."""
 
@@ -47,26 +46,26 @@ class StateShard:
         self.blocks = tuple(blocks)
         """The elements, flattened one block after the other in the block's orientation."""
         self.saved_here = saved_here
-        """Is this rank, among those that hold the same elements, the one that writes them?"""
+        """Whether this rank, among those that hold the same elements, writes them."""
         self._values = values
 
     in_memory = True
-    """False where `get` fetches a copy from elsewhere."""
+    """False if `get` already returns a copy."""
 
     @property
     def quantities(self) -> tuple[str, ...]:
-        """What there is of the elements: the weight alone where they do not train."""
+        """The quantities of the elements: only the weight if they are frozen."""
         return tuple(self._values)
 
     @property
     def trains(self) -> bool:
-        """Do the elements have moments?"""
+        """Whether the elements have moments."""
         return len(self.quantities) > 1
 
     def get(self, quantity: str) -> Tensor:
         """The values of `quantity`, flat; elements beyond the blocks are padding.
 
-        A copy where a weight does not train and is kept in 16 bits.
+        A copy if a frozen weight is kept in 16 bits.
         """
         return self._values[quantity].detach().view(-1).to(dtype_of(quantity))
 
@@ -123,7 +122,7 @@ def kept(optimizer: str, tensor: str, shape: Sequence[int]) -> tuple[str, ...]:
 
 
 def dtype_of(quantity: str) -> torch.dtype:
-    """In which a quantity is kept and stored."""
+    """The dtype in which a quantity is kept and stored."""
     return torch.uint8 if quantity in CODES else torch.float32
 
 
@@ -149,9 +148,9 @@ def block_shape(block: Block) -> tuple[int, ...]:
 
 
 def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
-    """The blocks of elements [start, stop) of flattened `blocks`; what lies behind is padding.
+    """The blocks of elements [start, stop) of flattened `blocks`; the rest is padding.
 
-    A run of elements of a matrix is at most three rectangles: the end of a row, whole rows,
+    A range of elements of a matrix is at most three rectangles: the end of a row, whole rows,
     the beginning of a row.
     """
     return [
@@ -175,7 +174,7 @@ def _rectangles(block: Block, low: int, high: int) -> Iterator[Block]:
 
 
 def with_offsets(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
-    """Each block with the place of its first element among those of all."""
+    """Each block with the offset of its first element among those of all."""
     offset = 0
     for block in blocks:
         yield block, offset
@@ -219,7 +218,7 @@ def parse_key(key: str) -> tuple[str, Block] | None:
 
 
 def _numbers(spelt: str) -> range | None:
-    """The numbers of an axis of a stored name; None where there are none."""
+    """The range of an axis in a stored name; None if it is invalid."""
     match = _NUMBERS.fullmatch(spelt)
     step = int(match[3] or 1) if match else 0
     return range(int(match[1]), int(match[2]), step) or None if match and step else None

@@ -1,9 +1,9 @@
-"""The checkpoints under one folder: which there are, and how one appears and disappears.
+"""The checkpoints under one folder: listing, committing and removing them.
 
 `step-N.tmp` is a checkpoint that is being written; nobody reads it. When all of it is on disk
 rank 0 renames it to `step-N`. A kill at any moment leaves the whole checkpoint or a `.tmp`
-folder. `latest` names the newest one for people and scripts; nothing here relies on it but to
-tell that a checkpoint was once there.
+folder. `latest` names the newest one for people and scripts; it is only used here to detect
+that a checkpoint once existed.
 """
 
 import hashlib
@@ -29,9 +29,10 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder of `CheckpointStore.finished`: its manifest's, however it is named.
+    """The step of a folder of `CheckpointStore.finished`: its manifest's, regardless of the
+    name; the name's if the manifest cannot be read.
 
-    Of a manifest that cannot be read, the name's.
+
     """
     try:
         return Manifest.read(folder).step
@@ -40,7 +41,7 @@ def step_of(folder: Path) -> int:
 
 
 def set_aside(folder: Path, reason: str) -> None:
-    """Rename a checkpoint to `step-N.REASON`: it neither counts nor is looked at again.
+    """Rename a checkpoint to `step-N.REASON`: it is neither counted nor read again.
 
     An earlier one of that name stays. Raises OSError.
     """
@@ -57,9 +58,9 @@ class CheckpointStore:
         self.keep = keep
 
     def finished(self) -> list[Path]:
-        """Folders that were finished, oldest step first; whether they are whole, hashes tell.
+        """Finished folders, oldest step first, not verified.
 
-        Of several of one step, the one that is named for it is last.
+        If several have the same step, the one named after it is last.
         """
         found = self.folder.glob("step-*")
         folders = [path for path in found if STEP.fullmatch(path.name) and path.is_dir()]
@@ -73,7 +74,7 @@ class CheckpointStore:
         return next(path for path in reversed(self.finished()) if step_of(path) == step)
 
     def expects_one(self) -> bool:
-        """Was a checkpoint ever finished here?"""
+        """Whether a checkpoint was ever finished here."""
         return (self.folder / LATEST).exists() or bool(self.finished())
 
     def partial(self, step: int) -> Path:
@@ -81,7 +82,7 @@ class CheckpointStore:
         return self.folder / f"{folder_name(step)}.tmp"
 
     def begin(self, step: int) -> None:
-        """Make room for a new checkpoint: what was interrupted before goes."""
+        """Prepare for a new checkpoint: remove interrupted ones."""
         self._remove_leftovers()
         partial = self.partial(step)
         if partial.exists():
@@ -89,13 +90,13 @@ class CheckpointStore:
         partial.mkdir(parents=True)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
+        """Remove the files of a failed checkpoint."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> str | None:
         """Turn a completely written folder into a checkpoint; then remove the oldest.
 
-        Returns what went wrong when it was a checkpoint already. Raises OSError before that.
+        Returns a problem that occurred after the commit. Raises OSError before that.
         """
         partial = self.partial(manifest.step)
         final = self.folder / folder_name(manifest.step)
@@ -104,8 +105,8 @@ class CheckpointStore:
         sync_folder(partial)
         failpoint("checkpoint.manifest")
         if final.exists():
-            # One of another step gets its own name. Or one that could not be read: the run
-            # came here a second time.
+            # It has another step and gets its own name, or it could not be read and the run
+            # reached this step again.
             own = self.folder / folder_name(step_of(final))
             taken = self.folder / f"{final.name}.replaced.tmp"
             final.rename(taken if own.exists() else own)
@@ -126,10 +127,10 @@ class CheckpointStore:
         hint.replace(self.folder / LATEST)
 
     def _prune(self, newest: int) -> None:
-        """Remove all but the newest `keep`; what is after step `newest` is left alone."""
+        """Remove all but the newest `keep`; those after step `newest` are not touched."""
         until_now = [path for path in self.finished() if step_of(path) <= newest]
         for old in until_now[: -self.keep]:
-            # Gone at once for every reader, however long the removal takes.
+            # Renamed first, so that no reader sees a partly removed folder.
             leaving = old.with_name(f"{old.name}.old.tmp")
             old.rename(leaving)
             failpoint("checkpoint.prune")
@@ -137,7 +138,7 @@ class CheckpointStore:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """What cannot be removed (NFS keeps files that somebody reads) harms nobody."""
+        """Remove a folder; what cannot be removed (NFS keeps open files) is harmless."""
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):
@@ -145,7 +146,7 @@ class CheckpointStore:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's entries to disk for good."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -154,7 +155,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> FileRecord:
-    """Write a small file to disk for good; its folder is the caller's to sync."""
+    """Write a small file to disk and sync it; the caller syncs its folder."""
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Every byte, every tensor, every element exactly once."""
+"""Verifies a checkpoint: every byte, every tensor, every element exactly once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class Verified:
     """What was found."""
 
     problems: tuple[str, ...]
-    """What is wrong, one line each; none in a good checkpoint."""
+    """Problems, one line each; empty for a good checkpoint."""
     notes: tuple[str, ...]
-    """What is there besides the checkpoint, and harmless."""
+    """Additional files, which are harmless."""
 
 
 def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verified:
-    """Hash every file, then look at which elements they hold; `tick` gets the bytes read.
+    """Hash every file, then check which elements they hold; `tick` gets the bytes read.
 
-    Elements are looked at only where the files are what was written.
-    Raises CheckpointError when there is no manifest to compare with.
+    Elements are checked only if the hashes match. Raises CheckpointError if there is no
+    manifest to compare with.
     """
     manifest = Manifest.read(folder)
     found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
@@ -74,10 +74,10 @@ def _content_problems(state: SavedState, manifest: Manifest) -> Iterator[str]:
 def coverage_problems(
     state: SavedState, freeze: Sequence[str] = (), optimizer: str = "adamw"
 ) -> Iterator[str]:
-    """Where weight and moments do not hold every element of each tensor exactly once.
+    """Tensors whose weight or moments do not hold every element exactly once.
 
-    Tensors that match a pattern of `freeze` have no moments, and correction biases neither;
-    those of the others are what the optimizer of this name keeps.
+    Frozen tensors and correction biases have no moments; the other tensors have those of the
+    optimizer of this name.
     """
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
     for tensor, shape in state.shapes.items():
@@ -103,9 +103,9 @@ def coverage_problems(
 
 
 def _uncovered(quantity: str, whole: Block, parts: Sequence[Block]) -> Iterator[str]:
-    """Rectangles that are twice there or lie outside; else, whether some are missing.
+    """Rectangles that overlap or lie outside; otherwise, whether some are missing:
 
-    Disjoint parts inside the whole with as many elements as it has are the whole.
+    disjoint parts inside the whole with the same number of elements cover it.
     """
     reaching: list[Block] = []
     for part in sorted(parts, key=lambda block: block.rows):

@@ -1,4 +1,4 @@
-"""Numbers, bars, columns and lines as the commands show them on a terminal."""
+"""Numbers, bars, columns and lines in the commands' terminal output."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

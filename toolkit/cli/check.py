@@ -1,9 +1,9 @@
 """`dmt check`: read recipes and report every mistake at once.
 
-A recipe that reads well is also planned and rendered, because some mistakes show only
-there: a DeepSpeed file that is missing, misspelt or disagrees with the recipe. The files that
-it names on this machine are looked at. `--against`
-compares it with what other tools read. Nothing is downloaded and nothing written.
+A recipe that reads well is also planned and rendered, because some mistakes only appear there:
+a DeepSpeed file that is missing, misspelt or disagrees with the recipe. Local files that it
+names are checked. `--against` compares it with other tools' configuration. Nothing is
+downloaded or written.
 """
 
 import json
@@ -32,7 +32,7 @@ from toolkit.terminal import printable
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about one recipe file."""
+    """The result for one recipe file."""
 
     file: str
     recipe: Recipe | None
@@ -47,7 +47,7 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """No mistake in it, and nothing that disagrees with it."""
+        """Whether it has no mistake and no disagreement."""
         return not self.problems and all(report.agrees for report in self.reports)
 
 
@@ -76,10 +76,10 @@ def check(
 ) -> None:
     """Check recipes and report every mistake at once; exit 2 when there is any.
 
-    A model type without a family file of ours takes seconds more: transformers is asked.
+    A model type without a family file takes a few seconds, because transformers is imported.
 
-    With --against, also every setting that two places state, with both values and which of
-    them takes precedence; exit 2 when any disagrees.
+    With --against, also lists every setting stated in both places, with both values and which
+    of them takes precedence; exit 2 when any disagrees.
 
     Example: `dmt check recipes/*/*.yaml --set parallel.zero.stage=3`
 

@@ -127,7 +127,7 @@ def _time(seconds: float) -> datetime:
 def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     """Hash every file, and check that each element of each tensor is stored exactly once.
 
-    Reports everything that is wrong, and then exits with 2.
+    Reports every problem, and then exits with 2.
 
     Example: `dmt checkpoint verify runs/tiny-llama-bytes`
     """
@@ -205,7 +205,7 @@ def convert(checkpoint: Checkpoint, dst: Destination, as_json: AsJson = False) -
     """Write the same checkpoint with whole tensors, in files of at most 5 GB.
 
     Runs continue from it as from the original, and every tool that reads safetensors can
-    read it. Both are verified. Some rows of one tensor are in memory.
+    read it. Both are verified. A few rows of one tensor are in memory at a time.
 
     Example: `dmt checkpoint convert runs/tiny-llama-bytes archive/step-00000200`
     """
@@ -252,7 +252,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
 
-    Of a run with adapters, PEFT's folder: `adapter_model.safetensors`, `adapter_config.json`.
+    For a run with adapters, a PEFT folder: `adapter_model.safetensors`, `adapter_config.json`.
 
     Example: `dmt checkpoint export runs/tiny-llama-bytes model`
     """
@@ -296,7 +296,7 @@ def fits(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run would take over from a checkpoint, before it is launched.
+    """Show what a run would keep of a checkpoint, before it is launched.
 
     Exits with 2 when the recipe cannot continue from it. Starts and writes nothing.
 

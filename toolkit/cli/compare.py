@@ -1,4 +1,4 @@
-"""`dmt compare`: what differs between runs, and what came of it."""
+"""`dmt compare`: differences between runs in settings, loss and speed."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""How `dmt check --against` shows what two places state."""
+"""The output of `dmt check --against`."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The commands' rich console: others' text is shown, never carried out."""
+"""The commands' rich console: external text is shown, never interpreted."""
 
 from collections.abc import Iterator
 from typing import Any

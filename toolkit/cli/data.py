@@ -88,7 +88,7 @@ class _Source:
     share: float
     """Of the samples of the run."""
     passes: float
-    """How often its samples are seen in the run, on average."""
+    """How often its samples are used in the run, on average."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def show(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Print training samples with the tokens that are trained, and how long samples are."""
+    """Print training samples with their trained tokens, and the lengths of samples."""
     from toolkit.cli.data_show import print_preview
     from toolkit.data.build import tokenised
     from toolkit.data.preview import preview
@@ -209,7 +209,7 @@ def stats(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Print what each source holds: documents, tokens, lengths, duplicates, share."""
+    """Print statistics of each source: documents, tokens, lengths, duplicates, share."""
     from toolkit.data.build import tokenised
     from toolkit.data.statistics import source_statistics
 
@@ -250,7 +250,7 @@ def verify(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Read the recipe's whole data cache, and compare it with the hashes kept in it."""
+    """Read the recipe's whole data cache, and compare it with the stored hashes."""
     from toolkit.data.files import cache_folder
     from toolkit.data.progress import with_bar
     from toolkit.data.verify import verify_cache

@@ -128,7 +128,7 @@ def doctor(
 
 
 def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
-    """Each option's value, and whether the others leave it a meaning: nothing is ignored."""
+    """Each option's value, and whether the others allow it: no option is ignored."""
     useless = [name for name, (value, meant) in stated.items() if value and not meant]
     if useless:
         raise PlanError(

@@ -59,7 +59,7 @@ def estimate(
 
 
 def _estimate_cases(cases: Path, out: Path, overrides: list[str]) -> None:
-    """Answer every case of a file; those that cannot be predicted say why."""
+    """Predict every case of a file; those that cannot be predicted state why."""
     if overrides:
         raise PlanError("--set: changes a recipe, and --cases has none", fix="leave it out")
     try:

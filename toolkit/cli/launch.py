@@ -93,7 +93,7 @@ def _oversee(
     where: Cluster | None,
     places: Mapping[str, str],
 ) -> int:
-    """Write the run directory, start the ranks, and look after them to the end."""
+    """Write the run directory, start the ranks, and supervise them to the end."""
 
     from toolkit.run import assignment as assignments
 
@@ -113,7 +113,7 @@ def _oversee(
 
 
 def _hand_over(launcher: Launcher, assignment: "Assignment", spec: LaunchSpec) -> int:
-    """Start the part of this machine, or queue the job: others look after the run."""
+    """Start this machine's part, or queue the job: others supervise the run."""
     refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
     spec.write_files()
     with StopSignals() as signals:
@@ -132,7 +132,7 @@ def _spec(assignment: "Assignment", where: Cluster | None) -> LaunchSpec:
 def _still_possible(
     assignment: "Assignment", recipe: Recipe, where: Cluster | None
 ) -> "Assignment":
-    """The assignment, or where devices were lost, one for those that are left."""
+    """The assignment, or after a loss of devices, one for the remaining ones."""
     from toolkit.run import assignment as assignments
 
     planned = recipe.cluster.gpus_per_node

@@ -17,7 +17,7 @@ from toolkit.terminal import tell
 
 
 class Verb(NamedTuple):
-    """Where a verb is implemented and what `dmt --help` says about it."""
+    """The implementation of a verb and its text in `dmt --help`."""
 
     target: str
     """`module:name` of a function with typer's annotations, or of a typer.Typer."""
@@ -56,7 +56,7 @@ VERBS: dict[str, Verb] = {
 
 
 class _LazyVerb(TyperCommand):
-    """Stands for a verb in help texts; becomes the real command when it is run."""
+    """Placeholder of a verb in help texts; becomes the real command when it is run."""
 
     def __init__(self, name: str, verb: Verb) -> None:
         super().__init__(name, help=verb.help)

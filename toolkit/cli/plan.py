@@ -1,4 +1,4 @@
-"""`dmt plan`: how a recipe would be laid out, how fast and why; starts nothing."""
+"""`dmt plan`: a recipe's layout, its speed and the reasons; starts nothing."""
 
 import json
 from collections.abc import Iterator, Sequence

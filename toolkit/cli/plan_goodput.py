@@ -122,7 +122,7 @@ def table(found: list[GoodputRow]) -> list[str]:
 
 
 def _advice(job: PlannedRun, assumed: Assumptions, best: GoodputRow) -> Iterator[Text]:
-    """What the recipe says now, and what would be best on its cluster."""
+    """The recipe's setting, and the best one on its cluster."""
     if best.interval_steps is None or job.step_s is None:
         return
     own = f"  this recipe on {job.cluster.gpus:,}: "
@@ -141,7 +141,7 @@ def _advice(job: PlannedRun, assumed: Assumptions, best: GoodputRow) -> Iterator
 
 
 def _assumed(job: PlannedRun, assumed: Assumptions) -> Iterator[str]:
-    """Everything that the numbers rest on."""
+    """All assumptions behind the numbers."""
     taken = job.checkpoint_bytes
     checkpoint = f"{taken / 1e9:,.0f} GB" if taken >= 1e10 else f"{taken / 1e6:,.0f} MB"
     yield (

@@ -97,7 +97,7 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
 
 
 def comparison(planned: Sequence[tuple[str, Search, Plan, Run | None]]) -> list[str]:
-    """The header, and a line per recipe and cluster; a column that says nothing is left out."""
+    """The header, and a line per recipe and cluster; empty columns are omitted."""
     rows = [["recipe", "cluster", "layout", "GiB", "step", "tok/s/GPU", "MFU", "run", "cost"]]
     rows += [_compared(*one) for one in planned]
     names = {row[0] for row in rows[1:]}

@@ -1,4 +1,4 @@
-"""`dmt rehearse`: does a recipe train alike in every layout? Tried, on this machine."""
+"""`dmt rehearse`: checks on this machine that a recipe trains identically in every layout."""
 
 import json
 from typing import Annotated
@@ -41,9 +41,9 @@ def rehearse(
 ) -> None:
     """Train a small model of the recipe's kind in every legal layout and compare.
 
-    Each layout runs the real engine in its own processes on this machine's CPUs, in fp32,
-    a few steps on made-up tokens with uneven masks. Loss and gradient norm of every step
-    must be those of a plain transformers loop; exit 4 when a layout differs or none can run.
+    Each layout runs the real engine in its own processes on this machine's CPUs, in fp32, for a
+    few steps on synthetic tokens with uneven masks. Loss and gradient norm of every step must
+    equal those of a plain transformers loop; exit 4 when a layout differs or none can run.
 
     With --gpu nothing is computed: tensors have shapes and no elements. Exit 4 when a rank
     mixes devices, widens 16-bit activations or does not fit.

@@ -33,7 +33,7 @@ CheckMemory = Annotated[
     bool,
     typer.Option(
         "--check-memory",
-        help="Also run the chosen layout on GPUs that are not there, as `dmt rehearse --gpu` "
+        help="Also run the chosen layout on fake GPUs, as `dmt rehearse --gpu` "
         "does; exit 4 where its memory does not fit.",
     ),
 ]
@@ -53,7 +53,7 @@ RanksOfGpus = Annotated[
 ]
 
 _MODULES = 12
-"""Holders that the table names."""
+"""Number of modules in the table."""
 
 
 def dress_rehearsal(
@@ -229,7 +229,7 @@ def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
 
 
 def print_memory(done: Sequence[RehearsedRank]) -> None:
-    """What was planned for each rank, and what it held."""
+    """Planned and rehearsed memory of each rank."""
     for one in done:
         planned, held = one.planned.allocated / GIB, one.peak.nbytes / GIB
         verdict = "fits" if one.fits else "does not fit"

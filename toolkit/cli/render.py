@@ -21,7 +21,7 @@ from toolkit.terminal import tell
 _JOBS = ("slurm", "kubernetes")
 _CONFIGURED = tuple(name for name in BACKENDS.names if BACKENDS[name].configured)
 _TOOLS = {tool: name for name in BACKENDS.names for tool in BACKENDS[name].tools}
-"""Other programs that carry out an engine's plans, and that engine."""
+"""Other programs that run an engine's plans, and that engine."""
 
 if TYPE_CHECKING:
     Target: TypeAlias = str
@@ -48,8 +48,8 @@ def render(
     deepspeed: DeepSpeed's JSON. fsdp: the arguments of torch's fully_shard as JSON. megatron:
     the arguments of megatron-core's classes as JSON, every field checked against the installed
     version. megatron-lm: the arguments of Megatron-LM's own pretrain_gpt.py, one per line, to
-    be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what they leave to you is printed
-    as comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
+    be run by `xargs torchrun … pretrain_gpt.py < args.txt`; what you have to add is printed as
+    comments on standard error. accelerate: the YAML that `accelerate launch --config_file`
     takes. slurm, kubernetes: the job that `dmt launch` with that launcher would submit.
 
     Example: dmt render recipes/tiny/llama-bytes.yaml --to deepspeed --set parallel.zero.stage=3
@@ -87,7 +87,7 @@ def _own_target(recipe: Path, plan: Plan) -> Target:
 def _of_engine(recipe: Path, loaded: Recipe, plan: Plan, target: Target) -> str:
     """The configuration of an engine as JSON, or the input of another tool.
 
-    Raises PlanError where the plan's engine has nothing to do with `target`.
+    Raises PlanError if the plan's engine does not support `target`.
     """
     engine = _TOOLS.get(target, target)
     shown = BACKENDS[engine].shown(target, loaded, plan)

@@ -1,4 +1,4 @@
-"""`dmt runs`: the runs in a folder, with how far they are and what came of them."""
+"""`dmt runs`: the runs in a folder, with their progress and state."""
 
 import json
 from dataclasses import asdict

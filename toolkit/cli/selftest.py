@@ -1,4 +1,4 @@
-"""`dmt doctor --selftest`, `--gpu-selftest`: what it shows while it runs, and its table."""
+"""`dmt doctor --selftest`, `--gpu-selftest`: progress output and table."""
 
 import json
 import shutil

@@ -61,7 +61,7 @@ def watch(
 
 
 def _is_own(host: str) -> bool:
-    """Is it reached from this machine alone?"""
+    """Whether it is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 ENVIRONMENT = environment.NAME
-"""Stands for the present environment where a file is asked for."""
+"""Name of the current environment, instead of a file."""
 
 _MOST_NAMED = 6
-"""Conflicts named in the one line at a start."""
+"""Maximum number of conflicts named in the line at a start."""
 
 
 def against(
@@ -57,9 +57,9 @@ def environment_conflicts(
 ) -> tuple[SettingComparison, ...]:
     """What the environment states differently from a recipe, before anything starts.
 
-    With Accelerate's default config file, unless a worker that another launcher started asks:
-    what that file says has then become variables, or is not in use. `environ` is os.environ
-    unless given. Raises RecipeError when a DeepSpeed config that it names cannot be read.
+    Includes Accelerate's default config file, except in a worker started by another launcher:
+    the file's settings are then variables, or unused. `environ` is os.environ unless given.
+    Raises RecipeError when a DeepSpeed config that it names cannot be read.
     """
     sources = environment.read(recipe, os.environ if environ is None else environ, starting)
     known = facts(recipe, plan)
@@ -69,10 +69,10 @@ def environment_conflicts(
 def preflight(
     recipe: Recipe, plan: Plan, starting: Starting, tell: Callable[[str], None]
 ) -> None:
-    """Name what the environment states differently from the recipe; what agrees is silent.
+    """Report settings of the environment that disagree with the recipe.
 
-    Raises PlanError for what would fail or silently train something else. `tell` gets one
-    line for each winner of the rest.
+    Raises PlanError for those that would fail or silently change training. `tell` gets one line
+    for each winner of the rest.
     """
     found = environment_conflicts(recipe, plan, starting)
     if breaking := [row for row in found if row.breaks]:

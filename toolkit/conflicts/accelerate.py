@@ -1,7 +1,7 @@
-"""Accelerate's settings: its config file, and the variables that it becomes.
+"""Accelerate's settings: its config file, and the corresponding variables.
 
-Both come down to the same names, those of `accelerate launch`'s own arguments: it copies every
-section of the file into them and then into ACCELERATE_*, FSDP_* and others (accelerate 1.15,
+Both use the same names, those of `accelerate launch`'s own arguments: it copies every section
+of the file into them and then into ACCELERATE_*, FSDP_* and others (accelerate 1.15,
 `commands/launch.py` and `utils/launch.py`).
 """
 
@@ -166,7 +166,7 @@ def collect(settings: Mapping[str, AccelerateSetting], path: Path) -> Collected:
 def _stated(
     key: str, setting: AccelerateSetting, settings: Mapping[str, AccelerateSetting]
 ) -> Iterator[Stated]:
-    """A setting in the recipe's words; nothing where a recipe has none."""
+    """A setting in the recipe's terms; empty if a recipe has none."""
     value = setting.value
 
     def stated(target: str, meant: object, winner: str = "", advice: str = "") -> Stated:
@@ -232,7 +232,7 @@ def _start_as_many(setting: AccelerateSetting) -> str:
 def _deepspeed(config: AccelerateSetting, path: Path) -> Collected:
     """The DeepSpeed config that is named, as if it were part of these settings."""
     text = str(config.value)
-    if text.lstrip().startswith("{"):  # Accelerate takes the JSON itself in place of a name
+    if text.lstrip().startswith("{"):  # Accelerate accepts the JSON itself instead of a name
         return deepspeed_json.collect(_inside(text, config, path))
     named = relative_to_file(text, path)
     if not named.exists():

@@ -1,4 +1,4 @@
-"""The one comparison: what another place states, and what the recipe and its plan state."""
+"""Compares the settings of another place with those of the recipe and its plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class SettingComparison:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything found out about one other place."""
+    """The comparison with one other place."""
 
     source: SettingSource
     compared: tuple[SettingComparison, ...]

@@ -1,4 +1,4 @@
-"""Which kind of file it is, and what it states."""
+"""Detects the kind of a file, and reads its settings."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,9 +26,9 @@ _KEYS: Mapping[str, frozenset[str]] = {
 
 
 def read_source(path: Path, recipe: Recipe) -> SettingSource:
-    """What the file at `path` states, of whatever kind it is.
+    """The settings of the file at `path`, of any known kind.
 
-    Raises RecipeError when it cannot be read or is of no known kind.
+    Raises RecipeError if it cannot be read or its kind is unknown.
     """
     text = _text(path)
     start = text.lstrip()

@@ -1,4 +1,4 @@
-"""The present environment: what launchers, Accelerate, W&B and others left in it."""
+"""The current environment: settings of launchers, Accelerate, W&B and others."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,7 +53,7 @@ SWITCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 variables that count only then."""
 
 _UNASKED = ("ACCELERATE_DYNAMO_", "ACCELERATE_CONFIG_DS_FIELDS")
-"""What else Accelerate reads where a script leaves something open."""
+"""Other variables that Accelerate reads for settings that a script does not make."""
 
 _RANKS: Mapping[str, str] = {
     "WORLD_SIZE": WORLD,
@@ -63,7 +63,7 @@ _RANKS: Mapping[str, str] = {
     "SLURM_NNODES": "cluster.nodes",
     "TORCHELASTIC_MAX_RESTARTS": "launch.max_restarts",
 }
-"""How many processes a launcher around this one started, and how."""
+"""The number of processes started by an outer launcher, and how."""
 
 _TORCHRUN: Mapping[str, str] = {
     "PET_NNODES": "cluster.nodes",
@@ -164,7 +164,7 @@ class _Reader:
         }
         self.starting = starting
         self.asleep: list[str] = []
-        """What Accelerate would not read as the others are."""
+        """Variables that Accelerate reads in a special way."""
 
     def source(self) -> SettingSource:
         """Everything that they state."""
@@ -190,7 +190,7 @@ class _Reader:
         )
 
     def _only_there(self, found: Collected) -> Iterator[str]:
-        """Variables that nothing was made of; Slurm's many are counted."""
+        """Unused variables; Slurm's many are only counted."""
         said = {stated.place for stated in found.stated} | SWITCHES.keys() | {*self.asleep}
         rest = sorted(self.environ.keys() - said)
         slurm = sum(name.startswith("SLURM_") for name in rest)
@@ -342,7 +342,7 @@ class _Reader:
             if name in self.environ:
                 yield self._stated(name, key, self.environ[name])
         if "WANDB_ENTITY" in self.environ:
-            # What the recipe leaves open, W&B takes from here.
+            # W&B reads settings that the recipe does not make from here.
             entity = OneOf((self.environ["WANDB_ENTITY"], None))
             yield self._stated("WANDB_ENTITY", "logging.wandb.entity", entity)
         if self._is_on("WANDB_DISABLED"):

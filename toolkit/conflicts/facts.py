@@ -1,4 +1,4 @@
-"""What a recipe, and the plan made of it, state: the side that everything is compared with."""
+"""The settings of a recipe and its plan: the side that everything is compared with."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +35,7 @@ DERIVED: Mapping[str, str] = {
     SHARDS: "dp under ZeRO, 1 without",
     REPLICAS: "dp / shards",
 }
-"""How a value comes about that no recipe states."""
+"""The origin of a derived value."""
 
 
 Places = Callable[[str], str]
@@ -66,7 +66,7 @@ def places_in(path: Path, overrides: Sequence[str] = ()) -> Places:
 
 
 def facts(recipe: Recipe, plan: Plan | None, places: Places = lambda _: "") -> dict[str, Fact]:
-    """Every value of the run by its key. Without a plan, what is `auto` is left out."""
+    """Every value of the run by its key. Without a plan, `auto` values are omitted."""
     found = {
         key: Fact(value, places(key) or "default")
         for key, value in _flat(recipe.model_dump(exclude={"model": {"config"}}), "")
@@ -111,7 +111,7 @@ def _planned(plan: Plan | None) -> Iterator[tuple[str, object]]:
 
 
 def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
-    """What other tools state in one setting and a recipe in two, or the reverse."""
+    """Settings that correspond to two settings of a recipe, or the reverse."""
     composed = {}
     betas = found["optimizer.betas"]
     for index, beta in enumerate(recipe.optimizer.betas):
@@ -134,7 +134,7 @@ def _composed(recipe: Recipe, found: Mapping[str, Fact]) -> dict[str, Fact]:
 
 
 def _fixed(plan: Plan | None) -> dict[str, Fact]:
-    """What the engine never does otherwise."""
+    """Fixed behaviour of the engine."""
     if plan is None:
         return {}
     origin = "fixed: any other value changes or corrupts the loss"
@@ -143,9 +143,9 @@ def _fixed(plan: Plan | None) -> dict[str, Fact]:
 
 
 def _shape(recipe: Recipe, plan: Plan | None, places: Places) -> dict[str, Fact]:
-    """The model in megatron-core's words, where the recipe says enough of it.
+    """The model in megatron-core's terms, if the recipe states enough.
 
-    With everything that its layout adds, where megatron-core's model is the planned one.
+    Includes the layout's additions if megatron-core's model is planned.
     """
     shape: dict[str, Any] = {}
     with suppress(DmtError):  # only on the hub

@@ -1,7 +1,7 @@
-"""Which names other tools' files know: in known_keys.json, so that nothing heavy is imported.
+"""Names that other tools' files accept: in known_keys.json, so that nothing heavy is imported.
 
 Accelerate refuses an unknown name at the top level and ignores one in a section silently. A
-test compares the file with the installed tools, and writes it where DMT_UPDATE_GOLDEN is set.
+test compares the file with the installed tools, and rewrites it if DMT_UPDATE_GOLDEN is set.
 """
 
 import json

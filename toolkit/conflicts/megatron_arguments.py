@@ -137,12 +137,12 @@ class _Reader:
         return self.found
 
     def value(self, name: str) -> Value:
-        """The value of a flag; None where it is not there."""
+        """The value of a flag; None if absent."""
         flag = self.flags.get(name)
         return None if flag is None else _value(flag)
 
     def number(self, name: str) -> float | None:
-        """The value of a flag, where it is there and a number."""
+        """The value of a flag, if present and a number."""
         return number(self.value(name))
 
     def _same(self, name: str, flag: Flag, key: str) -> None:
@@ -289,4 +289,4 @@ _RULES: Mapping[str, Rule] = {
     "--num-layers-per-virtual-pipeline-stage": _chunk,
     "--pipeline-model-parallel-layout": _pipeline_layout,
 }
-"""Flags whose meaning takes a look at others."""
+"""Flags whose meaning depends on others."""

@@ -1,4 +1,4 @@
-"""What a file, or the environment, states: each setting in the recipe's words."""
+"""The settings of a file or the environment, in the recipe's terms."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from toolkit.recipe.yaml_nodes import NumberError, Value, resolve_plain
 from toolkit.suggest import did_you_mean
 
 AUTO = "auto"
-"""A value that leaves the decision to whoever fills it: it takes the recipe's."""
+"""A value that is filled later: it takes the recipe's."""
 
 WORLD = "world_size"
 ACCUMULATION = "gradient_accumulation"
@@ -33,7 +33,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class AtMost:
-    """A number that the recipe's may not exceed, e.g. of the GPUs that are there."""
+    """A number that the recipe's may not exceed, e.g. of the available GPUs."""
 
     limit: int
 
@@ -50,7 +50,7 @@ class Stated:
     """One setting of the other place."""
 
     key: str
-    """The setting of the recipe that says the same, dotted."""
+    """The corresponding setting of the recipe, dotted."""
     value: object
     """Its value in the recipe's words; `AUTO`, `OneOf`, `AtMost`, or `PerReplica`."""
     name: str
@@ -60,9 +60,9 @@ class Stated:
     place: str
     """`FILE:LINE`, or the variable's name."""
     winner: str = ""
-    """Which takes precedence where the two disagree, if not `SettingSource.winner`."""
+    """Which takes precedence if the two disagree, if not `SettingSource.winner`."""
     advice: str = ""
-    """What to do about it, if not the usual."""
+    """Special advice, if any."""
     breaks: bool = False
     """Whether a run that starts all the same would fail or train something else."""
     certain: bool = True
@@ -71,7 +71,7 @@ class Stated:
 
 @dataclass(frozen=True)
 class Unknown:
-    """A name that the tool, whose settings these are, does not know."""
+    """A name that the tool does not know."""
 
     name: str
     place: str
@@ -90,7 +90,7 @@ class SettingSource:
     winner: str
     """Which takes precedence under DMT where it disagrees with the recipe."""
     who: tuple[str, ...]
-    """One sentence for each tool that would read it: what counts there."""
+    """One sentence for each tool that would read it, about precedence there."""
     stated: tuple[Stated, ...]
     only_there: tuple[str, ...] = ()
     """Settings without a counterpart in a recipe."""
@@ -99,7 +99,7 @@ class SettingSource:
 
 @dataclass
 class Collected:
-    """What a reader gathers on its way through a file."""
+    """Collects a reader's results."""
 
     stated: list[Stated] = field(default_factory=list)
     only_there: list[str] = field(default_factory=list)
@@ -126,16 +126,16 @@ def unknown(name: str, place: str, known: Iterable[str]) -> Unknown:
 
 
 def translated(key: str, value: object) -> object:
-    """Another tool's value in the recipe's word for it."""
+    """Another tool's value in the recipe's terms."""
     if not isinstance(value, str):
         return value
     return FOREIGN_VALUES.get(key, {}).get(value.lower(), value.lower())
 
 
 def precisions(switches: Mapping[str, object]) -> dict[str, object]:
-    """What each of the switches bf16 and fp16 says of the recipe's `training.precision`.
+    """What the switches bf16 and fp16 imply for the recipe's `training.precision`.
 
-    One that is off excludes its own precision; both off leave fp32.
+    A switch that is off excludes its own precision; both off mean fp32.
     """
     every = ("fp32", "bf16", "fp16")
     both_off = all(switches.get(name) is False for name in ("bf16", "fp16"))

@@ -1,6 +1,6 @@
 """Global batches, and each rank's share of them, cut into micro batches.
 
-A global batch is a list of samples; the layout decides only who computes which of them.
+A global batch is a list of samples; the layout only decides which rank computes which of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from toolkit.data.rows import Int64Array, ReadAhead, Row, Samples
 from toolkit.recipe.lengths import SequenceLengths
 
 _PADDING = -1
-"""Stands for a sample that is fully masked."""
+"""Placeholder for a fully masked sample."""
 _ORDERED_AT_ONCE = 1024
 """Samples whose places in the order are computed together."""
 
 
 class GlobalBatches:
-    """The endless sequence of global batches of training; epochs follow without a seam."""
+    """The endless sequence of global batches of training, across epochs."""
 
     def __init__(
         self,
@@ -43,9 +43,8 @@ class GlobalBatches:
     ) -> list[MicroBatch]:
         """This rank's micro batches of the global batch that starts at `consumed_samples`.
 
-        Put in order of rank, the shares of all ranks are the global batch, whatever
-        `dp_size` and `micro_batch_size`. `global_batch_size` must be a multiple of their
-        product.
+        The shares of all ranks in order form the global batch, for any `dp_size` and
+        `micro_batch_size`. `global_batch_size` must be a multiple of their product.
         """
         shares = []
         for position in (consumed_samples, consumed_samples + self._global_batch_size):
@@ -88,8 +87,8 @@ def evaluation_batches(
 ) -> list[MicroBatch]:
     """This rank's micro batches of the first `batches` global batches, in fixed order.
 
-    A data set that is smaller is taken whole, each sample once; its last global batch is
-    filled up with fully masked samples, so that every rank has equally many micro batches.
+    A smaller data set is used completely, each sample once; its last global batch is padded
+    with fully masked samples, so that every rank has the same number of micro batches.
     """
     n_samples = min(len(dataset), batches * global_batch_size)
     found = batches_of(

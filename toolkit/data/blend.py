@@ -1,4 +1,4 @@
-"""Several sources as one: which samples of which source are seen, and in which order."""
+"""Blends several sources: which samples of which source are used, and in which order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class JoinedSamples(Generic[Part]):
     """The samples of several sources, numbered one source after the other."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """`parts` have rows of one form, length and number."""
+        """`parts` have rows of the same format, length and number."""
         self.parts = tuple(parts)
         self.sequence_length = parts[0].sequence_length
         self.rows_per_sample = parts[0].rows_per_sample
@@ -46,7 +46,7 @@ class JoinedSamples(Generic[Part]):
 
 @dataclass(frozen=True)
 class Stage:
-    """From which sample on the sources of a blend have which weights."""
+    """The weights of a blend's sources from a sample on."""
 
     first: int
     """Samples consumed before."""
@@ -56,8 +56,8 @@ class Stage:
 class Blended:
     """The order of samples of a blend, as `JoinedSamples` numbers them.
 
-    Every source is seen in an order of its own, pass after pass, and continues through a
-    change of the weights where it was.
+    Every source has its own order, pass after pass, and continues across a change of the
+    weights.
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
@@ -100,7 +100,8 @@ class Blended:
         return found
 
     def counts(self, samples: int) -> Int64Array:
-        """How many of the first `samples` are of each source, repeated ones too."""
+        """Number of samples of each source among the first `samples`, including repeated
+        ones."""
         number = max(n for n, stage in enumerate(self._stages) if stage.first <= samples)
         stage = self._stages[number]
         return self._before[number] + stage.weights.counts(samples - stage.first)
@@ -115,7 +116,7 @@ class Blended:
         ]
 
     def first_repeat(self, source: int) -> int | None:
-        """Where, in samples from the start, a source begins again; None where never."""
+        """Where, in samples from the start, a source is repeated; None if never."""
         for number, stage in reversed([*enumerate(self._stages)]):
             left = self._sizes[source] - int(self._before[number][source])
             if left >= 0:  # it lasts until this stage, the last such one
@@ -124,7 +125,7 @@ class Blended:
         return None
 
     def begun(self, samples: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The stages that the first `samples` are of: first sample and weights of each."""
+        """The stages of the first `samples`: first sample and weights of each."""
         return [
             (stage.first, stage.weights.parts)
             for stage in self._stages

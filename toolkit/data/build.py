@@ -1,4 +1,5 @@
-"""From the recipe's data section to packed samples: the one entry for training and CLI."""
+"""Builds packed samples from the recipe's data section: the entry point for training and
+CLI."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ TrainingSamples: TypeAlias = TokenisedSamples | StreamedSamples
 
 
 def tokenised(samples: TrainingSamples) -> TokenisedSamples:
-    """The samples as they are; of a source that is streamed, those of its beginning."""
+    """The samples; for a streamed source, those of its beginning."""
     return samples.beginning if isinstance(samples, StreamedSamples) else samples
 
 
@@ -64,7 +65,7 @@ class SourceData:
     """The samples of one source."""
 
     title: str
-    """What it is called in a list of sources."""
+    """Its name in a list of sources."""
     train: TrainingSamples
     held_out: TokenisedSamples | None
     """Documents of the same source that are not in `train`."""
@@ -74,16 +75,16 @@ class SourceData:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Everything that training reads."""
+    """All data of a training run."""
 
     sources: tuple[SourceData, ...]
     """One, or those of a blend."""
     train: Samples
     """Their samples, of the longest length; of a blend, one source after the other."""
     order: Order
-    """In which order these are seen."""
+    """The order in which these are used."""
     lengths: SequenceLengths
-    """In how many parts each step sees them."""
+    """Number of parts into which each step splits them."""
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
@@ -95,12 +96,12 @@ class TrainingData:
     """The sources that are streamed, if there are any."""
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are
-    isolated: with what sample *i* is."""
+    isolated, i.e. with the content of sample *i*."""
 
     def fingerprint_at(self, samples: int) -> str:
-        """What a checkpoint's cursor of so many samples is meaningful with: `fingerprint`, the
-        lengths of stages until then, and of a blend the weights. What comes later may still be
-        changed."""
+        """Identifies the data for a checkpoint's cursor of this many samples: `fingerprint`,
+        the lengths of stages until then, and the weights of a blend. Later stages may still
+        change."""
         found: list[object] = [self.fingerprint]
         if isinstance(self.order, Blended):
             found.append(self.order.begun(self.lengths.blocks(samples)))
@@ -109,24 +110,25 @@ class TrainingData:
         return fingerprint_of(found) if len(found) > 1 else self.fingerprint
 
     def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
-        """Where each streamed source is after so many samples, for a checkpoint."""
+        """Position of each streamed source after this many samples, for a checkpoint."""
         block = self.lengths.block_of(samples)
         return () if self.streams is None else self.streams.places_at(block)
 
     @property
     def ends_after(self) -> int | None:
-        """Samples of the longest length after which the run ends, whatever its length is."""
+        """Samples of the longest length after which the data ends, regardless of the run's
+        length."""
         return None if self.end is None else self.end[1]
 
     def counts(self, steps: int) -> list[int]:
-        """How many samples of the longest length `steps` steps see of each source."""
+        """Number of samples of the longest length that `steps` steps use of each source."""
         blocks = self.lengths.blocks(steps * self.lengths.global_batch_size)
         return (
             self.order.counts(blocks).tolist() if isinstance(self.order, Blended) else [blocks]
         )
 
     def notes(self, steps: int, wanted: int | None) -> Iterator[str]:
-        """What a user may not expect of a run of `steps` instead of the `wanted` ones."""
+        """Messages about a run of `steps` steps instead of the `wanted` ones."""
         if self.end is not None and wanted is not None and steps < wanted:
             yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
         for step, tokens in self.lengths.skipped(steps):
@@ -138,7 +140,7 @@ class TrainingData:
                     yield f"data: `{source.title}` is seen {times:.1f} times in this run"
 
     def unigram_entropy_nats(self) -> float:
-        """Entropy of the tokens that training begins with; a model that learns anything gets
+        """Unigram entropy of the first tokens of training; a model that learns anything falls
         below it."""
         weights = [1.0]
         if isinstance(self.order, Blended):
@@ -167,8 +169,8 @@ def build_data(
     `sequence_length` is that of the first steps, which `data.stages` may change, `vocab_size`
     the model's, None when unknown; relative paths start at `base`; `track` shows progress.
 
-    Raises DataError when the data or the tokenizer is missing, does not fit the model, or
-    is too small for one global batch.
+    Raises DataError if the data or the tokenizer is missing, does not fit the model, or is too
+    small for one global batch.
     """
     tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
@@ -217,7 +219,7 @@ def build_data(
 def _ordered(
     data: DataSection, sources: Sequence[SourceData], seed: int, lengths: SequenceLengths
 ) -> tuple[Samples, Order, int]:
-    """The samples of all sources, the order in which they are seen, and samples of an epoch."""
+    """The samples of all sources, their order, and the number of samples of an epoch."""
     if not isinstance(data.train, tuple):
         only = sources[0].train
         if isinstance(only, StreamedSamples):
@@ -390,8 +392,8 @@ class _Builder:
     def _packed(
         self, stream: TokenStream, rows: Path, lock: Path | None = None
     ) -> PackedDataset:
-        """The samples of a stream. With best fit, `rows` is where the cache keeps which parts
-        of documents share one; `lock`: see `cached_tokens`."""
+        """The samples of a stream. With best fit, `rows` is the cache entry of which parts of
+        documents share a row; `lock`: see `cached_tokens`."""
         isolates = self.data.isolate_documents
         length, size = self.sequence_length, self.vocab_size
         if self.data.packing != "best_fit":

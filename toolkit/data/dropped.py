@@ -19,9 +19,9 @@ class DroppedRows:
     """Place of the first one, and what is wrong with it."""
 
     def add(self, said: str) -> None:
-        """A row that is malformed, by its place and why.
+        """Record a malformed row, with its position and reason.
 
-        Raises DataError unless it is to be dropped, and when it is one too many.
+        Raises DataError unless such rows are dropped, and if the limit is exceeded.
         """
         source = self.source
         if source.malformed == "error":

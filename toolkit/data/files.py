@@ -1,4 +1,4 @@
-"""Finding local files by glob, and what their contents are, without reading them twice."""
+"""Finds local files by glob, and identifies their contents without reading them twice."""
 
 import glob
 import hashlib
@@ -23,7 +23,7 @@ from toolkit.redact import redact
 logger = logging.getLogger(__name__)
 
 STDLIB = "{stdlib}"
-"""Stands, in a recipe, for the folder of the running Python's own library."""
+"""In a recipe, stands for the standard library folder of the running Python."""
 
 _MOMENT_S = 1.0
 _BLOCK_BYTES = 2**20
@@ -31,11 +31,11 @@ _PIECE_BYTES = 2**24
 _HASH_THREADS = min(16, os.cpu_count() or 1)
 """Faster than any disk, and at most 256 MiB of pieces in memory."""
 _UNSETTLED_S = 2.0
-"""A file changed this recently may change again without a new time stamp."""
+"""A file changed this recently may change again with the same time stamp."""
 
 
 damage_hash = xxhash.xxh3_128
-"""Of what lies in the cache: against damage, which it finds at the speed of memory."""
+"""Hash of cache files, to detect damage, at memory speed."""
 
 
 def cache_folder(configured: str | None, base: Path) -> Path:
@@ -54,7 +54,7 @@ def find_files(patterns: Sequence[str], base: Path, exclude: Sequence[str] = ())
     """Files that match, each once: pattern by pattern, sorted by path within a pattern.
 
     Relative patterns start at `base`. The order does not depend on the file system.
-    An excluded folder leaves out everything below it.
+    Excluding a folder excludes everything below it.
 
     Raises DataError when a pattern matches no file.
     """
@@ -112,9 +112,8 @@ def content_fingerprint(
 ) -> str:
     """Hash of the files' contents, in order; hex. `hash_file` is that of one file.
 
-    The result is remembered in `cache` under what the file system says of each file (path,
-    inode, size, times of its last modification and last change), so that a second run does
-    not read them again.
+    The result is stored in `cache` under each file's metadata (path, inode, size, times of its
+    last modification and last change), so that a second run does not read them again.
     """
     try:
         listing = [_identity(path) for path in files]
@@ -152,7 +151,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def held_lock(path: Path, doing: str) -> AbstractContextManager[object]:
-    """The lock, held; waiting for it for more than a moment is not silent."""
+    """Hold the lock; a message is shown if waiting takes longer than a moment."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -164,7 +163,7 @@ def held_lock(path: Path, doing: str) -> AbstractContextManager[object]:
 
 
 def cache_not_writable(folder: Path, error: OSError) -> DataError:
-    """What to tell the user when tokenised data cannot be stored."""
+    """The error if tokenised data cannot be stored."""
     return DataError(
         f"cannot write to the data cache {folder}: {error.strerror or error}",
         fix="name a folder with enough space in `data.cache` or in $DMT_CACHE",
@@ -208,7 +207,7 @@ def _hash_piece(descriptor: int, start: int) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """What to tell the user when a data file cannot be read."""
+    """The error if a data file cannot be read."""
     return DataError(
         f"cannot read {path}: {error.strerror or error}",
         fix="make the file readable, or leave it out with `exclude`",

@@ -1,4 +1,4 @@
-"""What shares a row, so that little of it is padding."""
+"""Packs items into rows with little padding."""
 
 from bisect import bisect_left, insort
 

@@ -1,6 +1,6 @@
-"""Explicit integer hashing: what is drawn from a seed is the same in every release.
+"""Explicit integer hashing: values drawn from a seed are the same in every release.
 
-Numpy's generators may change their streams between versions; these few lines may not.
+Numpy's generators may change their streams between versions; these functions must not.
 """
 
 import numpy as np

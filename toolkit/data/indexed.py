@@ -69,12 +69,12 @@ def bin_path(prefix: Path) -> Path:
 
 
 def idx_path(prefix: Path) -> Path:
-    """Path of the index. It is written last: where it exists, the pair is whole."""
+    """Path of the index. It is written last: if it exists, the pair is complete."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 class StoredTokens(Protocol):
-    """What is used of an array of tokens: on this machine it is one, memory-mapped."""
+    """The interface of a token array: a local one is memory-mapped."""
 
     @property
     def itemsize(self) -> int:
@@ -92,7 +92,7 @@ class StoredTokens(Protocol):
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """A pair of files. Nothing of the tokens is read before it is used."""
+    """A pair of files. Tokens are read lazily."""
 
     tokens: StoredTokens
     """Token ids [total], in the type they are stored in."""
@@ -130,7 +130,7 @@ def read_indexed(prefix: Path) -> IndexedTokens:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What the index says of the tokens."""
+    """The index's description of the tokens."""
 
     dtype: type[np.integer[Any]]
     n_tokens: int
@@ -150,8 +150,8 @@ def read_index(path: Path) -> TokenIndex:
 def read_remote_indexed(
     prefix: str, cache: Path, limit_bytes: int, track: Track
 ) -> tuple[IndexedTokens, str]:
-    """The pair of files at the URL `prefix`, and what identifies them: the index copied into
-    the cache, the tokens fetched in blocks when they are used.
+    """The pair of files at the URL `prefix`, and its identity: the index is copied into the
+    cache, the tokens are fetched in blocks when they are used.
 
     Raises DataError as `read_indexed`.
     """

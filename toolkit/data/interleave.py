@@ -1,12 +1,12 @@
-"""Which source each sample of a blend comes from: a function of the weights and its place.
+"""The source of each sample of a blend: a function of the weights and its position.
 
-The sequence is fair at every place: of the first *n* samples, a source of weight *w* (of a sum
-of 1) has more than n·w − 1 and less than n·w + 1. So the k-th sample of a source (k = 0, 1, …)
-has a window, from place ⌊k/w⌋ to place ⌈(k + 1)/w⌉ − 1, and whoever always takes the sample
-whose window closes first meets all of them (Baruah, Cohen, Plaxton and Varvel, "Proportionate
+The sequence is fair at every position: of the first *n* samples, a source of weight *w* (of a
+sum of 1) has more than n·w − 1 and less than n·w + 1. So the k-th sample of a source (k = 0, 1,
+…) has a window, from position ⌊k/w⌋ to position ⌈(k + 1)/w⌉ − 1, and always taking the sample
+whose window closes first meets all windows (Baruah, Cohen, Plaxton and Varvel, "Proportionate
 progress: a notion of fairness in resource allocation", Algorithmica 15, 1996). With whole
-numbers as weights the sequence repeats after their sum: one period is kept, and any place is
-answered at once.
+numbers as weights the sequence repeats after their sum: one period is stored, and any position
+is looked up directly.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Interleaving:
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self.parts = whole_parts(weights)
-        """What each source has of every period, in samples."""
+        """Samples of each source in every period."""
         self.period = sum(self.parts)
 
     @cached_property
@@ -58,7 +58,7 @@ class Interleaving:
         return periods * np.array(self.parts) + rest
 
     def place(self, source: int, k: int) -> int | None:
-        """The place of sample `k` (0, 1, …) of a source; None where it has no weight."""
+        """The position of sample `k` (0, 1, …) of a source; None if it has no weight."""
         if not self.parts[source]:
             return None
         periods, rank = divmod(k, self.parts[source])
@@ -78,7 +78,7 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     if total > MAX_PERIOD:
         exact = [Fraction(part // common * MAX_PERIOD, total) for part in parts]
         parts, common = [max(round(part), 1) if part else 0 for part in exact], 1
-        # What rounding has added or taken is small beside the largest.
+        # The change by rounding is small compared with the largest.
         parts[parts.index(max(parts))] += MAX_PERIOD - sum(parts)
     return tuple(part // common for part in parts)
 

@@ -1,4 +1,4 @@
-"""Rows of local JSON files, each with its place, and what is wrong with them."""
+"""Rows of local JSON files, each with its position, and their errors."""
 
 import bz2
 import gzip
@@ -25,13 +25,13 @@ _SEARCHED_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Broken:
-    """Stands for a row that is not JSON."""
+    """Placeholder for a row that is not JSON."""
 
     why: str
 
 
 def is_json(file: Path) -> bool:
-    """Whether the name says so."""
+    """Whether the name has such an ending."""
     name = file.with_suffix("") if file.suffix in OPENERS else file
     return name.suffix in (".json", ".jsonl")
 
@@ -58,7 +58,7 @@ def opener_of(ending: str, what: object) -> Callable[..., Any] | None:
 
 
 def undecodable() -> tuple[type[Exception], ...]:
-    """What reading compressed files raises."""
+    """Exceptions of reading compressed files."""
     try:
         from zstandard import ZstdError
     except ImportError:
@@ -155,7 +155,7 @@ def lines_of(block: bytes) -> Iterator[tuple[int, object]]:
 
 
 def wrong_text(row: object, column: str) -> str | None:
-    """Why the `column` of a row is not text or null; None when it is."""
+    """Why the `column` of a row is not text or null; None if it is."""
     if isinstance(row, Broken):
         return row.why
     if not isinstance(row, dict):

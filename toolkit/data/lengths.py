@@ -52,8 +52,8 @@ def cut(samples: Samples, parts: int) -> Samples:
 
 @dataclass(frozen=True)
 class CutOrder:
-    """The order of samples where stages have lengths of their own: at each place, a sample of
-    the data set cut to the length of that place's stage."""
+    """The order of samples if stages have different lengths: at each place, a sample of the
+    data set cut to the length of that place's stage."""
 
     blocks: Order
     lengths: SequenceLengths

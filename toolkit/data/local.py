@@ -1,7 +1,7 @@
-"""What of a run lies on this machine, looked at before anything is started.
+"""Checks a run's local files before anything is started.
 
-Imports no torch, transformers or datasets: `dmt check` asks it. What only a hub has, and what
-comes to light deep in a file, is found when the data is built.
+Does not import torch, transformers or datasets, because `dmt check` uses it. Problems on the
+hub, and deep in a file, are found when the data is built.
 """
 
 import json
@@ -46,7 +46,7 @@ _PLACES = ("files", "path", "prefix")
 
 
 def local_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What is missing or wrong of the local files that a recipe names; keys are dotted.
+    """Missing or invalid local files that a recipe names; keys are dotted.
 
     A Kubernetes job finds its files on a volume that this machine need not have.
     """
@@ -65,7 +65,7 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _vocabulary(model: ModelSection) -> int | None:
     config: Mapping[str, Any] = {}
-    with suppress(PlanError):  # reported by whoever plans
+    with suppress(PlanError):  # reported by the planner
         config = model_config(model, download=False)
     size = config.get("vocab_size")
     return size if isinstance(size, int) else None
@@ -107,7 +107,7 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
 
 
 def _source_problems(key: str, source: Source) -> Iterator[Problem]:
-    # What a store holds is found out when the data is built: this asks nothing of the network.
+    # Remote files are checked when the data is built: no network is used here.
     remote = [place for place in source.places if is_remote(place)]
     setting = next(name for name in _PLACES if hasattr(source, name))
     try:
@@ -141,7 +141,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
 
 
 def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:
-    # What a store holds is found out when the data is built.
+    # Remote files are checked when the data is built.
     here = not any(map(is_remote, source.places))
     if isinstance(source, HfSource):
         here = here and not needs_datasets(source, Path.cwd())
@@ -217,7 +217,7 @@ def _json_columns(text: str) -> tuple[dict[str, str], bool]:
     holds nothing else."""
     columns: dict[str, str] = {}
     decoder, at = json.JSONDecoder(), 0
-    with suppress(ValueError, RecursionError):  # the last object is cut short
+    with suppress(ValueError, RecursionError):  # the last object is truncated
         while at < len(text):
             if text[at] in "[],\n\r\t ":
                 at += 1

@@ -1,10 +1,9 @@
-"""In which order samples are seen: a function of the seed and the number of samples consumed.
+"""The order of samples: a function of only the seed and the number of samples consumed, so it
+is the same in every layout, and a run that stops anywhere resumes exactly.
 
-Nothing else enters, so the order is the same under every layout, and a run that stops
-anywhere continues exactly where it was. The permutation of an epoch needs no memory and
-any place of it can be asked for at once: it is a Feistel network over the smallest
-sufficient power of four, walked until it lands inside the data set ("cycle walking",
-Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+The permutation of an epoch needs no memory and has random access: it is a Feistel network over
+the smallest sufficient power of four, walked until it lands inside the data set ("cycle
+walking", Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Shuffled:
-    """All samples of a data set, once an epoch, every epoch in an order of its own."""
+    """All samples of a data set, once per epoch, each epoch in a different order."""
 
     seed: int
     n_samples: int
@@ -44,7 +43,7 @@ class Shuffled:
 
 
 class InOrder:
-    """The samples as they are numbered: streamed ones are shuffled already."""
+    """The samples in their own order: streamed ones are already shuffled."""
 
     def indices(self, position: int, count: int) -> Int64Array:
         """See `Order.indices`."""

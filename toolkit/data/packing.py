@@ -1,4 +1,4 @@
-"""The tokens of some documents, laid end to end and cut into samples of equal length."""
+"""The tokens of some documents, concatenated and cut into samples of equal length."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from toolkit.errors import DataError
 
 _CHUNK_TOKENS = 2**22
 REMOTE_COUNTED_TOKENS = 2**24
-"""Of tokens in a remote store, so many are read to count them."""
+"""Number of tokens of a remote store that are read to count them."""
 _WINDOW_TOKENS = 2**28
 """About a quarter of a million documents."""
 
@@ -24,7 +24,7 @@ class TokenStream:
     """The tokens of all documents, or of a part of them, end to end and in their order.
 
     The chosen documents lie in the file as few or many *runs*; a stream keeps three numbers
-    per run and none per document, so leaving a few documents out of many costs nothing.
+    per run and none per document, so excluding a few documents out of many is free.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TokenStream:
 
     @property
     def is_remote(self) -> bool:
-        """Does reading a token take a request?"""
+        """Whether reading a token takes a network request."""
         return isinstance(self._data.indexed.tokens, BlockArray)
 
     def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
@@ -84,7 +84,7 @@ class TokenStream:
         return read.astype(np.int64), self.document_ends(start, stop)
 
     def expect(self, start: int, stop: int) -> None:
-        """Begin to fetch what `read` will be asked for, of tokens in a remote store."""
+        """Prefetch tokens that `read` will return, from a remote store."""
         tokens = self._data.indexed.tokens
         assert isinstance(tokens, BlockArray)
         for first, behind, _ in self._pieces(start, stop):
@@ -131,9 +131,9 @@ class PackedDataset:
 
     Sample i covers tokens [i·L, i·L + L] of the stream: inputs are the first L of them,
     labels the last L. An incomplete sample at the end is dropped. Where the input is the
-    last token of a document, the label is `IGNORE_INDEX`: nothing is learnt about what
-    document happens to come next. Where documents are isolated, a row has segments and
-    positions; a document that began in the sample before counts from 0 again.
+    last token of a document, the label is `IGNORE_INDEX`: the next document is not predicted.
+    Where documents are isolated, a row has segments and positions; a document that began in the
+    sample before counts from 0 again.
     """
 
     rows_per_sample = 1

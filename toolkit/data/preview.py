@@ -1,4 +1,4 @@
-"""What people look at before they train: samples with what is trained, and statistics."""
+"""A preview of the training data: samples with their trained tokens, and statistics."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -60,7 +60,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Preview:
-    """Training data as people look at it."""
+    """A preview of training data."""
 
     samples: tuple[ShownSample, ...]
     n_samples: int

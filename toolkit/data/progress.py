@@ -1,4 +1,4 @@
-"""How long work on data is shown: not at all, or by a progress bar on a terminal."""
+"""Progress of work on data: none, or a progress bar on a terminal."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar

@@ -1,4 +1,4 @@
-"""What a data set gives: samples, each of one row of a micro batch or of several."""
+"""The interface of a data set: samples, each of one or several rows of a micro batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from toolkit.batch import IGNORE_INDEX
 
 Int64Array = npt.NDArray[np.int64]
 ENDLESS = 2**48
-"""Length of samples that are streamed: more than any run sees."""
+"""Length of streamed data sets: more samples than any run uses."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Samples(Protocol):
 
 @runtime_checkable
 class ReadAhead(Protocol):
-    """Samples that take long to read one after the other."""
+    """Samples that are slow to read one by one."""
 
     def expect(self, indices: Int64Array) -> None:
-        """Begin to read the samples, which are asked for soon, and return at once."""
+        """Prefetch samples that will be read soon, without blocking."""
         ...

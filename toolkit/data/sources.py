@@ -1,4 +1,4 @@
-"""Where documents come from: text files, and everything that the `datasets` library reads."""
+"""Sources of documents: text files, and everything that the `datasets` library reads."""
 
 import codecs
 import logging
@@ -50,7 +50,7 @@ value."""
 
 
 class Documents(Protocol):
-    """The documents of a source, read one after the other, never all at once."""
+    """The documents of a source, read one by one."""
 
     @property
     def fingerprint(self) -> str:
@@ -66,7 +66,7 @@ class Documents(Protocol):
         ...
 
     def in_parts(self) -> Iterator[Iterable[str]]:
-        """The same texts, each in parts: a large file is never whole in memory."""
+        """The same texts, each in parts, so that a large file is never completely in memory."""
         ...
 
 
@@ -323,7 +323,7 @@ def load_rows(
 
 
 def _datasets(source: RowsSource) -> Any:
-    """The package, which says nothing on its own. Raises BackendUnavailable without it."""
+    """The package, without its own output. Raises BackendUnavailable without it."""
     try:
         import datasets
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What a source holds: documents, tokens, lengths and duplicates."""
+"""Statistics of a source: documents, tokens, lengths and duplicates."""
 
 from array import array
 from dataclasses import dataclass

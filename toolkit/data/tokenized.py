@@ -1,9 +1,9 @@
-"""Documents become token ids once; the result is kept in the cache by content.
+"""Tokenises documents once; the result is cached by content.
 
 A cache entry is a pair of files in Megatron's indexed format, named by the hash of the
-documents, the tokenizer and the format's version. The index gets its name last, so an
-entry that is there is whole, whatever was killed when. One process prepares an entry
-while others wait; the lock is the operating system's and dies with its holder.
+documents, the tokenizer and the format's version. The index gets its name last, so an existing
+entry is complete, even after kills. One process prepares an entry while others wait; the lock
+is the operating system's and is released when its holder exits.
 """
 
 import logging
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1
-"""Raise it whenever the same documents and tokenizer would give other tokens."""
+"""Increment it whenever the same documents and tokenizer would give different tokens."""
 _BATCH_CHARACTERS = 2**20
 """Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
 _BATCHES_AT_ONCE = 2
@@ -131,9 +131,9 @@ def prepare(
     Relative paths start at `base`. `parse_special`: see `encoder`. `remote_cache_bytes`: what
     is kept of tokens that are read remotely. `track` shows how long
     work continues.
-    Safe to call from several processes at once. Each document is what the tokenizer puts
-    before a text (such as a BOS token), its tokens, and the EOS token; documents without
-    text are left out.
+    Safe to call from several processes at once. Each document consists of the tokenizer's
+    prefix (such as a BOS token), its tokens, and the EOS token; documents without text are
+    skipped.
 
     Raises DataError when there are no documents, or the cache cannot be written.
     """
@@ -174,7 +174,8 @@ def _read_megatron(prefix: Path, cache: Path, *, track: Track) -> TokenizedData:
 
 
 def _read_remote(prefix: str, cache: Path, limit_bytes: int, *, track: Track) -> TokenizedData:
-    """Data that is tokenised already, in a store. It is not read: the store says what it is."""
+    """Data that is tokenised already, in a store. It is not read: the store's checksum
+    identifies it."""
     indexed, identity = read_remote_indexed(prefix, cache, limit_bytes, track)
     _check_some(indexed, f"{shown(prefix)}.bin")
     return TokenizedData(indexed, fingerprint_of(["megatron", identity]), shown(prefix))
@@ -186,7 +187,7 @@ def _check_some(indexed: IndexedTokens, name: str) -> None:
 
 
 def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
-    """A whole cache entry; None when it has to be made."""
+    """A complete cache entry; None if it has to be created."""
     if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
@@ -293,8 +294,8 @@ def _encoded(
 ) -> Iterator[tuple[list[_Piece], list[TokenArray]]]:
     """Each batch with the tokens of its pieces, while the next ones are being encoded.
 
-    `tokenizers` encodes a batch on all cores, but makes Python's lists of its tokens on one:
-    with two batches at a time, the cores have work meanwhile.
+    `tokenizers` encodes a batch on all cores, but converts its tokens to Python lists on one
+    core: with two batches at a time, the other cores stay busy.
     """
     ahead: deque[tuple[list[_Piece], Future[list[TokenArray]]]] = deque()
     with ThreadPoolExecutor(_BATCHES_AT_ONCE) as pool:

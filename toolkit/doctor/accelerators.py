@@ -1,4 +1,4 @@
-"""GPUs as torch sees them, the driver below and the libraries that ranks talk through."""
+"""GPUs as torch sees them, the driver, and the communication libraries."""
 
 import json
 import re
@@ -35,7 +35,7 @@ _REINSTALL = "pip install --force-reinstall torch"
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """Asks torch in a process of its own: a broken driver may crash or hang who asks."""
+    """Queries torch in a separate process, because a broken driver may crash or hang it."""
     if not is_installed("torch"):
         return  # `packages` says so
     answer = ask_python(_TORCH)

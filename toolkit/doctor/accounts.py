@@ -1,4 +1,4 @@
-"""Weights & Biases: is there a login, and does its server answer?"""
+"""Weights & Biases: checks the login and whether its server answers."""
 
 import netrc
 import os

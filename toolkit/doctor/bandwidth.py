@@ -3,8 +3,8 @@
     python -m toolkit.doctor.bandwidth RESULT.json
 
 Algorithm bandwidth is size / time. Bus bandwidth is what each link carries, so that it can be
-compared with the link's peak whatever the number of ranks: algorithm bandwidth times a factor
-of the operation (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+compared with the link's peak for any number of ranks: algorithm bandwidth times a factor of the
+operation (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
 import sys
@@ -122,7 +122,7 @@ _OPERATIONS: Mapping[str, tuple[Callable[[_Trial], None], Callable[[int], float]
     "reduce-scatter": (_Trial.reduce_scatter, lambda n: (n - 1) / n),
     "p2p": (_Trial.send_receive, lambda _: 1.0),
 }
-"""What is run, and the bus over the algorithm bandwidth of n ranks."""
+"""The operation, and the ratio of bus to algorithm bandwidth for n ranks."""
 
 
 def _gpu(ranks: Ranks) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks that measure a machine share."""
+"""Common parts of the ranks that measure a machine."""
 
 import json
 import time
@@ -53,7 +53,7 @@ class Bench:
 
 
 def measure_and_write(measure: Callable[[Ranks], dict[str, Any]], result: Path) -> None:
-    """The main program of a rank: measure, and let rank 0 write what was found as JSON."""
+    """The main program of a rank: measure, and let rank 0 write the results as JSON."""
     try:
         ranks = join()
         found = measure(ranks)

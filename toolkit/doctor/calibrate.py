@@ -1,4 +1,4 @@
-"""Measuring this machine, and writing what was found as a cluster file.
+"""Measures this machine and writes a cluster file.
 
 The planner uses the file's `measured` speeds instead of data sheets (`--cluster FILE`).
 """
@@ -172,8 +172,8 @@ def _digits(value: float) -> str:
 
 
 def check_out(file: Path) -> None:
-    """Raises PlanError when `file` cannot be written, or was not written by this command:
-    before a minute is spent, and so that no cluster file of the user's is lost."""
+    """Raises PlanError if `file` cannot be written, or was not written by this command: checked
+    before measuring, so that no cluster file of the user's is overwritten."""
     try:
         ours = not file.exists() or file.read_text(encoding="utf-8").startswith(HEADER)
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""What the checks report."""
+"""The findings of the checks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ problem: whatever needs it fails."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at on this machine."""
+    """The result of one check of this machine."""
 
     group: str
     """Which check: `packages`, `accelerators`, `compilers`, `launchers`, `network`,
@@ -21,7 +21,7 @@ class Finding:
     found: str
     """One line."""
     needed_by: str | None = None
-    """The recipe's setting that needs it; None where nothing does, or without a recipe."""
+    """The recipe's setting that needs it; None if nothing does, or without a recipe."""
     fix: str = ""
     """The command that fixes it; never empty unless `level` is ok."""
 
@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def blocks(self) -> bool:
-        """Does it keep the chosen recipe (without one: every recipe) from running?"""
+        """Whether it prevents the chosen recipe (without one: every recipe) from running."""
         return self.level == "problem" and self.needed_by is not None
 
 
@@ -43,6 +43,6 @@ def lacking(
     needed_by: str | None,
     otherwise: Level = "note",
 ) -> Finding:
-    """Something that is not there: a problem for who needs it, else as bad as `otherwise`."""
+    """Something missing: a problem if it is needed, otherwise of level `otherwise`."""
     level: Level = "problem" if needed_by else otherwise
     return Finding(group, name, level, found, needed_by, fix)

@@ -1,4 +1,4 @@
-"""What a recipe needs of the machine that it is started on: the one place that knows."""
+"""What a recipe requires of the machine that it is started on."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class LauncherNeeds:
     remote: Mapping[str, Collection[str]] = field(default_factory=dict)
     """Programs that start ranks on other machines, by `launch.remote_start`."""
     elsewhere: bool = False
-    """The ranks run on machines that a scheduler chooses: this one only hands in the job."""
+    """The ranks run on machines that a scheduler chooses: this one only submits the job."""
 
 
 LAUNCHERS: Mapping[str, LauncherNeeds] = {
@@ -45,7 +45,7 @@ LAUNCHERS: Mapping[str, LauncherNeeds] = {
 
 @dataclass(frozen=True)
 class Needs:
-    """Who needs what here. `Needs()` is what every recipe needs."""
+    """The requirements, with the settings behind them. `Needs()` is what every recipe needs."""
 
     run: str | None = None
     """What needs that ranks can run here at all; None without a recipe."""
@@ -63,7 +63,7 @@ class Needs:
     precision: str | None = None
     """`bf16` where it must be the GPU's own."""
     several_machines: str | None = None
-    """The setting that makes ranks of several machines talk."""
+    """The setting that uses several machines."""
     ssh_hostfile: Path | None = None
     """Of machines that ssh must reach."""
     wandb: str | None = None
@@ -74,13 +74,13 @@ class Needs:
     """Of one checkpoint; None where the model's size is not known."""
     checkpoints_kept: int = 1
     note: str = ""
-    """What could not be found out, and why."""
+    """What could not be determined, and why."""
 
 
 def needs_of(recipe: Recipe) -> Needs:
-    """What carrying out `recipe` from this machine needs; nothing is downloaded.
+    """The requirements of running `recipe` from this machine; nothing is downloaded.
 
-    Raises PlanError or RecipeError when it cannot be carried out anywhere.
+    Raises PlanError or RecipeError if it cannot run anywhere.
     """
     launcher = LAUNCHERS[recipe.launch.launcher]
     setting = f"launch.launcher: {recipe.launch.launcher}"

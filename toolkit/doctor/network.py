@@ -1,4 +1,4 @@
-"""Names, ports and interfaces that ranks meet through, and whether machines answer."""
+"""Names, ports and interfaces of the rendezvous, and whether machines answer."""
 
 import os
 import shlex
@@ -132,7 +132,7 @@ def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
 
 
 def _master(needs: Needs) -> Iterator[Finding]:
-    """MASTER_ADDR, which launchers set and users forget in their shell."""
+    """MASTER_ADDR, which launchers set and which may be left over in a shell."""
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return
@@ -188,7 +188,7 @@ def reach(hosts: Sequence[str], port: int, needed_by: str) -> Iterator[Finding]:
 
 
 def _connect(host: str, port: int) -> str | None:
-    """None, or why no connection came about."""
+    """None, or why the connection failed."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

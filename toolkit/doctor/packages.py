@@ -25,7 +25,7 @@ GROUP = "packages"
 
 @dataclass(frozen=True)
 class Package:
-    """A package that is looked at."""
+    """A package that is checked."""
 
     name: str
     """Of the distribution, as `pip install` takes it."""
@@ -134,7 +134,7 @@ def _kernel(release: str) -> Iterator[Finding]:
 
 
 def _package(package: Package, needs: Needs) -> Iterator[Finding]:
-    """What is to be said of one package."""
+    """The finding for one package."""
     needed_by = needs.packages.get(package.name)
     version = _version(package)
     if version is None:

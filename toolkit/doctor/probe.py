@@ -1,4 +1,4 @@
-"""Trying things that may crash, hang or print: in processes of their own, with a limit."""
+"""Runs code that may crash, hang or print: in separate processes, with a time limit."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""One rank of a calibration: how fast this machine multiplies, copies and communicates.
+"""One rank of a calibration: measures matrix products, memory and communication.
 
     python -m toolkit.doctor.speeds RESULT.json
 
@@ -43,7 +43,7 @@ GPU_SIZES = Sizes(8192, 1024 * MIB, 256 * MIB)
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one of `processes` processes reaches while all work."""
+    """The speed of one of `processes` processes while all work."""
 
     processes: int
     matmul_flops: dict[str, float]

@@ -18,7 +18,7 @@ from toolkit.units import byte_size
 GROUP = "storage"
 
 TRIAL_BYTES = 64 * 2**20
-"""Written to measure a disk: more than the cache of a disk's own controller usually is."""
+"""Bytes written to measure a disk: more than the usual cache of a disk's controller."""
 SLOW_BYTES_PER_S = 100e6
 """Below it a checkpoint takes longer than a plan assumes by far (a hard disk, a busy share)."""
 LEAST_SHARED_BYTES = 512 * 2**20
@@ -106,7 +106,7 @@ def file_system(path: Path) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """The folder itself, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent

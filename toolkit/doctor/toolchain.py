@@ -1,4 +1,4 @@
-"""Programs: what compiles DeepSpeed's operators, and what launchers start."""
+"""Programs: compilers for DeepSpeed's operators, and the programs of launchers."""
 
 import re
 import shutil
@@ -173,7 +173,7 @@ def _locks(needs: Needs) -> Iterator[Finding]:
 
 
 def _program(group: str, program: str, needs: Needs) -> Finding:
-    # Those of Python packages lie next to this Python, whether or not that is on PATH.
+    # Programs of Python packages are next to this Python, even if that is not in PATH.
     neighbour = Path(sys.executable).with_name(program)
     found = str(neighbour) if neighbour.is_file() else shutil.which(program)
     if found is not None:

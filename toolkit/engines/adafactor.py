@@ -8,8 +8,8 @@ With the gradient G of a matrix [m, n] of the Hugging Face checkpoint, step t do
     U ← G / √(R Cᵀ / mean(R)),  U ← U / max(1, RMS(U) / clip),  W ← W - lr·λ W - lr·U
 
 A vector has V ← β V + (1 - β) (G² + ε) and U ← G / √V instead. This is Adafactor
-(arXiv:1804.04235, algorithms 4 and 5) as transformers' has it with `scale_parameter=False` and
-`relative_step=False`: the learning rate is the schedule's, and there is no momentum.
+(arXiv:1804.04235, algorithms 4 and 5) as transformers computes it with `scale_parameter=False`
+and `relative_step=False`: the learning rate is the schedule's, and there is no momentum.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from toolkit.recipe.schema import OptimizerSection
 
 
 class Adafactor:
-    """See `UpdateRule`; every tensor is updated as a whole, and all states are its owner's."""
+    """See `UpdateRule`; every tensor is updated as a whole, and its owner keeps all states."""
 
     moments: ClassVar[tuple[str, ...]] = ()
     sent: ClassVar[torch.dtype] = torch.float32

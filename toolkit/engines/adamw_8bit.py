@@ -1,9 +1,9 @@
-"""AdamW whose two moments are codes of 8 bits, with one scale for every 256 of them.
+"""AdamW whose two moments are 8-bit codes, with one scale for every 256 of them.
 
 The moments of a tensor of the Hugging Face checkpoint, flattened, are quantised in blocks of
 256 (Dettmers et al., arXiv:2110.02861), and bitsandbytes computes the updates, as its
-`AdamW8bit` does. As there, tensors of fewer than 4,096 elements have fp32 moments, and as in
-Hugging Face's Trainer, embeddings do: they are AdamW's of the engine.
+`AdamW8bit` does. As there, tensors of fewer than 4,096 elements have fp32 moments, and so do
+embeddings, as in Hugging Face's Trainer: the engine's AdamW updates these.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from toolkit.recipe.schema import OptimizerSection
 
 
 class AdamW8bit:
-    """See `UpdateRule`; a tensor is quantised as a whole, and all states are its owner's."""
+    """See `UpdateRule`; a tensor is quantised as a whole, and its owner keeps all states."""
 
     moments: ClassVar[tuple[str, ...]] = ()
     sent: ClassVar[torch.dtype] = torch.float32
@@ -79,7 +79,7 @@ class AdamW8bit:
 
 
 def operators() -> Any:
-    """bitsandbytes' own. Raises BackendUnavailable where it cannot be imported."""
+    """bitsandbytes' own. Raises BackendUnavailable if it cannot be imported."""
     try:
         import bitsandbytes.functional as functional
     except ImportError as error:
@@ -92,6 +92,6 @@ def operators() -> Any:
 
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The numbers from -1 to 1 that the first moment's codes mean, and the second's: [256]."""
+    """Values from -1 to 1 of the codes of the first and of the second moment: [256] each."""
     new = operators().create_dynamic_map
     return new(signed=True).to(device), new(signed=False).to(device)

@@ -1,17 +1,17 @@
-"""The balance of experts (`model.balance`), with one definition in every layout.
+"""Expert load balancing (`model.balance`), defined independently of the layout.
 
-Each layer adds to the loss, per sequence of T tokens and N experts of which k work on a token,
+Each layer adds to the loss, per sequence of T tokens and N experts, k of which are chosen per
+token,
 
     coefficient · Σ_i f_i P_i   with f_i = N/(k T) · (tokens that chose i), P_i = 1/T · Σ_t s_it
 
 (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; s are the scores of a token, which sum to 1)
 and z_loss · 1/T · Σ_t (log Σ_i exp logit_it)² (ST-MoE, arXiv:2202.08906, equation 5). Both are
 means over the sequences of the global batch, so neither ranks nor micro batches change them.
-The tokens are those up to the last trained label of a row; what follows is padding.
+Only tokens up to the last trained label of a row count; what follows is padding.
 
 The terms are not part of an engine's loss, which may be on another pipeline stage. Their
-gradients join where a router's weights have theirs, in the proportion in which the loss itself
-was scaled.
+gradients are added at the router's weights, scaled like those of the loss itself.
 """
 
 import math
@@ -32,9 +32,9 @@ from toolkit.models.routers import Routing
 
 
 class Balance:
-    """What the routers of one rank's model did in a step, and the gradients that follow.
+    """The routing of one rank's model in a step, and the gradients of the balancing terms.
 
-    Without `model.balance` it sees nothing and adds nothing.
+    Without `model.balance` it observes nothing and adds nothing.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -42,28 +42,29 @@ class Balance:
         self.copies = setup.layout.dp
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
-        """Ranks that hold other tokens of the same rows; None: this rank holds whole rows."""
+        """Ranks that hold other tokens of the same rows; None if this rank holds whole rows."""
         self.layers = 0
         self.experts = self.per_token = 0
         self.routers: dict[int, nn.Module] = {}
-        """This rank's, by the layer's number among those with experts."""
+        """This rank's routers, by the layer's index among those with experts."""
         self.bias = "e_score_correction_bias"
-        """What a router calls its correction bias, which stays in fp32."""
+        """Attribute of a router that holds its correction bias, which stays in fp32."""
         if self.settings is not None:
             config = setup.model_config.to_dict()
             self.score = routers.SCORES[config["model_type"]]
             spec = model_spec(config)
             self.experts, self.per_token = spec.experts, spec.experts_per_token
         self.scale = torch.zeros((), device=self.device)
-        """Derivative of what the backward pass starts from by the loss of the global batch."""
+        """Scale of the value that the backward pass starts from, relative to the loss of the
+        global batch."""
         self._rows = 0
         self.real: Tensor | None = None
-        """`Routing.real` of the micro batch that is computed; None: routers are not seen."""
+        """`Routing.real` of the current micro batch; None: routers are not observed."""
         self._records = False
 
     @classmethod
     def of_transformers(cls, setup: EngineSetup, model: nn.Module) -> "Balance":
-        """That of a transformers model, before an engine wraps it."""
+        """Balance of a transformers model, before an engine wraps it."""
         balance = cls(setup)
         if balance.settings is not None:
             balance.routers = routers.watch(model, lambda: balance.real, balance._observe)
@@ -72,7 +73,7 @@ class Balance:
 
     @classmethod
     def of_megatron(cls, setup: EngineSetup, chunks: Sequence[nn.Module]) -> "Balance":
-        """That of the chunks of a GPTModel."""
+        """Balance of the chunks of a GPTModel."""
         from megatron.core import parallel_state
 
         from toolkit.models.megatron.routers import watch
@@ -88,20 +89,21 @@ class Balance:
         return balance
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count from 0. Every data-parallel rank has as many rows."""
+        """Reset the counts. Every data-parallel rank has the same number of rows."""
         if self.settings is None:
             return
         self._rows = self.copies * sum(len(batch.input_ids) for batch in micro_batches)
         size = self.layers * self.experts
         self._sums = torch.zeros(size + 4, dtype=torch.float64, device=self.device)
         self._counts = self._sums[:size].view(self.layers, self.experts)
-        """Tokens by layer and expert; behind them all tokens, entropies, and both terms."""
+        """Tokens by layer and expert, followed by all tokens, entropies, and both terms."""
 
     @contextmanager
     def observing(self, batch: MicroBatch) -> Iterator[None]:
-        """In which the forward pass of a micro batch runs.
+        """Context of the forward pass of a micro batch.
 
-        A layer that the backward pass recomputes gets its gradient, but is not counted again.
+        A layer that is recomputed in the backward pass gets its gradient, but is not counted
+        again.
         """
         if self.settings is not None:
             left = batch.trained.flip(1).int().cumsum(1).flip(1)
@@ -118,7 +120,7 @@ class Balance:
             )
 
     def scale_by(self, scale: Tensor) -> None:
-        """Let the gradients that come be `scale` times those of what the metrics show."""
+        """Scale the following gradients by `scale`, relative to the logged terms."""
         self.scale.copy_(scale.squeeze())
 
     def _observe(self, layer: int, routing: Routing) -> Tensor:
@@ -153,14 +155,14 @@ class Balance:
         self._sums[-4:] += torch.stack([tokens.sum(), entropy, *terms])
 
     def sum_up(self) -> None:
-        """Begin to sum over all ranks, after the last forward pass. Collective."""
+        """Start the sum over all ranks, after the last forward pass. Collective."""
         if self.settings is not None:
             self._joint = RunningSum(self._sums)
 
     def end_step(self, *, applied: bool) -> dict[str, float]:
-        """What is logged of the global batch; where the step was `applied`, the correction
-        biases follow it: b_i += bias_update · sign(mean count − count_i) (arXiv:2408.15664,
-        algorithm 1)."""
+        """The metrics of the global batch; if the step was `applied`, the correction biases are
+        updated: b_i += bias_update · sign(mean count − count_i) (arXiv:2408.15664, algorithm
+        1)."""
         self.real = None
         if self.settings is None:
             return {}
@@ -182,15 +184,16 @@ class Balance:
 
 
 class _Joined(torch.autograd.Function):
-    """A router's weights as they are; in the backward pass a term of the loss joins."""
+    """Identity on a router's weights; the backward pass adds the gradient of a balancing
+    term."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, term: Tensor, scale: Tensor) -> Tensor:
-        """`scale` is read when the backward pass comes here."""
+        """`scale` is read in the backward pass."""
         ctx.scale, ctx.dtype = scale, term.dtype
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The weights' gradient goes through."""
+        """The weights' gradient passes through."""
         return gradient, ctx.scale.to(ctx.dtype), None

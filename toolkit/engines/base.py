@@ -1,14 +1,14 @@
-"""What an engine is: the narrow protocol that the training loop knows.
+"""The engine protocol: the narrow interface that the training loop uses.
 
-An engine owns the model, the gradients, the optimizer and their sharding. It knows
-whole optimizer steps, because pipeline schedules do: the loop hands it the micro
-batches of one step and gets one `StepResult` back; backward, accumulation, clipping
-and the optimizer update are inside.
+An engine owns the model, the gradients, the optimizer and their sharding. Its unit is a whole
+optimizer step, as in pipeline schedules: the loop passes it the micro batches of one step and
+gets one `StepResult` back; backward, accumulation, clipping and the optimizer update happen
+inside.
 
 Every engine minimises the same number: the summed loss of the objective
 (`toolkit.objectives`) over the *global* batch, divided by its global count. So neither the
-number of ranks nor the split into micro batches changes loss or gradients. What an engine
-computes is the log-probability of every label; it does not know what is trained.
+number of ranks nor the split into micro batches changes loss or gradients. An engine computes
+the log-probability of every label and does not know the objective.
 """
 
 import math
@@ -30,9 +30,9 @@ class StepResult:
     loss: float
     """Loss of the global batch over its count; NaN when that is 0, which skips the step."""
     grad_norm: float
-    """Global L2 norm of the gradients before clipping; means nothing in a skipped step."""
+    """Global L2 norm of the gradients before clipping; meaningless in a skipped step."""
     skipped: str | None = None
-    """Why the update was skipped, in words; None when it was done."""
+    """Why the update was skipped; None if it was applied."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The objective's metrics of the global batch, over its count."""
 
@@ -41,8 +41,8 @@ NON_FINITE_GRADIENTS = "the gradients are not finite"
 
 
 def refusal(count: float, loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
-    """Why a global batch with this count, loss and gradient must be skipped; None when it is
-    learned from."""
+    """Why a global batch with this count, loss and gradient must be skipped; None if it is
+    applied."""
     if not count:
         return "no token of the batch is trained"
     if not math.isfinite(loss):
@@ -66,12 +66,12 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Counters:
-    """The numbers besides the optimizer's tensors."""
+    """Scalars of the optimizer's state, in addition to its tensors."""
 
     optimizer_steps: int
-    """Updates made, skipped ones left out: what AdamW's bias correction counts."""
+    """Applied updates, without skipped ones: the count of AdamW's bias correction."""
     loss_scale: dict[str, Any] | None = None
-    """Under fp16: the `scale`, and under `detail` what its own scaler counts."""
+    """With fp16: the `scale`, and in `detail` the counts of the engine's own scaler."""
 
 
 class Engine(Protocol):
@@ -87,13 +87,13 @@ class Engine(Protocol):
         """Run one optimizer step over this rank's micro batches of the global batch.
 
         `count` is the objective's count of the global batch, which the loop summed over all
-        ranks while the step before ran. `learning_rate` is the rate of this step. Every rank
+        ranks during the previous step. `learning_rate` is the rate of this step. Every rank
         passes the same number of micro batches; their counts may differ, down to zero.
 
-        All ranks skip the update alike when the count of the global batch is 0, when its
-        loss is not finite or above `max_loss`, or when a gradient of any rank is not finite. A
-        skipped step leaves weights, moments and step counts as they were, to the bit; of the
-        engine's state only fp16's loss scale may change, and only for gradients.
+        All ranks skip the update when the count of the global batch is 0, when its loss is not
+        finite or above `max_loss`, or when a gradient of any rank is not finite. A skipped step
+        leaves weights, moments and step counts bitwise unchanged; only fp16's loss scale may
+        change, and only because of non-finite gradients.
         """
         ...
 
@@ -102,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def sequence_log_probs(self, micro_batches: "Sequence[MicroBatch]") -> "torch.Tensor":
-        """log p of the trained tokens of each row together, without gradients.
+        """Sum of log p over the trained tokens of each row, without gradients.
 
         fp32 [rows of all this rank's micro batches], on the CPU. Every rank passes the same
         number of micro batches.
@@ -112,27 +112,28 @@ class Engine(Protocol):
     def replicated_weights(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Names and compute weights that this rank holds as completely as its replicas.
 
-        Its replicas are the ranks of equal `Layout.model_rank`. Nothing where the weights
-        are sharded over them (ZeRO-3).
+        Its replicas are the ranks with the same `Layout.model_rank`. Empty if the weights are
+        sharded over them (ZeRO-3).
         """
         ...
 
     def state(self) -> "Iterator[StateShard]":
         """This rank's elements of the training state: fp32 weights and Adam's moments.
 
-        What is put into them counts from the next step on. The weights that the model
-        computes with do not follow: an engine that continues is built with them.
+        Values written to them take effect from the next step on. The model's compute weights
+        are not updated: a resumed engine is built with them.
         """
         ...
 
     def counters(self) -> Counters:
-        """What else of the optimizer a checkpoint must hold; equal on every rank."""
+        """The rest of the optimizer's state that a checkpoint must hold; equal on every
+        rank."""
         ...
 
     def set_counters(self, counters: Counters) -> None:
-        """Continue counting where `counters` stand."""
+        """Restore `counters`."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds; the engine is not used afterwards."""
+        """Release the engine's resources; it cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""What the engines have in common whose optimizer is torch's own: `ddp` and `fsdp`.
+"""Common parts of the engines that use torch's own optimizer: `ddp` and `fsdp`.
 
 Both average gradients over ranks, and keep fp32 weights, gradients and moments; in fp16 both
 scale the loss with torch's GradScaler.
@@ -24,10 +24,10 @@ from toolkit.models import huggingface as hf
 
 
 class DataParallelEngine:
-    """Steps of a transformers model; how it is spread over ranks is the subclass's."""
+    """Training steps of a transformers model; the subclass distributes it over ranks."""
 
     replica: nn.Module
-    """What a forward pass goes through: the model, or a wrapper around it."""
+    """The callable of a forward pass: the model, or a wrapper around it."""
     optimizer: torch.optim.AdamW
     balance: Balance
 
@@ -43,8 +43,8 @@ class DataParallelEngine:
         )
 
     def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """The recipe's optimizer, whose AdamW is one kernel: torch's default makes about ten
-        passes over all states, and on GPUs a temporary as large as the weights."""
+        """The recipe's optimizer, with fused AdamW: torch's default makes about ten passes over
+        all states, and on GPUs allocates a temporary as large as the weights."""
         wanted = self.setup.optimizer
         groups = adam.parameter_groups(hf.tensors_of(model), wanted, self.setup.layers)
         if wanted.name in RULES:
@@ -59,7 +59,8 @@ class DataParallelEngine:
         )
 
     def bind_optimizer(self) -> None:
-        """Let an optimizer with owners find out what this rank holds, once all is built."""
+        """Bind an optimizer with owners to the tensors of this rank, once everything is
+        built."""
         if isinstance(self.optimizer, OwnerOptimizer):
             bind(owned_by(self.optimizer), self.state, self.setup)
 
@@ -115,11 +116,11 @@ class DataParallelEngine:
         raise NotImplementedError
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """In which forward and backward pass of one micro batch run."""
+        """Context of the forward and backward pass of one micro batch."""
         raise NotImplementedError
 
     def gradients(self) -> Iterable[Tensor]:
-        """What this rank holds of the step's gradients."""
+        """This rank's part of the step's gradients."""
         raise NotImplementedError
 
     def gradient_norm(self) -> Tensor:
@@ -143,7 +144,7 @@ class DataParallelEngine:
             return totals.sequence_log_probs(micro_batches, self.log_probs, self.device)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """In which forward passes run that no backward pass follows."""
+        """Context of forward passes without a backward pass."""
         return hf.evaluating(self.replica)
 
     def counters(self) -> Counters:

@@ -1,7 +1,8 @@
-"""`training.deterministic`: what makes two runs of the same layout bitwise equal on GPUs.
+"""`training.deterministic`: settings that make two runs of the same layout bitwise equal on
+GPUs.
 
-Variables are read once, when a library makes its first handle or communicator, so launchers set
-them (`toolkit/launchers/job.py`) and the worker looks whether they are there.
+Variables are read once, when a library creates its first handle or communicator, so launchers
+set them (`toolkit/launchers/job.py`) and the worker checks them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,16 +13,16 @@ from toolkit.errors import BackendUnavailable, RunFailed
 
 @dataclass(frozen=True)
 class DeterministicVariable:
-    """One variable of the environment."""
+    """One environment variable."""
 
     value: str
-    """What launchers set."""
+    """The value that launchers set."""
     accepted: frozenset[str]
-    """The parts, separated by commas, that a user's own value may have."""
+    """The comma-separated parts that a user's own value may have."""
     why: str
 
     def accepts(self, text: str) -> bool:
-        """Is a run with this value deterministic?"""
+        """Whether a run with this value is deterministic."""
         parts = {part.strip() for part in text.split(",")}
         return parts <= self.accepted
 
@@ -42,23 +43,24 @@ VARIABLES: Mapping[str, DeterministicVariable] = {
 documentation, "Results reproducibility", has the first."""
 
 _NO_WAY = "does not have a deterministic implementation"
-"""In what torch says of an operator."""
+"""Text in torch's error about an operator."""
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What launchers add to the environment of workers; the user's own values stay."""
+    """Variables that launchers add to the environment of workers; the user's own values are
+    kept."""
     return {name: one.value for name, one in VARIABLES.items() if name not in environ}
 
 
 def unsuitable(environ: Mapping[str, str]) -> Iterator[str]:
-    """Names of the variables that are there with another value than a deterministic one."""
+    """Names of the variables that are set to a nondeterministic value."""
     return (n for n, one in VARIABLES.items() if n in environ and not one.accepts(environ[n]))
 
 
 def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Let torch compute deterministically or not at all; call it before the first operator.
+    """Make torch deterministic, or fail; call it before the first operator.
 
-    Raises BackendUnavailable where, on GPUs, a variable is missing or has another value.
+    Raises BackendUnavailable if, on GPUs, a variable is missing or has another value.
     """
     import torch
 
@@ -71,15 +73,15 @@ def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
                 fix=f"`dmt launch` sets them; for a launcher of your own: export {settings}",
             )
     torch.use_deterministic_algorithms(True)
-    # Nothing reads memory that was not written; filling it would cost time.
+    # No code reads uninitialised memory; filling it would cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
 
 
 def as_users_mistake(error: Exception) -> RunFailed | None:
-    """What to say where torch refuses an operator that adds in no fixed order; None for any
-    other error."""
+    """The error message if torch refuses a nondeterministic operator; None for any other
+    error."""
     if not isinstance(error, RuntimeError) or _NO_WAY not in str(error):
         return None
     operator = str(error).partition(_NO_WAY)[0].strip()

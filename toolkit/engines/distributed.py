@@ -33,9 +33,9 @@ class Ranks:
 def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     """Join the process group that the launcher's environment describes.
 
-    Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for
-    Open MPI; without any the run has one process. Uses NCCL on GPUs, where tensors in host
-    memory need a gloo group of their own (`AllRanks.group`), and gloo on CPUs.
+    Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for Open
+    MPI; without any of these the run has one process. Uses NCCL on GPUs, where tensors in host
+    memory need a separate gloo group (`AllRanks.group`), and gloo on CPUs.
     """
     placed = scheduler_ranks(os.environ)
     os.environ.update(placed)
@@ -55,8 +55,8 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
 
 
 def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
-    """This rank's GPU. `may_be_alone`: a scheduler may show each rank its own only, as number
-    0. Raises BackendUnavailable where there are fewer GPUs than ranks."""
+    """This rank's GPU. `may_be_alone`: a scheduler may expose only one GPU to each rank, as
+    device 0. Raises BackendUnavailable if there are fewer GPUs than ranks."""
     count = torch.cuda.device_count()
     index = 0 if may_be_alone and count == 1 else ranks.local_rank
     if index >= count:
@@ -69,11 +69,11 @@ def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
 
 
 def _join(ranks: Ranks, timeout: timedelta) -> None:
-    """Create the default group, from which groups without a backend of their own inherit."""
+    """Create the default group, whose backend other groups inherit."""
     on_gpu, rank, world = ranks.device.type == "cuda", ranks.rank, ranks.world
     options: dict[str, Any] = {"backend": "nccl" if on_gpu else "gloo"}
     if on_gpu and world > 1:
-        # NCCL then connects at once: a broken network shows here and not in the first step.
+        # NCCL then connects eagerly: a broken network fails here and not in the first step.
         options["device_id"] = ranks.device
     if needs_new_store():
         store = new_store(rank, world, timeout)
@@ -89,9 +89,9 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:
-    """From now on, a collective of any group that exists fails after `limit`, except of `but`.
+    """Set the timeout of the collectives of all existing groups, except `but`, to `limit`.
 
-    By `_set_pg_timeout`, as torchtitan does it: there is no public way, and the groups that
+    Uses `_set_pg_timeout`, as torchtitan does: there is no public function, and the groups that
     DeepSpeed and megatron-core create have PyTorch's own limit of 10 or 30 minutes.
     """
     for group in distributed_c10d._world.pg_map:  # the groups that this rank belongs to
@@ -121,11 +121,11 @@ def leave() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this rank at once with exit code `code`, its output written out.
+    """Exit immediately with `code`, after flushing the output.
 
-    Interpreter teardown is left out: threads of an unfinished collective would keep a
-    failed rank alive, and gloo's threads now and then abort a rank that has done
-    everything ("terminate called without an active exception": 3 of 28 exits measured).
+    Interpreter teardown is skipped: threads of an unfinished collective would keep a failed
+    rank alive, and gloo's threads sometimes abort a rank that has finished ("terminate called
+    without an active exception": 3 of 28 exits measured).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -133,18 +133,18 @@ def end_process(code: int) -> NoReturn:
 
 
 class RunningSum:
-    """A sum over the ranks of `group` (None: all) that runs while the caller continues.
+    """An asynchronous sum over the ranks of `group` (None: all).
 
-    A sum that is waited for at once couples the ranks: each time, all wait for the slowest.
+    A blocking sum would make all ranks wait for the slowest each time.
     """
 
     def __init__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Begin to sum `value` in place; collective."""
+        """Start summing `value` in place; collective."""
         self._value = value
         self._work = dist.all_reduce(value, group=group, async_op=True)
 
     def result(self) -> Tensor:
-        """The sum, for whatever the device does from here on."""
+        """The sum, for subsequent work on the device."""
         assert self._work is not None
         self._work.wait()
         return self._value
@@ -158,15 +158,15 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def joint_norm(tensors: Iterable[Tensor]) -> Tensor:
     """L2 norm of all tensors together: float64 scalar.
 
-    By `sum`, which adds pairwise: torch's own fp32 norm of a large CPU tensor adds the
-    squares one after the other and is wrong in the fourth digit for two million elements.
+    Uses `sum`, which adds pairwise: torch's own fp32 norm of a large CPU tensor adds the
+    squares sequentially and is wrong in the fourth digit for two million elements.
     """
     squares = [tensor.square().sum().double() for tensor in tensors]
     return torch.stack(squares).sum().sqrt()
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The batch on `device`. Raises DataError when positions do not restart with segments."""
+    """The batch on `device`. Raises DataError if positions do not restart with segments."""
     if batch.segments is not None and not _restarts(batch.segments, batch.positions):
         raise DataError(
             "the batch has segments, but its positions do not restart where a document begins, "
@@ -179,7 +179,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def _restarts(segments: Tensor, positions: Tensor | None) -> bool:
     """Whether positions are consecutive except where a document begins.
 
-    transformers finds documents by their positions, megatron-core's models by segments.
+    transformers detects documents from positions, megatron-core's models from segments.
     """
     if positions is None:
         return False

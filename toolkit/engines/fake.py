@@ -1,7 +1,7 @@
-"""A public fake: the smallest real engine, for tests of everything around engines.
+"""A public fake: the smallest real engine, for tests of the code around engines.
 
 It learns one logit per token, so its loss falls towards the unigram entropy of the
-data. It has no transformer, takes microseconds a step, and keeps the whole contract of
+data. It has no transformer, takes microseconds per step, and implements the whole contract of
 `Engine`: several ranks, token-mean loss, saving and loading.
 """
 
@@ -30,7 +30,7 @@ class FakeEngine:
         self.unused = torch.zeros(2, vocab_size)
         self.steps = 0
         self.learning_rates: list[float] = []
-        """The rate of every step so far in this process."""
+        """The learning rate of every step so far in this process."""
 
     def train_step(
         self,

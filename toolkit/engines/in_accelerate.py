@@ -1,4 +1,4 @@
-"""How Hugging Face Accelerate and transformers' Trainer carry out an engine's plans.
+"""How an engine's plans run in Hugging Face Accelerate and transformers' Trainer.
 
 Light, as every `Backend` is: accelerate and torch are imported by the methods that need them.
 """
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class InAccelerate:
-    """One engine in Accelerate's words; the defaults are those of torch's DDP.
+    """One engine's configuration of Accelerate; the defaults are those of torch's DDP.
 
-    `config` is what its `Backend.render` gives. Scripts bring transformers' models:
-    megatron-core's has no place there.
+    `config` is the output of its `Backend.render`. Scripts use transformers' models;
+    megatron-core's is not supported.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -29,7 +29,7 @@ class InAccelerate:
     notes: ClassVar[tuple[str, ...]] = ()
     """Lines for the head of a file: where a setting means something else than in a recipe."""
     recomputes: ClassVar[bool] = False
-    """Does Accelerate recompute activations? If not, the model has to."""
+    """Whether Accelerate enables recompute; otherwise the model does."""
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """Are gradients reduced after every micro batch? If not, once a step."""
@@ -40,15 +40,15 @@ class InAccelerate:
         return "MULTI_GPU" if world > 1 else "NO"
 
     def preset(self, layout: Layout) -> dict[str, Any]:
-        """What stands for `config` in the files of `common`."""
+        """The replacement of `config` in the files of `common`."""
         return {}
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
-        """The part of the YAML file that says how to train; `precision` is Accelerate's."""
+        """The part of the YAML file that configures training; `precision` is Accelerate's."""
         return dump({"mixed_precision": precision}, flow=False)
 
     def prepare_process(self) -> None:
-        """Make this process, which has joined the process group, one that can carry it out."""
+        """Prepare this process, which has joined the process group."""
 
     def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of `Accelerator`."""
@@ -57,9 +57,9 @@ class InAccelerate:
         return {"cpu": not torch.cuda.is_available()}
 
     def prepare_model(self, accelerator: Any, model: "nn.Module") -> None:
-        """Settle what Accelerate's plugin takes from the model, before it wraps that.
+        """Set what Accelerate's plugin reads from the model, before it wraps the model.
 
-        Raises PlanError for a model that does not say it.
+        Raises PlanError for a model that does not define it.
         """
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class InAccelerate:
         return {}
 
     def made(self, model: "nn.Module", layout: Layout) -> tuple[str, bool]:
-        """What Accelerate made of a model, in words, and whether that is the plan's.
+        """A description of how Accelerate wrapped a model, and whether that matches the plan.
 
         A single process needs no DDP, and neither does a model that does not train.
         """

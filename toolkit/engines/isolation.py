@@ -1,9 +1,9 @@
-"""Whether the documents of a row are isolated, found out on the engine that will train.
+"""Tests whether the documents of a row are isolated, on the engine that will train.
 
-In transformers isolation follows from details that fail silently, models whose state runs along
-the row (gated delta net, Mamba, short convolutions) lack it, and a kernel for documents of
-varying length may isolate a single row only. So nothing is concluded from the model's type: one
-document is replaced by another, and the loss of the next one must stay the same, to the bit.
+In transformers, isolation depends on details that fail silently, models whose state runs along
+the row (gated delta net, Mamba, short convolutions) do not support it, and a variable-length
+attention kernel may isolate a single row only. So the model's type is not trusted: one document
+is replaced by another, and the loss of the next one must stay bitwise the same.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ _DOCUMENT = 8
 
 
 def check_isolation(engine: Engine, setup: EngineSetup) -> None:
-    """Raise PlanError where a document's loss depends on another one's tokens; collective."""
+    """Raise PlanError if a document's loss depends on another one's tokens; collective."""
     batch = _probe(setup)
     if change := isolation_error(engine, setup, batch):
         raise PlanError(
@@ -32,16 +32,16 @@ def check_isolation(engine: Engine, setup: EngineSetup) -> None:
 
 
 def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> float:
-    """How much the loss of the second documents changes when two rows exchange their first.
+    """Change of the loss of the second documents when two rows exchange their first ones.
 
-    An exchange leaves every expert with the tokens that it had: where documents are isolated,
-    no matrix product gets another shape, in which it might round differently.
+    An exchange leaves every expert with the same tokens: if documents are isolated, no matrix
+    product changes its shape, which could change its rounding.
     """
     tokens, half = batch.input_ids, batch.input_ids.shape[1] // 2
     other = torch.cat([tokens[:, :half].flip(0), tokens[:, half:]], dim=1)
     exchanged = replace(batch, input_ids=other)
     # As many micro batches as a pipeline has stages: the interleaved schedule takes no fewer.
-    with compiled.eager():  # graphs are made for the shapes that are trained
+    with compiled.eager():  # graphs exist for the trained shapes only
         before, after = (
             engine.evaluate([one] * setup.layout.pp).loss for one in (batch, exchanged)
         )
@@ -49,7 +49,7 @@ def isolation_error(engine: Engine, setup: EngineSetup, batch: MicroBatch) -> fl
 
 
 def _probe(setup: EngineSetup) -> MicroBatch:
-    """Two rows of two documents each, of which the second is trained."""
+    """Two rows of two documents each; only the second is trained."""
     half = _DOCUMENT * setup.layout.tp
     generator = torch.Generator().manual_seed(setup.seed)
     vocabulary = setup.model_config.get_text_config().vocab_size

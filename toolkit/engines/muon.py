@@ -4,9 +4,9 @@ With momentum M and gradient G of a matrix [m, n] of the Hugging Face checkpoint
 
     M ← μ M + (1 - μ) G,  U ← NS(μ M + (1 - μ) G),  W ← W - lr·λ W - lr·a(m, n) U
 
-as `torch.optim.Muon` does (Keller Jordan, https://kellerjordan.github.io/posts/muon). All but
-the Newton-Schulz iteration NS is element-wise. NS begins by rounding to bf16 and ends in bf16:
-sending bf16 loses nothing.
+as `torch.optim.Muon` does (Keller Jordan, https://kellerjordan.github.io/posts/muon).
+Everything except the Newton-Schulz iteration NS is elementwise. NS starts by rounding to bf16
+and ends in bf16, so sending bf16 is lossless.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 class Muon:
-    """See `UpdateRule`; embeddings, head, norms and biases stay AdamW's."""
+    """See `UpdateRule`; AdamW updates embeddings, head, norms and biases."""
 
     states: ClassVar[Mapping[str, Mapping[str, Tensor]]] = {}
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
@@ -61,7 +61,7 @@ class Muon:
         return newton_schulz(whole, self.settings.ns_steps)
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """See `UpdateRule.rate`: what `adjust_lr` says."""
+        """See `UpdateRule.rate`; depends on `adjust_lr`."""
         rows, columns = shape
         if self.settings.adjust_lr == "original":
             return sqrt(max(1, rows / columns))
@@ -69,8 +69,8 @@ class Muon:
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """The matrix [m, n] with singular values near 1, in bf16: to the bit what
-    `torch.optim.Muon` computes, whose function for it is private and changes."""
+    """The matrix [m, n] with singular values near 1, in bf16: bitwise what `torch.optim.Muon`
+    computes; torch's own function is private and may change."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=1e-7)

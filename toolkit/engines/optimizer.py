@@ -1,5 +1,5 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
-parameters decay, moments and step counts. the optimizer of `owners.py` is one, too."""
+parameters decay, moments and step counts. The optimizer of `owners.py` is included."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -18,10 +18,11 @@ def parameter_groups(
     settings: OptimizerSection,
     layers: int,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of what trains: weight decay for matrices, none for norms and biases,
-    and the multipliers of `settings.groups` and, in a model of `layers`, of `layer_decay`.
+    """Optimizer groups of the trained parameters: weight decay for matrices, none for norms and
+    biases, and the multipliers of `settings.groups` and, in a model of `layers`, of
+    `layer_decay`.
 
-    Each of `parameters` comes with the checkpoint tensors that it is made of. Norm weights and
+    Each of `parameters` comes with the checkpoint tensors that it consists of. Norm weights and
     biases are exactly the parameters with one dimension, and the stacked biases of experts.
     Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the real one. Raises
     RecipeError where the tensors of one parameter belong to groups with different multipliers.
@@ -49,7 +50,7 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Let every group of `parameter_groups` make its next steps with its multiple of `rate`."""
+    """Set the learning rate of every group of `parameter_groups` to its multiple of `rate`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_mult"]
 
@@ -57,13 +58,12 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
 def moments(
     optimizer: Any, weight: Tensor, *, kept: Iterable[str] = QUANTITIES[1:]
 ) -> Mapping[str, Tensor]:
-    """The fp32 weight and its moments, by quantity; before the first step zeros, of those that
-    are `kept`."""
+    """The fp32 weight and its `kept` moments, by quantity; zeros before the first step."""
     state = optimizer.state[weight]
     if not state:
         if not _counts_in_groups(optimizer):
-            # torch counts in a tensor, which its fused kernel wants on the weight's device;
-            # DeepSpeed's implementations in a number.
+            # torch counts in a tensor, which its fused kernel requires on the weight's device;
+            # DeepSpeed's implementations in a Python number.
             own = isinstance(optimizer, torch.optim.AdamW)
             fused = own and optimizer.param_groups[0]["fused"]
             device = weight.device if fused else torch.device("cpu")
@@ -74,7 +74,7 @@ def moments(
 
 
 def states(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-    """The `moments` of a parameter that is its own master; of a frozen one the weight alone."""
+    """The `moments` of a parameter that is its own master; for a frozen one only the weight."""
     if not parameter.requires_grad:
         return {"weight": parameter}
     return moments(optimizer, parameter)
@@ -88,13 +88,13 @@ def _counts_in_groups(optimizer: Any) -> bool:
 
 def _counting(optimizer: Any) -> list[dict[str, Any]]:
     """Where an optimizer counts its steps."""
-    if _counts_in_groups(optimizer):  # not in those of which this rank has no parameter
+    if _counts_in_groups(optimizer):  # not in groups of which this rank has no parameter
         return [group for group in optimizer.param_groups if group["params"]]
     return list(optimizer.state.values())
 
 
 def steps_of(optimizers: Iterable[Any]) -> int:
-    """Updates made. Raises CheckpointError when not all parameters have had equally many."""
+    """Number of updates. Raises CheckpointError if it is not the same for all parameters."""
     counts = {
         int(holder.get("step", 0))
         for optimizer in optimizers
@@ -109,7 +109,8 @@ def steps_of(optimizers: Iterable[Any]) -> int:
 
 
 def set_steps(optimizers: Iterable[Any], steps: int) -> None:
-    """Let the bias correction continue at `steps`; no two parameters share a tensor for it."""
+    """Set the step count of the bias correction to `steps`; no two parameters share a
+    tensor."""
     for optimizer in optimizers:
         for holder in _counting(optimizer):
             old = holder.get("step")

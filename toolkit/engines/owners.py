@@ -1,10 +1,10 @@
 """Optimizers whose updates need whole tensors: each is computed by one rank, its owner.
 
-A `UpdateRule` (`adafactor.py`, `adamw_8bit.py`, `muon.py`) says which tensors of the Hugging
-Face checkpoint it updates, and how. What is element-wise in it runs on the elements that a rank
-holds, whatever the layout. The rest runs on the tensor's owner: the other holders send it
-their rectangles of the gradient, and every holder gets back the same update. So the number that
-a weight gets depends neither on how its tensor is spread nor on who holds copies.
+A `UpdateRule` (`adafactor.py`, `adamw_8bit.py`, `muon.py`) states which tensors of the Hugging
+Face checkpoint it updates, and how. Its elementwise part runs on the elements that a rank
+holds, in any layout. The rest runs on the tensor's owner: the other holders send it their
+rectangles of the gradient, and every holder gets back the same update. So the update of a
+weight depends neither on the sharding of its tensor nor on its replicas.
 """
 
 from bisect import bisect
@@ -40,11 +40,11 @@ class UpdateRule(Protocol):
     """How whole tensors are updated: W ← W - lr·λ W - lr·rate · update."""
 
     moments: ClassVar[tuple[str, ...]]
-    """Element-wise states, which every holder keeps of its elements."""
+    """Elementwise states, which every holder keeps for its elements."""
     sent: ClassVar[torch.dtype]
-    """In which gradients travel to the owner, and updates back."""
+    """The dtype in which gradients are sent to the owner, and updates back."""
     by_replicas: ClassVar[bool]
-    """Holders of a whole tensor update it by themselves: that costs less than to send it."""
+    """Holders of a whole tensor update it locally, which costs less than sending it."""
 
     @property
     def states(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -52,11 +52,11 @@ class UpdateRule(Protocol):
         ...
 
     def takes(self, block: Block) -> bool:
-        """Does the rule update the tensor of this block? AdamW updates all others."""
+        """Whether the rule updates the tensor of this block; AdamW updates all others."""
         ...
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Operations of `update`, by which owners are chosen."""
+        """Operations of `update`, used to balance owners."""
         ...
 
     def own(self, tensor: str, shape: tuple[int, ...], device: torch.device) -> None:
@@ -64,16 +64,16 @@ class UpdateRule(Protocol):
         ...
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Turn a holder's elements of the gradient into what its owner needs, in place; `state`
+        """Convert a holder's elements of the gradient to the owner's input, in place; `state`
         are the `moments`."""
         ...
 
     def update(self, tensor: str, whole: Tensor, step: int) -> Tensor:
-        """On the owner: the update of a whole tensor, in `sent`; steps count from 1."""
+        """On the owner: the update of a whole tensor, in dtype `sent`; steps count from 1."""
         ...
 
     def rate(self, shape: tuple[int, ...]) -> float:
-        """What the learning rate of a tensor is multiplied by."""
+        """Multiplier of a tensor's learning rate."""
         ...
 
 
@@ -86,13 +86,13 @@ RULES: dict[str, Callable[[OptimizerSection], UpdateRule]] = {
 
 
 def takes(rule: UpdateRule, blocks: Iterable[Block]) -> bool:
-    """Does the rule update the parameter that is made of `blocks`?"""
+    """Whether the rule updates the parameter that consists of `blocks`."""
     return all(map(rule.takes, blocks))
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A checkpoint tensor and who holds which rectangles of it."""
+    """A checkpoint tensor and the ranks that hold its rectangles."""
 
     shape: tuple[int, ...]
     holders: tuple[tuple[int, Block], ...]
@@ -101,7 +101,7 @@ class _Tensor:
 
     @property
     def replicated(self) -> bool:
-        """Has every holder all of it?"""
+        """Whether every holder has all of it."""
         return all(block_numel(block) == prod(self.shape) for _, block in self.holders)
 
     @property
@@ -116,25 +116,25 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Round:
-    """What this rank does in one exchange: lists by rank, in the same order on both sides."""
+    """This rank's part of one exchange: lists by rank, in the same order on both sides."""
 
     owned: Mapping[str, tuple[int, ...]]
     """The tensors that this rank updates, with their shapes."""
     sent: list[list[Block]]
-    """Its rectangles that go to each owner."""
+    """Its rectangles to send to each owner."""
     gathered: list[list[Block]]
-    """The rectangles of what it owns that come from each rank."""
+    """The rectangles of its own tensors that it receives from each rank."""
     returned: list[list[Block]]
-    """The rectangles of what it owns that each rank holds."""
+    """The rectangles of its own tensors that each rank holds."""
     received: list[list[Block]]
-    """Its rectangles whose result comes from each owner."""
+    """Its rectangles whose result it receives from each owner."""
 
 
 class Exchange:
-    """Updates of tensors that are spread over the ranks, or held by several."""
+    """Updates of tensors that are sharded over ranks or replicated."""
 
     def __init__(self, blocks: Sequence[Block], rule: UpdateRule, device: torch.device) -> None:
-        """Plan it for this rank's `blocks`, as stored; collective."""
+        """Plan the exchange for this rank's `blocks`, as stored; collective."""
         self.rank, self.rule, self.device = dist.get_rank(), rule, device
         held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(blocks))
@@ -143,7 +143,7 @@ class Exchange:
         self.owned = {name for name, one in tensors.items() if one.owner == self.rank}
         replicated = {n for n, one in tensors.items() if rule.by_replicas and one.replicated}
         self.alone = [block for block in blocks if block.tensor in replicated]
-        """Whole tensors that this rank updates, as all others do that hold them."""
+        """Whole tensors that every holder, including this rank, updates."""
         for name in self.owned | {block.tensor for block in self.alone}:
             rule.own(name, self.shapes[name], device)
         sent = {name: one for name, one in tensors.items() if name not in replicated}
@@ -189,7 +189,7 @@ class Exchange:
     def _all_to_all(
         self, outgoing: list[list[Tensor]], incoming: list[list[Block]]
     ) -> list[tuple[Block, Tensor]]:
-        """Send each rank its tensors; the blocks that come, with their values."""
+        """Send each rank its tensors; returns the received blocks with their values."""
         parts = [part.reshape(-1).to(self.rule.sent) for parts in outgoing for part in parts]
         empty = torch.empty(0, dtype=self.rule.sent, device=self.device)
         sent = torch.cat([empty, *parts])
@@ -202,8 +202,8 @@ class Exchange:
 
 
 def _owned(held: Sequence[Sequence[Block]], rule: UpdateRule) -> dict[str, _Tensor]:
-    """The tensors of which `held` are the ranks' rectangles, the most expensive first. An owner
-    is the holder with the least to compute so far."""
+    """The tensors whose rectangles are `held` by the ranks, the most expensive first. The owner
+    is the holder with the least work so far."""
     copies: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(held):
         for block in blocks:
@@ -220,7 +220,7 @@ def _owned(held: Sequence[Sequence[Block]], rule: UpdateRule) -> dict[str, _Tens
 
 
 def _shape(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """The shape of the tensor that these rectangles, some of them several times, make up."""
+    """The shape of the tensor covered by these rectangles, which may contain duplicates."""
     rows = max(block.rows[1] for block in blocks)
     ends = [block.columns[1] for block in blocks if block.columns is not None]
     whole = (rows, max(ends)) if ends else (rows,)
@@ -230,7 +230,7 @@ def _shape(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def _rounds(tensors: Mapping[str, _Tensor], world: int) -> list[dict[str, _Tensor]]:
-    """The tensors in parts that no rank needs large buffers for."""
+    """The tensors split into parts that need only small buffers on every rank."""
     parts: list[dict[str, _Tensor]] = []
     load = [EXCHANGED_AT_ONCE] * world
     for name, tensor in tensors.items():
@@ -260,15 +260,15 @@ class _Held:
     """Its first element in this rank's memory of the parameter."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Its elements of the parameter or of something of the same form, as stored."""
+        """Its elements of the parameter, or of a tensor with the same layout, as stored."""
         return stored_values(self.block, self.offset, _local(parameter).view(-1))
 
 
 class OwnerOptimizer(torch.optim.AdamW):
     """A rule for the groups whose `owned` is true, AdamW for all others.
 
-    A group's parameters may be whole, sharded or flattened together. Until `bind` has found out
-    what they are, those of the rule stay as they are.
+    A group's parameters may be whole, sharded or flattened together. Before `bind` is called,
+    the rule's parameters are not updated.
     """
 
     def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSection) -> None:
@@ -281,7 +281,7 @@ class OwnerOptimizer(torch.optim.AdamW):
             fused=True,
         )
         self.units: dict[Tensor, Unit] = {}
-        """By parameter, what is updated together with it."""
+        """By parameter, the unit that is updated together."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -298,7 +298,7 @@ class OwnerOptimizer(torch.optim.AdamW):
         self.param_groups = groups
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        """Decay the weights, and subtract what the gradient has become."""
+        """Decay the weights and subtract the update."""
         rate, unit = group["lr"], self.units[parameter]
         assert parameter.grad is not None, "computed"
         _local(parameter).mul_(1 - rate * group["weight_decay"])
@@ -314,8 +314,8 @@ def new_optimizer(
     placed: Iterable[tuple[nn.Parameter, Iterable[Block]]],
     settings: OptimizerSection,
 ) -> OwnerOptimizer:
-    """The recipe's optimizer, with the rule's parameters in groups of their own; `placed` are
-    the model's parameters with what they are made of."""
+    """The recipe's optimizer, with the rule's parameters in separate groups; `placed` are the
+    model's parameters with their checkpoint tensors."""
     rule = RULES[settings.name](settings)
     taken = {parameter for parameter, blocks in placed if takes(rule, blocks)}
     found = []
@@ -330,7 +330,7 @@ class Unit:
     """Parameters that are updated in one exchange."""
 
     run_by_engine = False
-    """The engine calls `compute`, before all optimizers' steps; otherwise a step does."""
+    """True: the engine calls `compute`, before all optimizers' steps; otherwise a step does."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class Unit:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Turn the gradients into updates, in place; collective."""
+        """Replace the gradients by updates, in place; collective."""
         rectangles, step = {}, 0
         for parameter, optimizer in self.owners.items():
             if parameter.grad is None:
@@ -386,10 +386,10 @@ def bind(
     *,
     apart: bool = False,
 ) -> list[Unit]:
-    """Find out what the rule's parameters hold, and plan how they are updated; collective.
+    """Determine the tensors of the rule's parameters, and plan their updates; collective.
 
     `state` is the engine's: its fp32 weights are parts of the parameters, or all of them.
-    `apart`: each parameter has a step of its own on all ranks, in the same order.
+    `apart`: each parameter has a separate step on all ranks, in the same order.
     """
     new_rule = partial(RULES[setup.optimizer.name], setup.optimizer)
     for parameter in owners:

@@ -1,9 +1,9 @@
-"""Where ranks meet when an elastic agent may start them again.
+"""The ranks' rendezvous under an elastic agent that may restart them.
 
 torchrun's agents keep one key-value store over all restarts, and PyTorch looks up the ranks'
-addresses in it without the number of the start: restarted ranks find those of dead ones, and
-fail or wait until every restart is used up (torch 2.13). So each start agrees on a part of
-the store that is new. Its number cannot be the restart count: machines count differently.
+addresses in it without the restart number: restarted ranks find addresses of dead ones, and
+fail or wait until every restart is used up (torch 2.13). So each start agrees on a new prefix
+in the store. It cannot be the restart count, because machines count differently.
 """
 
 import os
@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 
 def needs_new_store() -> bool:
-    """Were these ranks started by agents that keep a store over restarts?"""
+    """Whether these ranks were started by agents that keep a store over restarts."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -26,8 +26,8 @@ def needs_new_store() -> bool:
 def new_store(rank: int, world: int, timeout: timedelta) -> Store:
     """The agents' store under a prefix that only the ranks of this start know. Collective.
 
-    Rank 0 names the prefix, to each rank under the random name that this rank posted: what
-    earlier starts left is answered, too, but not read. Raises TimeoutError.
+    Rank 0 sends the prefix to each rank under the random name that this rank posted: names left
+    by earlier starts are answered, too, but not read. Raises TimeoutError.
     """
     store, _, _ = next(rendezvous("env://", rank, world, timeout=timeout))
     store.set_timeout(timeout)
@@ -42,7 +42,7 @@ def new_store(rank: int, world: int, timeout: timedelta) -> Store:
 
 
 def _answer(store: Store, prefix: str, world: int, deadline: float) -> None:
-    """Tell every rank the prefix, until all have read it."""
+    """Send every rank the prefix, until all have read it."""
     missing = set(range(1, world))
     while missing:
         for rank in sorted(missing):

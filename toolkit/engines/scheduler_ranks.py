@@ -1,8 +1,8 @@
-"""The place of a rank that Slurm's `srun` or Open MPI's `mpirun` started, in PyTorch's words.
+"""PyTorch's variables of a rank started by Slurm's `srun` or Open MPI's `mpirun`.
 
-PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers have
-words of their own (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`).
-Only a step of `srun` is taken for one: the batch script itself has a SLURM_PROCID, too.
+PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers use their
+own names (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`). Only a step
+of `srun` counts: the batch script itself also has a SLURM_PROCID.
 """
 
 import re
@@ -17,11 +17,11 @@ _FIRST_PORT, _PORTS = 20_000, 12_000
 def scheduler_ranks(env: Mapping[str, str]) -> dict[str, str]:
     """PyTorch's variables for a rank that a scheduler started; empty for any other.
 
-    Raises PlanError when the machine of rank 0 cannot be found out.
+    Raises PlanError if the machine of rank 0 cannot be determined.
     """
     if "RANK" in env:
         return {}
-    # Inside Slurm, mpirun starts its own processes by srun: their words are not the ranks'.
+    # Inside Slurm, mpirun starts its own processes by srun, whose variables are not the ranks'.
     if "OMPI_COMM_WORLD_SIZE" in env:
         return _open_mpi(env)
     if "SLURM_STEP_NUM_TASKS" in env:
@@ -65,7 +65,7 @@ def _open_mpi(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _stated(env: Mapping[str, str]) -> dict[str, str]:
-    """What the user decided."""
+    """Variables that the user set."""
     return {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
 
 

@@ -1,4 +1,4 @@
-"""What an engine is built from."""
+"""The inputs from which an engine is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class EngineSetup:
     engine_config: dict[str, Any]
     """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
     megatron: MegatronModel | None
-    """The model in megatron-core's words; None for `hf`."""
+    """The model in megatron-core's terms; None for `hf`."""
     objective: Objective
     frozen: frozenset[str] = frozenset()
     """Checkpoint tensors that do not train."""
     isolates: bool = False
-    """The data isolates the documents of a row by segments."""
+    """Whether the data isolates the documents of a row by segments."""
     lora: Lora | None = None
     """The model's adapters, whose base is `frozen`."""
     balance: BalanceSection | None = None
@@ -60,7 +60,7 @@ class EngineSetup:
     """The recipe's `training.deterministic`."""
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
-        """Let a transformers model compute as planned; before anything shards or wraps it."""
+        """Configure a transformers model as planned, before it is sharded or wrapped."""
         from toolkit.models import compiled, fp8
         from toolkit.models import huggingface as hf
 
@@ -83,12 +83,12 @@ class EngineSetup:
         model_config: "PretrainedConfig",
         weights: "WeightSource",
     ) -> "EngineSetup":
-        """What the engine of `plan` reads of a recipe.
+        """The inputs of the engine of `plan`.
 
-        `model_config` is given the attention implementation of the plan.
-        `weights` are those of the adapters, too. Raises PlanError when the loaded
-        `model_config` is not what was planned, RecipeError where `model.freeze`,
-        `model.balance` or `adapter.targets` does not suit the model.
+        The plan's attention implementation is set in `model_config`. `weights` include those of
+        the adapters. Raises PlanError if the loaded `model_config` is not the planned one,
+        RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does not suit the
+        model.
         """
         from toolkit.models.weights import checkpoint_names
 
@@ -131,7 +131,7 @@ class EngineSetup:
 def build_engine(name: str, setup: EngineSetup) -> Engine:
     """Build the engine `name` on this rank; collective.
 
-    Raises PlanError where the data isolates documents and the engine's model does not.
+    Raises PlanError if the data isolates documents and the engine's model does not.
     """
     if setup.model == "megatron":
         from toolkit.models.megatron import cpu
@@ -152,7 +152,7 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
 
 
 def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
-    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
+    """Make torch's attention try this kernel before the others, also in recomputed layers."""
     if kernel == "sdpa":
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel

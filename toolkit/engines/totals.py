@@ -1,4 +1,4 @@
-"""Loss and metrics of an objective, as they are summed over micro batches and ranks."""
+"""Loss and metrics of an objective, summed over micro batches and ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from toolkit.objectives.base import Objective
 
 
 def terms(objective: Objective, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The summed loss of a micro batch with its history, a float64 scalar; and without it,
-    followed by the metrics: float64 [1 + metrics]."""
+    """The summed loss of a micro batch with its autograd graph, a float64 scalar; and,
+    detached, loss and metrics: float64 [1 + metrics]."""
     found = objective.loss(log_probs, batch)
     parts = [found.loss, *(found.metrics[name] for name in objective.metrics)]
     return found.loss.double(), torch.stack([part.detach().double() for part in parts])
@@ -27,7 +27,8 @@ def named(objective: Objective, metrics: Sequence[float]) -> dict[str, float]:
 
 
 def counted(objective: Objective, parts: Tensor, batch: MicroBatch) -> Tensor:
-    """What `eval_result` needs of a micro batch with these `terms`: float64 [3 + metrics]."""
+    """The input of `eval_result` for a micro batch with these `terms`: float64 [3 +
+    metrics]."""
     counts = objective.count(batch), batch.trained.sum()
     return torch.cat([parts, torch.stack([count.double() for count in counts])])
 

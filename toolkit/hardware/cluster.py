@@ -13,14 +13,14 @@ LinkKind = Literal["nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "
 LINK_KINDS: tuple[LinkKind, ...] = (
     "nvlink", "xgmi", "pcie", "infiniband", "roce", "ethernet", "shared",
 )  # fmt: skip
-"""shared: processes of one machine that talk through its memory."""
+"""shared: processes of one machine that communicate through its memory."""
 
 MICRO = 1e-6
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one accelerator can send at a time, in one direction."""
+    """A link of one accelerator, in one direction."""
 
     bytes_per_s: float
     """Peak bandwidth of one accelerator's share of the link, each way."""
@@ -29,12 +29,12 @@ class Link:
     kind: LinkKind = "infiniband"
     """Decides which share of the peak collectives reach."""
     measured_bytes_per_s: float | None = None
-    """What large collectives reach here, where that was measured."""
+    """Measured bandwidth of large collectives, if available."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a layout is placed on. Ranks fill a node before the next one."""
+    """The hardware of a layout. Ranks fill a node before the next one."""
 
     name: str
     nodes: int

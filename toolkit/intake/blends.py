@@ -35,7 +35,7 @@ def _no_limit(key: str, source: Source) -> Iterator[Problem]:
 
 
 def _shares(recipe: Recipe) -> Iterator[Problem]:
-    """Every source of a list has a title of its own, and a weight or epochs as all others."""
+    """Every source of a list has a unique title, and a weight or epochs like all others."""
     data = recipe.data
     by_epochs = data.sources[0].epochs is not None
     kind, other = ("epochs", "weight") if by_epochs else ("weight", "epochs")

@@ -1,10 +1,10 @@
-"""Rules that join settings: each one small, each naming the settings that it reads.
+"""Rules over several settings: each one small, each naming the settings that it reads.
 
-The rules run on what is left of a recipe when single settings are wrong, so that all
-mistakes are reported at once; a rule that reads a wrong setting is left out. What is
-legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the model at hand, in
-`toolkit.plan.rules.models`, what a model config may say in `toolkit.models.spec`; here they
-are only asked.
+If single settings are wrong, the rules run on the rest of the recipe, so that all mistakes are
+reported at once; a rule that reads a wrong setting is skipped. What is legal in `parallel` is
+decided in `toolkit.plan.rules.legality` and, for the model at hand, in
+`toolkit.plan.rules.models`, what a model config may contain in `toolkit.models.spec`; here they
+are only called.
 """
 
 import re
@@ -289,7 +289,7 @@ def _parallel(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
-    """What the model's shape forbids of `parallel`; asked when each is right by itself."""
+    """Settings of `parallel` that the model's shape forbids; checked if each is valid."""
     config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
     if config is None or check_config(config) or legality.problems(parallel, cluster):
         return
@@ -389,7 +389,7 @@ def _fp8(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _computes(device: Gpu, precision: str) -> bool:
-    """Does the device compute in a precision?"""
+    """Whether the device supports the precision."""
     if device.generation == "cpu":
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None

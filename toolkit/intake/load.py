@@ -38,7 +38,7 @@ _STAND_IN: dict[str, Any] = {
     "training": {"sequence_length": 2, "global_batch_size": 1},
     "optimizer": {"learning_rate": 1.0},
 }
-"""Takes the place of required settings that are wrong while the other rules run."""
+"""Placeholder of wrong required settings while the other rules run."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,4 +1,4 @@
-"""What a recipe may say of data that is tokenised while the run trains on it."""
+"""Rules about data that is tokenised while the run trains on it."""
 
 from collections.abc import Iterator
 

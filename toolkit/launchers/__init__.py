@@ -1,4 +1,4 @@
-"""Starting workers: one class per launcher, by the name that a recipe uses."""
+"""Launchers that start the workers: one class each, by its name in a recipe."""
 
 from collections.abc import Callable, Mapping
 

@@ -43,7 +43,7 @@ class AccelerateLauncher(Launcher):
                 fix="pip install accelerate, or launch.launcher: local",
             )
         config = job.run_dir / "launch" / "accelerate.yaml"
-        # For one process, Accelerate sets no rank, by which the guard finds the worker.
+        # For one process, Accelerate sets no rank, which the guard needs to find the worker.
         place = (*_LONE_RANK, f"MASTER_PORT={free_port()}")
         alone = ("--no_python", "env", *place, sys.executable)
         worker = (*alone, *job.train) if job.cluster.gpus_per_node == 1 else job.train
@@ -55,14 +55,14 @@ class AccelerateLauncher(Launcher):
             run_dir=job.run_dir,
             env=worker_env(job),
             grace_s=job.grace_s,
-            # A file, since without one a stray default_config.yaml would decide.
+            # A file, because otherwise a stray default_config.yaml would be read.
             files={config: _config(job.cluster)},
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
         """Start it, without its traceback, and wait; see Launcher."""
         python, _, _, _, *arguments = spec.argv
-        # Accelerate's own --quiet is for the lone process, which has no agent.
+        # Accelerate's own --quiet is for the single process, which has no agent.
         quiet = ("-m", "toolkit.launchers.quiet_agent", "accelerate", "--quiet")
         return run_guarded(replace(spec, argv=(python, *quiet, *arguments)), signals)
 

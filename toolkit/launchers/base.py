@@ -1,7 +1,7 @@
-"""What every launcher shares: the job, the launch specification, its outcome.
+"""Common parts of all launchers: the job, the launch specification, its outcome.
 
-A launcher answers three questions: who supervises the run (`oversees`), what would be
-started (`spec`, printable, with no side effect), and how did it end (`run`).
+A launcher defines who supervises the run (`oversees`), what would be started (`spec`,
+printable, without side effects), and how it ended (`run`).
 """
 
 import math
@@ -31,7 +31,7 @@ RENDEZVOUS_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Left by a launcher around this one, they would send the workers to another run."""
+"""Set by an outer launcher, they would connect the workers to another run."""
 
 SEVERAL_MACHINES = "--launcher torchrun, deepspeed, slurm, kubernetes or ray"
 """What can start processes on other machines, too."""
@@ -42,25 +42,25 @@ PORTS = range(20_000, 32_000)
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher is asked to start."""
+    """The job that a launcher starts."""
 
     run_dir: Path
-    """The run directory: there, or where the workers are to write it."""
+    """The run directory, which exists or is written by the workers."""
     cluster: ClusterSection
     launch: LaunchSection = field(default_factory=LaunchSection)
     name: str = "dmt"
     """The recipe's name."""
     recipe: str = ""
-    """The recipe as YAML with every decision written out, for whoever starts the workers
-    later or elsewhere."""
+    """The recipe as YAML with every decision written out, for workers that start later or
+    elsewhere."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables that the engine wants in every worker."""
+    """Variables that the engine needs in every worker."""
     worker: tuple[str, ...] = ()
-    """What Python runs instead of `dmt train`: a script, or `-m`, a module and arguments."""
+    """Python arguments instead of `dmt train`: a script, or `-m`, a module and arguments."""
 
     @property
     def train(self) -> tuple[str, ...]:
-        """What Python runs on every rank of a run directory that is written."""
+        """Python arguments of every rank if the run directory is written."""
         return self.worker or (*DMT, "train", str(self.run_dir))
 
     @property
@@ -76,26 +76,26 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What is started on this machine."""
+    """The processes to start on this machine."""
 
     argv: tuple[str, ...]
     """The program and its arguments."""
     run_dir: Path
     """Where the workers find their recipe and plan."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Set on top of the present environment, in which no rendezvous variable is left."""
+    """Added to the current environment, without its rendezvous variables."""
     rank_env: tuple[Mapping[str, str], ...] = ({},)
-    """One process is started per entry, with these variables on top of `env`."""
+    """One process is started per entry, with these variables in addition to `env`."""
     grace_s: float = math.inf
-    """How long ranks may take to save and leave when asked to; they are killed then."""
+    """Time that ranks have to save and exit after a stop request, before they are killed."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """Written before anything is started."""
     remote: bool = False
-    """The ranks are not processes below the one that is started here."""
+    """The ranks are not descendants of the process started here."""
     end_signal: signal.Signals = signal.SIGTERM
-    """What ends a remote launcher together with its ranks."""
+    """The signal that ends a remote launcher together with its ranks."""
     hidden: frozenset[str] = frozenset()
-    """Variables of this environment that the process must not have."""
+    """Variables of this environment that the process must not inherit."""
 
     def process_env(self, index: int) -> dict[str, str]:
         """Return the whole environment of process `index`."""
@@ -144,10 +144,10 @@ class Launcher(Protocol):
     """Starts the workers of a run on the machines of a cluster."""
 
     def oversees(self, cluster: ClusterSection) -> bool:  # noqa: ARG002 - others look
-        """Does this one process supervise the whole run?
+        """Whether this process supervises the whole run.
 
-        Then it writes the run directory first, and starts a failed run again. Otherwise
-        machines or a scheduler start it from `Job.recipe`, and restart what failed.
+        Then it writes the run directory first, and restarts a failed run. Otherwise machines or
+        a scheduler start it from `Job.recipe`, and restart failures.
         """
         return True
 
@@ -160,7 +160,7 @@ class Launcher(Protocol):
         ...
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start it, wait, leave no process behind, tell the user why it failed.
+        """Start it, wait, leave no process behind, report why it failed.
 
         A launcher that hands a job to a scheduler does not wait. The caller has written
         the spec's files and entered `signals`, in the main thread. SIGINT, SIGTERM and
@@ -170,7 +170,7 @@ class Launcher(Protocol):
 
 
 DMT = ("-m", "toolkit.cli.main")
-"""The command `dmt`, as what Python runs."""
+"""The command `dmt` as Python arguments."""
 
 
 _OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
@@ -178,7 +178,7 @@ _SETTINGS = (
     *("CUBLAS_", "CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_"),
     *("UCX_", "DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "WANDB_"),
 )
-"""How variables begin that change how ranks compute, communicate and report."""
+"""Prefixes of variables that change how ranks compute, communicate and report."""
 
 
 def settings_here() -> dict[str, str]:
@@ -193,11 +193,11 @@ def settings_here() -> dict[str, str]:
 
 
 ON_PROCESSORS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""A machine may have GPUs, perhaps fewer than ranks, that a recipe for CPUs does not use."""
+"""Hides GPUs, perhaps fewer than ranks, from a recipe for CPUs."""
 
 
 def worker_env(job: Job) -> dict[str, str]:
-    """Return the variables that every worker needs, whatever starts it.
+    """Return the variables that every worker needs under any launcher.
 
     Threads are divided between the machine's processes unless the user set them: PyTorch
     would give each process all cores, and they would slow each other down.

@@ -32,17 +32,18 @@ REMOTE_PROGRAMS: Mapping[str, Mapping[str, str]] = {
     "openmpi": {"mpirun": "openmpi-bin", "ssh": "openssh-client"},
     "slurm": {"srun": "slurm-client"},
 }
-"""By `launch.remote_start`: the programs that it takes here, each with Debian's package."""
+"""By `launch.remote_start`: the programs that it needs here, each with Debian's package."""
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
-"""What survives every shell unquoted. DeepSpeed hands its command to shells as it is."""
+"""Characters that need no quoting in a shell: DeepSpeed passes its command to shells
+unquoted."""
 _SSH = (
     "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 )
-"""ssh alone would wait indefinitely for a machine that is gone."""
+"""By default, ssh waits indefinitely for an unreachable machine."""
 
 
 class DeepSpeedLauncher(Launcher):
-    """The `deepspeed` command, with nothing left to its defaults that could surprise."""
+    """The `deepspeed` command, with explicit values for surprising defaults."""
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command; see Launcher."""
@@ -101,10 +102,10 @@ def _on_several(job: Job) -> LaunchSpec:
             f"--launcher={runner}",
             f"--master_addr={address}",
             f"--master_port={port}",
-            # It ends in a traceback, and knows none of pdsh's options for ssh.
+            # DeepSpeed's own check ends in a traceback, and ignores pdsh's options for ssh.
             "--no_ssh_check",
             "--no_local_rank",
-            # As a script: under Slurm, DeepSpeed forgets that something is a module.
+            # As a script: under Slurm, DeepSpeed ignores that the program is a module.
             *_per_node(runner, job.cluster),
             *(str(_beside_python("dmt")), "train", str(job.run_dir)),
         ),
@@ -120,7 +121,7 @@ def _on_several(job: Job) -> LaunchSpec:
         remote=True,
         # At SIGTERM its runner for pdsh ends every DeepSpeed run of this user there.
         end_signal=signal.SIGKILL if runner == "pdsh" else signal.SIGTERM,
-        # DeepSpeed itself puts these into the command, which everyone can read.
+        # DeepSpeed itself puts these into the command line, which all users can read.
         hidden=frozenset(
             name
             for name in os.environ
@@ -130,7 +131,8 @@ def _on_several(job: Job) -> LaunchSpec:
 
 
 def _check_programs(runner: str) -> None:
-    """Raises BackendUnavailable where what starts processes on other machines is missing."""
+    """Raises BackendUnavailable if the program that starts processes on other machines is
+    missing."""
     for program, package in REMOTE_PROGRAMS[runner].items():
         if which(program) is None:
             raise BackendUnavailable(
@@ -140,7 +142,7 @@ def _check_programs(runner: str) -> None:
 
 
 def _check_paths(job: Job) -> None:
-    """Raises PlanError for a path that a shell would not read as it is."""
+    """Raises PlanError for a path that would need quoting in a shell."""
     places = {
         "the run directory": job.run_dir,
         "this folder": Path.cwd(),
@@ -165,7 +167,7 @@ def _per_node(runner: str, cluster: ClusterSection) -> tuple[str, ...]:
 
 
 def _address(host: str) -> str:
-    """The host, where its name can be resolved: an alias of ssh's may not be."""
+    """The host, if its name can be resolved; an ssh alias may not be."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
@@ -188,9 +190,9 @@ def _users_file() -> dict[str, str]:
 
 
 def _settings_here() -> dict[str, str]:
-    """`settings_here`, which everyone can read in the command of ssh.
+    """`settings_here`, which is visible in the command line of ssh.
 
-    Raises PlanError for a value that a shell would read.
+    Raises PlanError for a value that a shell would interpret.
     """
     chosen = settings_here()
     for name, value in chosen.items():
@@ -242,7 +244,7 @@ def _on_all(spec: LaunchSpec, *command: str) -> "dict[str, subprocess.Popen[str]
 
 
 def _end_by_ssh(spec: LaunchSpec) -> None:
-    """End the ranks that are left of this run, and of no other."""
+    """Terminate the remaining ranks of this run only."""
     # The brackets keep the pattern from matching the shell that carries it.
     pattern = "[t]rain." + re.sub(r"[^\w/-]", ".", str(spec.run_dir)) + "$"
     for one in _on_all(spec, "pkill", "-TERM", "-f", f"'{pattern}'").values():
@@ -264,7 +266,7 @@ def _reach_by_ssh(spec: LaunchSpec) -> None:
 
 
 def _program() -> str:
-    """Return the command that belongs to this Python, else one of the search path."""
+    """Return the command installed with this Python, otherwise one in the search path."""
     return str(_beside_python("deepspeed"))
 
 

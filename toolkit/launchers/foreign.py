@@ -1,4 +1,4 @@
-"""Running another tool's launcher: under DMT's guard here, or with its ranks elsewhere."""
+"""Runs another tool's launcher: under DMT's guard here, or with its ranks elsewhere."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from toolkit.run.ending import events_offset, grace_over
 from toolkit.terminal import tell
 
 _LOOK_S = 2.0
-"""Between two looks into the events of a run whose ranks are elsewhere."""
+"""Interval of polling the events of a run whose ranks are elsewhere."""
 
 
 def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -60,9 +60,9 @@ def _wait(guard: "subprocess.Popen[bytes]", signals: StopSignals) -> int:
 def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -> Outcome:
     """Run a launcher whose ranks are on other machines; see Launcher.
 
-    No signal reaches them: they are asked to stop by a file in the run directory, which
-    rank 0 sees. When a rank says that it failed, the others have ORPHAN_GRACE_S, unless
-    the launcher `restarts` them itself.
+    No signal reaches them: a stop is requested by a file in the run directory, which rank 0
+    polls. After a rank reports a failure, the others have ORPHAN_GRACE_S, unless the launcher
+    `restarts` them itself.
     """
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
     run.stop.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
             asked = True
             tell(STOPPING)
             run.stop.touch()
-            # Ranks that have not begun do not look; nothing of theirs is lost.
+            # Ranks that have not started do not poll it; they lose nothing.
             deadline.start(spec.grace_s if has_started(run.path, offset) else ORPHAN_GRACE_S)
         if not restarts and time.monotonic() - looked_at > _LOOK_S:
             looked_at = time.monotonic()
@@ -95,7 +95,7 @@ def run_remote(spec: LaunchSpec, signals: StopSignals, restarts: bool = False) -
 
 
 def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    """End the launcher and what it started here, and kill it when it does not go."""
+    """Terminate the launcher and its processes here, and kill them if they do not exit."""
     os.killpg(process.pid, number)
     try:
         process.wait(FAILED_GRACE_S)
@@ -105,7 +105,7 @@ def _end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
 
 
 def require_program(launcher: str, spec: LaunchSpec, where: str) -> None:
-    """Raise BackendUnavailable where the scheduler's command is not on this machine."""
+    """Raise BackendUnavailable if the scheduler's command is not on this machine."""
     if which(spec.argv[0]) is None:
         raise BackendUnavailable(
             f"launch.launcher is {launcher}, but there is no `{spec.argv[0]}` here",
@@ -114,7 +114,7 @@ def require_program(launcher: str, spec: LaunchSpec, where: str) -> None:
 
 
 def run_submission(spec: LaunchSpec) -> Outcome:
-    """Hand a job to a scheduler; returns when it has taken it, or refused."""
+    """Submit a job to a scheduler; returns when it is accepted or refused."""
     done = subprocess.run(spec.argv, env=spec.process_env(0), check=False)
     if done.returncode:
         reason = f"{spec.argv[0]} ended with code {done.returncode}"

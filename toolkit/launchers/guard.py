@@ -1,11 +1,10 @@
-"""`python -m toolkit.launchers.guard GRACE_S COMMAND…`: a foreign launcher, and no orphan.
+"""`python -m toolkit.launchers.guard GRACE_S COMMAND…`: runs another launcher without orphans.
 
-torchrun and deepspeed differ in what they do with signals: deepspeed's runner dies alone
-on SIGTERM and leaves its workers, both kill workers that take longer than 30 s to save,
-and nobody stops the workers when the launcher is killed. So this process stands between:
-it signals the workers themselves, once each, and at the end no descendant is left. Its
-standard input is a pipe from DMT's launcher; when that is killed, the pipe closes.
-SIGTERM asks it to stop the workers in good order, SIGUSR2 to kill them.
+torchrun and deepspeed differ in their handling of signals: deepspeed's runner exits on SIGTERM
+without its workers, both kill workers that take longer than 30 s to save, and nothing stops the
+workers if the launcher is killed. So this process signals the workers itself, once each, and
+leaves no descendant at the end. Its standard input is a pipe from DMT's launcher; when that is
+killed, the pipe closes. SIGTERM requests a graceful stop of the workers, SIGUSR2 kills them.
 """
 
 import math
@@ -36,11 +35,11 @@ from toolkit.run.ending import grace_over
 from toolkit.terminal import tell
 
 _LOOK_S = 1.0
-"""Between two looks for ranks that stand still."""
+"""Interval of checking for stopped ranks."""
 
 
 class Guard:
-    """One foreign launcher and all processes below it."""
+    """Another tool's launcher and all its descendants."""
 
     def __init__(self, command: Sequence[str], grace_s: float) -> None:
         self._grace_s = grace_s
@@ -67,7 +66,7 @@ class Guard:
         self._parent_gone.set()
 
     def wait(self, signals: StopSignals) -> int:
-        """Return the foreign launcher's code when it and all its workers have ended."""
+        """Return the launcher's exit code after it and all its workers have exited."""
         while self._process.poll() is None:
             if signals.stop_requested or self._parent_gone.is_set():
                 self._start_grace()
@@ -87,9 +86,9 @@ class Guard:
         self._deadline.start(ORPHAN_GRACE_S if orphaned else self._grace_s)
 
     def _wake_stopped(self) -> None:
-        """Wake ranks that were asked to end and stand still; kill them after a while.
+        """Wake stopped ranks that were asked to end; kill them after a while.
 
-        Those that this process asked have the grace: they are to save.
+        Those that this process asked get the grace period to save.
         """
         if time.monotonic() - self._looked_at < _LOOK_S:
             return
@@ -106,7 +105,7 @@ class Guard:
                 worker.kill()
 
     def _stop_workers(self) -> None:
-        """Ask every worker once; those that are still to be started, when they appear."""
+        """Signal every worker once; those that are not started yet, when they appear."""
         for worker in workers():
             if worker.pid not in self._signalled:
                 self._signalled.add(worker.pid)
@@ -114,7 +113,7 @@ class Guard:
                     worker.send_signal(signal.SIGTERM)
 
     def _end_leftovers(self) -> None:
-        """End workers that the foreign launcher left: ask, wait, kill."""
+        """End workers that the launcher left behind: signal, wait, kill."""
         self._deadline.start(ORPHAN_GRACE_S)
         while list(workers()) and not self._deadline.passed:
             self._stop_workers()
@@ -124,7 +123,7 @@ class Guard:
 
 
 def workers() -> Iterator[psutil.Process]:
-    """Yield the processes that a launcher gave a rank, not those that they started."""
+    """Yield the rank processes, without their children."""
     below = [*psutil.Process().children()]
     while below:
         process = below.pop()

@@ -1,4 +1,4 @@
-"""From a decided run to the job that a launcher is asked to start."""
+"""Builds a launcher's job from a planned run."""
 
 import os
 
@@ -10,15 +10,14 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment
 
 EXPANDABLE = "expandable_segments:True"
-"""Segments of GPU memory that grow, where others leave gaps that no tensor fits into
-(docs/gpu.md#memory-that-is-reserved)."""
+"""Expandable segments of GPU memory avoid fragmentation (docs/gpu.md#reserved-memory)."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""torch reads the first of the latter two that is there, and otherwise the first
+"""torch reads the first of the last two that is set, and otherwise the first one
 (c10/cuda/CUDAAllocatorConfig.h)."""
 
 
 def gpu_variables(recipe: Recipe) -> dict[str, str]:
-    """What every worker on a GPU gets, whatever its engine; the user's own values stay."""
+    """Variables of every worker on a GPU, for all engines; the user's own values are kept."""
     if recipe.cluster.gpu == "cpu":
         return {}
     fixed = deterministic.variables(os.environ) if recipe.training.deterministic else {}
@@ -27,7 +26,7 @@ def gpu_variables(recipe: Recipe) -> dict[str, str]:
 
 
 def expandable_segments(recipe: Recipe) -> bool:
-    """Whether a worker's allocator is set up that way, by this environment or a launch."""
+    """Whether a worker's allocator uses them, set by this environment or a launch."""
     settings = {**os.environ, **gpu_variables(recipe)}
     return any(EXPANDABLE in settings.get(name, "") for name in _ALLOCATOR)
 
@@ -35,8 +34,8 @@ def expandable_segments(recipe: Recipe) -> bool:
 def job_of(assignment: Assignment, settle: bool = False) -> Job:
     """The job of a run.
 
-    Whoever plans its recipe again decides the same. `settle` writes the decisions out, which
-    were made with what only this machine knows: a cluster file.
+    Planning its recipe again gives the same plan. `settle` writes the decisions out, because
+    they depend on a cluster file that only this machine has.
     """
     recipe, plan = assignment.recipe, assignment.plan
     return Job(

@@ -1,8 +1,8 @@
 """`kubernetes`: a PyTorchJob of Kubeflow's training operator in which every pod runs
 `dmt launch`.
 
-The manifest is data, not text: nothing of the recipe is read by a shell. The recipe travels
-in a ConfigMap, secrets in a Secret that the user made.
+The manifest is data, not text: no part of the recipe is interpreted by a shell. The recipe is
+passed in a ConfigMap, secrets in a Secret that the user created.
 """
 
 import re
@@ -23,11 +23,11 @@ from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
 PORT = 29400
-"""Where the pods meet, on the first of them."""
+"""The rendezvous port, on the first pod."""
 CONFIG = PurePosixPath("/etc/dmt")
-"""Where the containers have the recipe."""
+"""The recipe's path in the containers."""
 DEFAULT_GRACE_S = 600
-"""How long a pod may take to save and leave, where the recipe says nothing."""
+"""Default time that a pod has to save and exit."""
 
 _LONGEST_NAME = 30
 """Ours has 11 characters more; the operator adds up to 22 for the pods, which may have 63."""
@@ -67,7 +67,7 @@ class KubernetesLauncher:
 def pytorch_job(job: Job) -> Manifest:
     """The PyTorchJob (kubeflow.org/v1): one pod a machine.
 
-    Raises PlanError for a setting that the cluster needs and the recipe does not state.
+    Raises PlanError if a required setting is missing in the recipe.
     """
     settings = job.launch.kubernetes
     for key in ("image", "volume_claim"):
@@ -161,8 +161,8 @@ def _metadata(job: Job) -> Manifest:
 
 
 def _name(job: Job) -> str:
-    """The recipe's name as Kubernetes allows it, and which recipe and run directory it is:
-    no job ever starts with the ConfigMap of another."""
+    """The recipe's name in Kubernetes' format, with a hash of recipe and run directory, so that
+    no job starts with the ConfigMap of another."""
     plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
     which_ = sha256(f"{job.run_dir.name}\n{_portable(job.recipe)}".encode()).hexdigest()
     return f"dmt-{plain}-{which_[:6]}"
@@ -170,7 +170,7 @@ def _name(job: Job) -> str:
 
 def _yaml(documents: list[Manifest]) -> str:
     yaml = YAML()
-    yaml.representer.ignore_aliases = lambda _: True  # kubectl reads them, people do not
+    yaml.representer.ignore_aliases = lambda _: True  # read by kubectl, not by people
     text = StringIO()
     yaml.dump_all(documents, text)
     return text.getvalue()

@@ -40,8 +40,8 @@ from toolkit.terminal import tell
 class LocalLauncher(Launcher):
     """One process per rank, each with its rank in the environment.
 
-    Rank 0 has the terminal; what other ranks print goes to logs/rank-N.log. When one rank
-    fails, the others are asked to end and killed after FAILED_GRACE_S. When the launcher is
+    Rank 0 has the terminal; the output of other ranks goes to logs/rank-N.log. If one rank
+    fails, the others are terminated, and killed after FAILED_GRACE_S. If the launcher is
     killed, the kernel kills the ranks.
     """
 
@@ -93,7 +93,7 @@ class _Ranks:
             self.kill()
             raise
         self._descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        # Threads only now: no process is forked any more.
+        # Threads start only now, after the last fork.
         for rank, process in enumerate(self._processes):
             if process.stdout is not None:
                 copier = threading.Thread(
@@ -125,16 +125,16 @@ class _Ranks:
         codes = [process.returncode for process in self._processes]
         if self._failed:
             seen = self._failed
-            if not self._killed:  # a rank that is large may die after those that lost it
+            if not self._killed:  # a large rank may be reaped after those that lost it
                 seen = [*seen, *(RankExit(r, c) for r, c in enumerate(codes) if c == -SIGKILL)]
             if codes[0] in USER_CODES and codes[0] == seen[0].code:
-                seen = [RankExit(0, codes[0])]  # found by all ranks, and told by this one
+                seen = [RankExit(0, codes[0])]  # found by all ranks, reported by this one
             return report_failure(self._run_dir, self._offset, seen)
         return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
 
     def _sleep_until_exit(self) -> None:
-        # Wakes at once: the rank that failed first must be seen before those that fail
-        # milliseconds later because it is gone.
+        # Wakes immediately: the rank that failed first must be seen before those that fail
+        # milliseconds later because they lost it.
         poll = select.poll()
         for process, descriptor in zip(self._processes, self._descriptors, strict=True):
             if process.returncode is None:
@@ -142,15 +142,15 @@ class _Ranks:
         poll.poll(POLL_S * 1000)
 
     def _note_failure(self) -> None:
-        """Remember the ranks that failed first, and ask the others to end."""
+        """Record the ranks that failed first, and terminate the others."""
         if self._failed:
             return
         harmless = {None, EXIT_DONE, EXIT_RESUMABLE}
         if self._stopping:
-            # Asked to stop before it listened: there was nothing to save yet.
+            # Stopped before its handler was set: there was nothing to save yet.
             harmless.add(-signal.SIGTERM)
         if any(process.poll() not in harmless for process in self._processes):
-            # Asked again: a rank that ends because it lost another is seen after that one.
+            # Checked again: a rank that exits because it lost another is seen after that one.
             codes = [process.poll() for process in self._processes]
             self._failed = [
                 RankExit(r, c) for r, c in enumerate(codes) if c and c not in harmless
@@ -172,7 +172,7 @@ class _Ranks:
 
     def _terminate(self) -> None:
         for process in self._processes:
-            process.send_signal(signal.SIGTERM)  # Does nothing when it has ended.
+            process.send_signal(signal.SIGTERM)  # No effect if it has exited.
 
     def close(self) -> None:
         """Leave no process and no descriptor behind."""
@@ -181,7 +181,7 @@ class _Ranks:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """Kill the ranks that are left and, of all ranks, the children in the process group."""
+        """Kill the remaining ranks, and the children of all ranks in the process group."""
         self._killed = True
         for process in self._processes:
             with suppress(ProcessLookupError):  # No process of that group is left.

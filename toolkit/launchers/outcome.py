@@ -1,4 +1,4 @@
-"""How a run ended: exit codes of its ranks, and what to show of a failed one."""
+"""The outcome of a run: exit codes of its ranks, and the message of a failed one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from toolkit.run.ending import PEER_LOST, cause_of
 from toolkit.terminal import tell
 
 USER_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
-"""Of mistakes and lacks, which a worker tells in full."""
+"""Codes of mistakes and missing parts, which a worker reports itself."""
 _TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 
@@ -45,27 +45,28 @@ class RankExit:
 
 
 def failure_code(code: int) -> int:
-    """Map a failed rank's code: a worker's user error (2) and lack (3) stay, the rest is 4."""
+    """Map a failed rank's code: user error (2) and missing parts (3) stay, the rest is 4."""
     return code if code in USER_CODES else EXIT_FAILED
 
 
 def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
-    """Name the rank and show the end of its log.
+    """Name the failed rank and show the end of its log.
 
-    Rank 0 has the terminal: what it printed there is not printed again. `offset`: where
-    the events of this launch begin. `seen`: the ranks that were seen to fail first. Those
-    among them that only lost another are not named where one is that did not, or says why.
+    Rank 0 has the terminal: its output there is not printed again. `offset`: where the events
+    of this launch begin. `seen`: the ranks that were seen to fail first. Ranks that only lost
+    another are not named if another one failed by itself or reported a reason.
     """
     events = jsonl.read(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
-    # NCCL's own thread aborts a rank that lost another: who failed differently is the cause.
+    # NCCL's own thread aborts a rank that lost another: a rank that failed differently is the
+    # cause.
     causes.sort(key=lambda rank: rank.code == -SIGABRT)
     failed = causes[0] if causes else _first_failure(events) or seen[0]
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return Outcome(failure_code(failed.code), failed.describe())
     log = RunDirectory(run_dir).rank_log(failed.rank)
     if failed.code in USER_CODES and _told(events, failed):
-        if not _lost_another(events, RankExit(0, failed.code)):  # else rank 0 has shown it
+        if not _lost_another(events, RankExit(0, failed.code)):  # otherwise rank 0 has shown it
             tell(f"error: {cause_of(run_dir, offset)}")
         tell(f"{failed.describe()}; its log is {log}")
         return Outcome(failure_code(failed.code), failed.describe())
@@ -76,7 +77,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
 
 
 def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
-    """Did the rank itself say why it failed, or did it die silently?"""
+    """Whether the rank reported why it failed, or died silently."""
     return any(
         _is_end(event, failed.code) and event.get("rank") == failed.rank and "error" in event
         for event in events
@@ -100,15 +101,14 @@ def _tail(path: Path) -> str:
 def outcome_from_events(
     run_dir: Path, offset: int, launcher_code: int, stop_requested: bool
 ) -> Outcome:
-    """Say how a run ended that a foreign launcher started.
+    """Report how a run under another launcher ended.
 
-    torchrun and deepspeed do not hand on which rank ended how, so the workers' own `end`
-    events name the first failure. A worker that saved and stopped means a stopped run
-    only when the stop was asked for here: these launchers also stop the other workers
-    when one was killed.
+    torchrun and deepspeed do not report which rank ended how, so the workers' own `end` events
+    name the first failure. A worker that saved and stopped means a stopped run only if the stop
+    was requested here: these launchers also stop the other workers if one was killed.
     """
     if launcher_code == EXIT_DONE:
-        return Outcome(EXIT_DONE)  # after restarts of its own, perhaps
+        return Outcome(EXIT_DONE)  # perhaps after its own restarts
     events = _since_last_start(jsonl.read(RunDirectory(run_dir).events, offset))
     if failed := _first_failure(events):
         return report_failure(run_dir, offset, [failed])
@@ -124,18 +124,18 @@ def outcome_from_events(
 
 
 def _since_last_start(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """What happened since the launcher itself last started the ranks again."""
+    """Events since the launcher's own last restart."""
     starts = [index for index, event in enumerate(events) if event.get("kind") == "start"]
     return events[starts[-1] :] if starts else events
 
 
 def has_failed(run_dir: Path, offset: int) -> bool:
-    """Has a rank of this launch said that it failed?"""
+    """Whether a rank of this launch has reported a failure."""
     return _first_failure(jsonl.read(RunDirectory(run_dir).events, offset)) is not None
 
 
 def has_started(run_dir: Path, offset: int) -> bool:
-    """Have the ranks of this launch begun to train?"""
+    """Whether the ranks of this launch have started training."""
     events = jsonl.read(RunDirectory(run_dir).events, offset)
     return any(event.get("kind") == "start" for event in events)
 
@@ -145,7 +145,7 @@ def _is_end(event: Mapping[str, Any], exit_code: int) -> bool:
 
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
-    """The first rank that said why it failed, else the first that lost another."""
+    """The first rank that reported why it failed, otherwise the first that lost another."""
     ends = [event for event in events if event.get("kind") == "end"]
     failed = [e for e in ends if e.get("exit_code") not in (EXIT_DONE, EXIT_RESUMABLE, None)]
     failed.sort(key=lambda event: event.get("error") == PEER_LOST)

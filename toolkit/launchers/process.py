@@ -1,4 +1,4 @@
-"""Processes that do not outlive their launcher, and signals that reach them once."""
+"""Processes that do not outlive their launcher, and signals that are delivered once."""
 
 import ctypes
 import math
@@ -15,11 +15,11 @@ from toolkit.handlers import handling
 from toolkit.run.ending import STACKS_SIGNAL
 
 FAILED_GRACE_S = 5.0
-"""How long the other ranks have after one failed: they cannot save any more."""
+"""Grace period of the other ranks after one failed: they cannot save any more."""
 ORPHAN_GRACE_S = 30.0
-"""How long ranks have to save when their launcher has died and the recipe sets no limit."""
+"""Grace period for saving if the launcher has died and the recipe sets no limit."""
 STACKS_S = 0.5
-"""How long a rank has to write its stacks."""
+"""Time that a rank has to write its stacks."""
 POLL_S = 0.05
 STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _INTERRUPTS_TO_KILL = 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Loaded here: between fork and exec nothing may be imported or looked up.
+# Loaded here: nothing may be imported between fork and exec.
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None]:
@@ -40,8 +40,8 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
-        # Foreign launchers have no answer to this signal and would end at once; neither
-        # should a worker that has not set its handler yet.
+        # Other launchers do not handle this signal and would exit at once, and so would a
+        # worker before it has set its handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:  # It died before the line above.
@@ -56,10 +56,11 @@ def adopt_orphans() -> None:
 
 
 def wake_if_stopped(pid: int) -> bool:
-    """Let a rank show where it stands and end, if SIGSTOP froze it and SIGTERM waits for it.
+    """Make a rank write its stacks and exit, if it is stopped by SIGSTOP with a pending
+    SIGTERM.
 
-    It would neither save nor leave, and foreign launchers wait 30 s for it to do so. True
-    when that was so.
+    It would neither save nor exit, and other launchers wait 30 s for it. True if it was in that
+    state.
     """
     with suppress(OSError, KeyError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -72,7 +73,7 @@ def wake_if_stopped(pid: int) -> bool:
 
 
 def show_stacks(pids: Iterable[int]) -> None:
-    """Let ranks that are about to be killed write where they stand; takes STACKS_S."""
+    """Let ranks that are about to be killed write their stacks; takes STACKS_S."""
     for pid in pids:
         with suppress(OSError):
             _ask_for_stacks(pid)
@@ -85,7 +86,7 @@ def _ask_for_stacks(pid: int) -> None:
 
 
 class StopSignals:
-    """While entered, the signals that stop a job only set flags; a loop looks at them.
+    """While entered, the signals that stop a job only set flags, which a loop polls.
 
     SIGUSR1 is among them: SLURM sends it ahead of a time limit (`--signal=USR1@120`).
     """
@@ -98,7 +99,7 @@ class StopSignals:
 
     @property
     def kill_requested(self) -> bool:
-        """True from the third SIGINT on: the user does not want to wait any more."""
+        """True from the third SIGINT on: the user wants to exit immediately."""
         return self._interrupts >= _INTERRUPTS_TO_KILL
 
     def __enter__(self) -> "StopSignals":
@@ -127,5 +128,5 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """True when it is over."""
+        """True if it has passed."""
         return time.monotonic() >= self._at

@@ -2,10 +2,9 @@
 
     python -m toolkit.launchers.quiet_agent torchrun|accelerate ARGUMENTS
 
-It ends with a traceback of its own whenever a rank ends with another code than 0, also when
-that rank saved and stopped or reported a user error, and when machines cannot reach
-each other. Here the workers' messages stand alone, and the first failed rank's exit code is
-handed on.
+The agent prints its own traceback whenever a rank exits with a nonzero code, even if that rank
+saved and stopped or reported a user error, and if machines cannot reach each other. Here only
+the workers' messages are shown, and the first failed rank's exit code is returned.
 """
 
 import os
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ENDS = "DMT_AGENT_ENDS"
-"""Names the folder in which workers leave the codes that their agent must not see."""
+"""Variable with the folder where workers write the exit codes that their agent must not see."""
 
 
 def _torchrun(arguments: Sequence[str]) -> None:
@@ -73,10 +72,10 @@ def main(program: str, arguments: Sequence[str]) -> int:
 
 
 def told_the_agent(code: int) -> int:
-    """The code with which a worker leaves: 0 where the agent must not start it again.
+    """The exit code of a worker: 0 if the agent must not restart it.
 
-    An agent takes every other code for a failure: also a stop in good order (75), and what
-    the user has to fix (2, 3). The true code is left for `main`.
+    An agent treats every other code as a failure, including a graceful stop (75) and user
+    errors (2, 3). The true code is written for `main`.
     """
     folder = os.environ.get(ENDS)
     if folder is None or code not in (EXIT_RESUMABLE, EXIT_USER_ERROR, EXIT_UNAVAILABLE):
@@ -86,7 +85,7 @@ def told_the_agent(code: int) -> int:
 
 
 def _root_cause(error: "ChildFailedError") -> RankExit:
-    """The rank that was killed, if one was: the others fail for want of it."""
+    """The killed rank, if there is one: the others fail because they lost it."""
     failures = [RankExit(rank, failure.exitcode) for rank, failure in error.failures.items()]
     killed = [failure for failure in failures if failure.code < 0]
     rank, first = error.get_first_failure()

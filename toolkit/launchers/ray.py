@@ -1,4 +1,4 @@
-"""`ray`: a Ray Train job whose workers are the ranks; Ray restarts what failed."""
+"""`ray`: a Ray Train job whose workers are the ranks; Ray restarts failed ones."""
 
 import importlib.util
 import sys

@@ -1,8 +1,8 @@
 """The driver of `launcher: ray`: `python -m toolkit.launchers.ray_job --recipe FILE …`.
 
-Every Ray Train worker runs one rank as a process of its own, so that signals, exit codes
-and a rank's end are what they are under any launcher. A failed rank fails its worker, and
-Ray starts all of them again; a mistake of the user's does not.
+Every Ray Train worker runs one rank in a separate process, so that signals, exit codes and
+termination work as under any launcher. A failed rank fails its worker, and Ray restarts all of
+them; a user's mistake does not.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class _OwnProcessGroup(TorchConfig):
 
 
 class Mailbox:
-    """What driver and workers tell each other; an actor of its own."""
+    """The mailbox of driver and workers; a separate actor."""
 
     def __init__(self) -> None:
         self._stopping = False
@@ -59,7 +59,7 @@ class Mailbox:
         self._said: list[str] = []
 
     def stop(self) -> None:
-        """Ask every rank to save and leave."""
+        """Request that every rank saves and exits."""
         self._stopping = True
 
     def begin(self) -> None:
@@ -67,17 +67,17 @@ class Mailbox:
         self._codes.clear()
 
     def say(self, lines: list[str]) -> bool:
-        """Leave what a rank printed for the driver; returns whether ranks are to stop."""
+        """Post a rank's output for the driver; returns whether ranks have to stop."""
         self._said += lines
         return self._stopping
 
     def said(self) -> list[str]:
-        """Take what ranks printed."""
+        """Take the ranks' output."""
         lines, self._said = self._said, []
         return lines
 
     def ended(self, code: int) -> None:
-        """Note a rank's exit code."""
+        """Record a rank's exit code."""
         self._codes.append(code)
 
     def code(self) -> int:
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
         code = EXIT_FAILED
         tell(f"error: Ray gave up: {_first_line(error)}")
     over.set()
-    courier.join()  # A call after the end would start another Ray.
+    courier.join()  # A call after the end would start a new Ray.
     ray.shutdown()
     return code
 
@@ -213,7 +213,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _connected(asked: argparse.Namespace) -> bool:
     """Join or start Ray; report why it cannot run the ranks."""
-    # Of all that Ray's processes print, the user is shown what rank 0 does.
+    # Only rank 0's output is shown, of all that Ray's processes print.
     try:
         ray.init(
             address=asked.address or "local",
@@ -236,14 +236,14 @@ def _connected(asked: argparse.Namespace) -> bool:
 
 
 def _lacking(ranks: int, gpu: bool) -> str:
-    """What Ray does not have of what the ranks ask for; empty where it has all."""
+    """The resources of the ranks that Ray lacks; empty if it has all."""
     what = "GPU" if gpu else "CPU"
     there = int(ray.cluster_resources().get(what, 0))  # type: ignore[no-untyped-call]
     return f"{ranks} ranks need a {what} each, Ray has {there}" if there < ranks else ""
 
 
 def _carry(stop: Path, mailbox: Any, over: threading.Event) -> None:
-    """Between launcher and ranks: what they print, and the request to stop."""
+    """Passes output and stop requests between launcher and ranks."""
     asked = last = False
     while not last:
         last = over.wait(_POLL_S)

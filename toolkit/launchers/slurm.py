@@ -1,7 +1,7 @@
 """`slurm`: a batch job in which every machine runs `dmt launch`.
 
-The job's script holds no decision: it names the machine where the others meet, passes
-Slurm's warning on to the run, and queues the job again when the run stopped before its end.
+The job's script makes no decisions: it sets the rendezvous machine, passes Slurm's warning on
+to the run, and requeues the job if the run stopped before its end.
 """
 
 import shlex
@@ -16,7 +16,7 @@ from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
 _UNQUOTABLE = frozenset('"\\%\n')
-"""What Slurm would take for something else in a quoted path of a directive."""
+"""Characters with a special meaning for Slurm in a quoted path of a directive."""
 
 
 class SlurmLauncher:
@@ -49,7 +49,7 @@ class SlurmLauncher:
         """Submit; raises BackendUnavailable without `sbatch`."""
         del signals
         require_program("slurm", spec, "on a machine of the cluster")
-        # Slurm does not make the folder of a job's output; the job would die silently.
+        # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if "--cpus-per-task" not in spec.printable():
             tell("launch.slurm.cpus_per_node is not set: Slurm's default may be 1 processor")
@@ -69,10 +69,10 @@ def _directives(job: Job) -> Iterator[str]:
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time_limit,
-        # To the script alone (B), which passes it on.
+        # Only to the script (B), which passes it on.
         "signal": f"B:USR1@{slurm.stop_before_s}",
         "cpus-per-task": slurm.cpus_per_node,
-        # Every job of an array has a number (%j) of its own; %A_%a means nothing outside one.
+        # Every job of an array has its own id (%j); %A_%a is undefined outside an array.
         "output": f'"{job.run_dir}/logs/slurm-%j.log"',
         "open-mode": "append",
     }

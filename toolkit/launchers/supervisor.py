@@ -1,4 +1,4 @@
-"""`--max-restarts`: a run that failed is started again, as long as that gets it further."""
+"""`--max-restarts`: restarts a failed run, as long as it makes progress."""
 
 import os
 import subprocess
@@ -28,11 +28,11 @@ _PROBE = "import torch; torch.ones(8, device='cuda').sum().item()"
 def supervise(
     launcher: Launcher, spec: LaunchSpec, again: Callable[[], LaunchSpec], max_restarts: int
 ) -> int:
-    """Run `spec`; when it fails, run `again()`. Returns an exit code of errors.py.
+    """Run `spec`; if it fails, run `again()`. Returns an exit code of errors.py.
 
-    At most `max_restarts` times in a row without a newer checkpoint than before. Only a
-    failure (4) is retried, not what the user has to fix, nothing after a signal, and no
-    failure for which a rank reported that another start would not help.
+    At most `max_restarts` times in a row without a newer checkpoint than before. Only a failure
+    (4) is retried: not a user error, nothing after a signal, and no failure that a rank
+    reported as not retryable.
     """
     run = RunDirectory(spec.run_dir)
     attempt = 0
@@ -62,7 +62,8 @@ def supervise(
             if signals.stop_requested:
                 return _stopped(step)
             spec = again()
-            # From `ended_at` on the time is the restart's: the pause and asking the GPUs, too.
+            # From `ended_at` on, the time belongs to the restart, including the pause and the
+            # GPU check.
             fields = {"attempt": attempt, "reason": reason, "from_step": step}
             EventLog(run.events).write("restart", time=ended_at, **fields)
 
@@ -87,9 +88,10 @@ def newest_step(checkpoints: Path) -> int:
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
-    """Why a launch failed, in a line: a hang, else what a rank said, else the launcher's word.
+    """Why a launch failed, in one line: a hang, otherwise a rank's error, otherwise the
+    launcher's reason.
 
-    A rank that was killed says nothing, but its peers say that they lost it.
+    A killed rank reports nothing, but its peers report that they lost it.
     """
     hangs = [event for event in events if event.get("kind") == "hang"]
     if hangs:
@@ -108,7 +110,7 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
 
 
 def _silent(events: Sequence[Mapping[str, Any]]) -> str:
-    """The rank that left without a message, if there is exactly one."""
+    """The rank that exited without a message, if there is exactly one."""
     worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     heard = {event.get("rank") for event in _ends(events)}
     silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
@@ -144,9 +146,9 @@ def visible_gpus(planned: int) -> list[str]:
 
 
 def working_gpus(planned: int) -> list[str]:
-    """Which GPUs compute something, by their names in CUDA_VISIBLE_DEVICES.
+    """The working GPUs, by their names in CUDA_VISIBLE_DEVICES.
 
-    Each is asked in a process of its own: one that is broken may hang or crash whoever asks.
+    Each is tested in a separate process, because a broken one may hang or crash it.
     """
     probes = {
         name: subprocess.Popen(
@@ -167,5 +169,5 @@ def _succeeds(probe: "subprocess.Popen[bytes]", deadline: float) -> bool:
     except subprocess.TimeoutExpired:
         probe.kill()
         with suppress(subprocess.TimeoutExpired):
-            probe.wait(1.0)  # No longer: in a driver's call that hangs, it does not die.
+            probe.wait(1.0)  # no longer: a hanging driver call cannot be killed
         return False

@@ -1,4 +1,4 @@
-"""`launch/slurm/` and `launch/kubernetes/`: jobs to begin with, written by the launchers.
+"""`launch/slurm/` and `launch/kubernetes/`: example jobs, written by the launchers.
 
 python -m toolkit.launchers.templates            write them
 python -m toolkit.launchers.templates --check    exit 1 when one is not current

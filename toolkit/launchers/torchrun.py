@@ -1,8 +1,8 @@
 """`torchrun`: PyTorch's elastic launcher, one agent on each machine.
 
-On one machine, `dmt launch` writes the run directory and starts a failed run again. On
-several, it is started on each of them; the agents find each other at
-`launch.rendezvous`, rank 0 plans, and the agents restart what failed.
+On one machine, `dmt launch` writes the run directory and restarts a failed run. On several, it
+is started on each of them; the agents meet at `launch.rendezvous`, rank 0 plans, and the agents
+restart failures.
 """
 
 import importlib.util

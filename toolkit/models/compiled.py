@@ -1,8 +1,8 @@
-"""Decoder layers of transformers' models, compiled by torch: a graph for each batch shape.
+"""Compiles decoder layers of transformers' models with torch: one graph for each batch shape.
 
-Every layer is compiled whole (`fullgraph`), as torchtitan compiles its blocks, and for one
-shape at a time: a graph depends on nothing that ran before, so a resumed run has the same ones.
-Layers that compute alike share their graphs.
+Every layer is compiled as one graph (`fullgraph`), as torchtitan compiles its blocks, for one
+static shape at a time: a graph does not depend on earlier shapes, so a resumed run has the same
+ones. Identical layers share their graphs.
 """
 
 import os
@@ -26,10 +26,9 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
-    """Compile `model`'s decoder layers; nothing where `parts` is `none`.
+    """Compile `model`'s decoder layers; does nothing if `parts` is `none`.
 
-    Names, parameters and hooks stay as they are: only what a call runs is another.
-    Raises PlanError for a model without layers.
+    Names, parameters and hooks do not change. Raises PlanError for a model without layers.
     """
     if parts == "none":
         return
@@ -48,10 +47,10 @@ def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
 
 
 def prepare() -> None:
-    """Let this process compile as this module says, whoever asks torch to.
+    """Configure torch.compile in this process.
 
-    Kernels are kept in a folder that is this user's alone, where `TORCHINDUCTOR_CACHE_DIR`
-    names no other: torch's default lies where all users write.
+    Kernels are cached in a folder that only this user may write, unless
+    `TORCHINDUCTOR_CACHE_DIR` names another: all users can write to torch's default.
     """
     os.environ.setdefault(_FOLDER, str(private_folder("inductor")))
     settings: Any = torch._dynamo.config
@@ -61,13 +60,14 @@ def prepare() -> None:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """A block in which compiled layers run as they are, and nothing is compiled."""
+    """Context in which compiled layers run eagerly, and nothing is compiled."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def explain_failures(setting: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: PlanError for what torch cannot compile for this setting of `kernels`."""
+    """A decorator: raises PlanError if torch cannot compile a layer for this setting of
+    `kernels`."""
 
     def explaining(compute: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(compute)

@@ -1,7 +1,8 @@
-"""Is a Hugging Face config dict one that transformers can build? Every mistake at once.
+"""Checks that transformers can build a Hugging Face config dict, and reports every mistake.
+Nothing here raises:
 
-Nothing here raises: whatever the values are, the answer is a list of problems, and an
-empty list means that `families.model_spec` may be called.
+for any values, the result is a list of problems, and an empty list means that
+`families.model_spec` may be called.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +34,8 @@ _OR_GENERIC = (
     ", or another causal language model of transformers, which trains with parallel.model hf"
 )
 _LOOKED_UP = 100
-"""Unknown keys that are compared with the known ones; more of them would take seconds."""
+"""Maximum number of unknown keys that are compared with the known ones; more would take
+seconds."""
 
 
 def check_config(config: Mapping[str, object]) -> list[Problem]:
@@ -48,14 +50,14 @@ def check_config(config: Mapping[str, object]) -> list[Problem]:
     problems = _check_keys(settings)
     wrong = {settings.family.name_of(problem.key) for problem in problems}
     for names, check in _JOINT_CHECKS:
-        # A joint rule over a value that is wrong by itself would only add noise.
+        # A joint rule over an invalid value would only add noise.
         if not wrong & set(map(settings.family.name_of, names)):
             problems.extend(check(settings))
     return problems
 
 
 def _check_generic(config: Mapping[str, object]) -> list[Problem]:
-    """What transformers' own config class says of a model without a family file."""
+    """Problems of transformers' own config class, for a model without a family file."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types():
         found = shown(model_type) if "model_type" in config else "nothing"
@@ -73,7 +75,7 @@ def _check_generic(config: Mapping[str, object]) -> list[Problem]:
 
 
 def _refused(settings: Settings, error: Exception) -> Problem:
-    """What a config class of transformers objects to, under the key that it names."""
+    """The error of a transformers config class, under the key that it names."""
     text = " ".join(str(error).split())
     named = search(r"[Ff]ield '(\w+)'|`(\w+)`", text)
     key = next((name for name in named.groups() if name), "") if named else ""
@@ -83,7 +85,7 @@ def _refused(settings: Settings, error: Exception) -> Problem:
 
 
 def _check_kind(config: "PretrainedConfig") -> Iterable[Problem]:
-    """DMT trains decoders that see the past and text alone."""
+    """DMT trains causal text decoders only."""
     towers = [name for name in config.sub_configs if search("vision|audio|vq|text_enc", name)]
     if towers:
         found = f"{config.model_type!r}, which has {', '.join(towers)} besides its text model"
@@ -131,7 +133,7 @@ def _unknown_key(name: object, family: Family, *, look_up: bool) -> Problem:
 
 
 def _check_latent(settings: Settings) -> Iterable[Problem]:
-    """Of latent attention: a key and value for each head, and what transformers computes."""
+    """Rules of latent attention: a key and value for each head, and transformers' limits."""
     heads, turned = settings["num_attention_heads"], settings["qk_rope_head_dim"]
     if turned is None:
         return
@@ -175,7 +177,7 @@ def _check_kv_heads(settings: Settings) -> Iterable[Problem]:
 
 
 def _check_rotary_share(settings: Settings) -> Iterable[Problem]:
-    """A family may turn only a share of each head; it must be a whole number of pairs."""
+    """A family may rotate only a share of each head; it must be a whole number of pairs."""
     rope = settings["rope_parameters"] or settings["rope_scaling"] or {}
     inner = rope.get("partial_rotary_factor")
     if inner is not None and not ROPE_VALUES["partial_rotary_factor"].accepts(inner):
@@ -230,7 +232,8 @@ def _check_experts(settings: Settings) -> Iterable[Problem]:
 
 
 def _check_groups(settings: Settings) -> Iterable[Problem]:
-    """Of experts: a group is ranked by its best two, and a token chooses from the best."""
+    """Rules of experts: a group is ranked by its best two, and a token chooses from the best
+    groups."""
     experts, groups, best = (
         settings[name] for name in ("num_experts", "n_group", "topk_group")
     )
@@ -257,8 +260,8 @@ def _check_listed_layers(settings: Settings) -> Iterable[Problem]:
 
 
 def _check_tokens(settings: Settings) -> Iterable[Problem]:
-    """Only stated ids, and the row of the padding token, which is not trained: another default
-    beyond a small vocabulary does no harm in training."""
+    """Only stated ids, and the row of the padding token, which is not trained: other defaults
+    beyond a small vocabulary are harmless in training."""
     vocab, padding = settings["vocab_size"], settings["pad_token_id"]
     if "pad_token_id" not in settings.stated and (padding or 0) >= vocab:
         fix = "state pad_token_id (null: none)"
@@ -359,7 +362,8 @@ def _check_rope_type(
 
 
 def _check_rope_factors(settings: Settings) -> Iterable[Problem]:
-    """longrope has a factor for every pair that turns; llama3 goes from low to high."""
+    """longrope has a factor for every rotated pair; llama3's low factor is below its high
+    one."""
     for where, rope in _rope_maps(settings):
         yield from _check_rope_factors_of(settings, where, rope)
 
@@ -407,7 +411,7 @@ _JOINT_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Settings], Iterable[Proble
     (("rope_scaling", "rope_parameters", "rope_theta"), _check_rope),
     (_ROTARY, _check_rope_factors),
 )
-"""Rules that join settings, each with the keys that it reads."""
+"""Rules over several settings, each with the keys that it reads."""
 
 
 def _divisor_near(number: int, wanted: int) -> str:
@@ -424,7 +428,7 @@ def _key_text(name: object) -> str:
 
 
 def _retyped(value: object) -> str:
-    """For a number in quotes, or a whole number for a decimal one, what to write."""
+    """The correct spelling of a quoted number, or of an integer for a decimal number."""
     if isinstance(value, str) and fullmatch(r"-?[0-9.]{1,20}([eE]-?[0-9]{1,3})?", value):
         return f"write {value} without quotes"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -1,6 +1,7 @@
-"""What a key of a Hugging Face `config.json` may hold, and what all model families share.
+"""Types of the keys of a Hugging Face `config.json`, and the keys that all model families
+share.
 
-The keys of a family stand in its file in `families/`, with the defaults of the transformers
+The keys of a family are in its file in `families/`, with the defaults of the transformers
 config class of the same `model_type`. They are static, so that checking a recipe imports
 neither torch nor transformers; tests compare them with the real classes.
 """
@@ -28,12 +29,12 @@ LARGEST: Mapping[str, int] = {
     "max_position_embeddings": 1_000_000_000,  # Llama 4 Scout: 10,485,760
 }
 """Largest sizes accepted, by standard key, with the largest published one where it is known: a
-larger number is a slip, and what is counted per layer would take minutes."""
+larger number is a mistake, and counting per layer would take minutes."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A type with a range: what it accepts and how to say so."""
+    """A type with a range: what it accepts and its description."""
 
     allowed: str
     accepts: Callable[[Any], bool]
@@ -114,7 +115,7 @@ class Key:
     default: Any = None
     nullable: bool = False
     empty_is_default: bool = False
-    """An empty list stands for what a missing key stands for."""
+    """An empty list is equivalent to a missing key."""
 
 
 GENERIC: Mapping[str, Key] = {
@@ -153,7 +154,7 @@ ROPE: Mapping[str, Key] = {
 
 
 def without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
-    """The keys of another family less those named."""
+    """The keys of another family without those named."""
     return {name: key for name, key in keys.items() if name not in names}
 
 
@@ -200,20 +201,21 @@ ROPE_READS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor"),
     "proportional": ("factor",),
 }  # fmt: skip
-"""What else a rotary variant reads, besides the keys of `ROPE_COMMON`."""
+"""Additional keys of a rotary variant, besides those of `ROPE_COMMON`."""
 
 ROPE_COMMON = (
     "rope_type", "type", "rope_theta", "partial_rotary_factor",
     "original_max_position_embeddings",
 )  # fmt: skip
-"""Keys of every rotary variant; the last one, where it is not read, stands in published
-configs all the same."""
+"""Keys of every rotary variant; the last one also occurs in published configs where it is not
+read."""
 
 _DROPOUT = re.compile(r"(?!classifier|summary).*(dropout|pdrop|layerdrop)")
 
 
 def is_dropout(name: str) -> bool:
-    """Is this config key a dropout probability? They are 0 unless the recipe sets them."""
+    """Whether this config key is a dropout probability; these are 0 unless the recipe sets
+    them."""
     return _DROPOUT.match(name) is not None
 
 

@@ -1,9 +1,10 @@
-"""What a transformers model without a family file is: shape, parameters, FLOPs, tensors.
+"""Counts a transformers model without a family file: shape, parameters, FLOPs, tensors.
 
 Parameters are counted on the model without storage; FLOPs are those of the matrix products and
-attention operators of two forward passes over it, of two lengths: what grows with the length
-of a sequence is attention's. Which part of the model a parameter belongs to is read from its
-module and its name, so the sums are exact and their division into parts is by custom.
+attention operators of two forward passes of different lengths: the part that grows with the
+sequence length belongs to attention. The part of the model that a parameter belongs to is
+derived from its module and name, so the sums are exact and their division into parts is
+heuristic.
 """
 
 import json
@@ -45,7 +46,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
 }
-"""What the config classes of transformers call a size, in the order of preference."""
+"""Names of a size in transformers' config classes, in order of preference."""
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
@@ -56,7 +57,7 @@ _UNBOUNDED = 2**31 - 1
 
 @dataclass(frozen=True)
 class Count:
-    """What was found out about one config."""
+    """The result for one config."""
 
     spec: ModelSpec
     tensors: MegatronModel
@@ -124,8 +125,8 @@ def _spec(
 
 
 def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
-    """Chunks instead of a window? Its size, and the layers that have it: where the config does
-    not list them, all."""
+    """Whether it is chunked instead of a sliding window, its size, and its layers: all, if the
+    config does not list them."""
     kinds = list(stated.get("layer_types") or ["sliding_attention"] * layers)
     if "chunked_attention" in kinds:
         return True, _size(stated, "attention_chunk_size"), kinds.count("chunked_attention")
@@ -136,8 +137,8 @@ def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, 
 
 
 def _is_layer_norm(name: str) -> bool:
-    """Is this parameter the weight of a norm of the residual stream in a layer? One inside
-    attention is of heads or of latent vectors."""
+    """Whether this parameter is the weight of a norm of the residual stream in a layer. Norms
+    inside attention are of heads or of latent vectors."""
     *above, norm, kind = name.split(".")
     inside = _LAYER.search(name) and not _ATTENTION.search(".".join(above))
     return bool(inside) and kind == "weight" and _part(f"{norm}.weight") == "norms"
@@ -150,7 +151,7 @@ def _shared(model: PreTrainedModel, rows: int) -> int:
 
 
 def _size(stated: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these sizes that the config states and that is not 0; the largest, where it
+    """The first of these sizes that the config states and that is not 0; the largest, if it
     states one per layer."""
     for name in names:
         value = stated.get(name)
@@ -189,7 +190,7 @@ _KINDS: Mapping[str, str] = {
     "norms": "norm",
     "lm_head": "output_layer",
 }
-"""Parts of a model, fields of `ParameterCounts`, and what megatron-core's names call them."""
+"""Parts of a model, fields of `ParameterCounts`, and their terms in megatron-core's names."""
 
 
 def _parts(model: PreTrainedModel) -> dict[str, str]:
@@ -202,7 +203,7 @@ def _parts(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _part(name: str) -> str:
-    """The part that a parameter's name tells."""
+    """The part that follows from a parameter's name."""
     if re.search(r"\b(wpe|embed_positions|position_embeddings?)\b", name):
         return "position_embedding"
     if _EXPERT.search(name):
@@ -215,11 +216,12 @@ def _part(name: str) -> str:
 
 
 def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple[Counted, bool]:
-    """Forward FLOPs per token besides attention's scores, and per query and key in all layers;
-    does the model compute all experts on every token? Those not chosen are not counted.
+    """Forward FLOPs per token without attention's scores, and per query and key in all layers;
+    and whether the model computes all experts on every token. Experts that are not chosen are
+    not counted.
 
-    A model that looks at the numbers in its input cannot run without storage: then 2 FLOPs per
-    weight that a token uses, and attention in every layer.
+    A model that reads values of its input cannot run without storage: then 2 FLOPs per weight
+    that a token uses, and attention in every layer, are assumed.
     """
     lookup = parts.embedding if parts.lm_head else 0
     used = parts.active - lookup - parts.position_embedding - parts.norms
@@ -237,7 +239,7 @@ def _flops(model: PreTrainedModel, parts: ParameterCounts, layers: int) -> tuple
 
 def _forward_flops(model: PreTrainedModel, length: int) -> int:
     """FLOPs of one forward pass over one sequence, each query with each key."""
-    # Of these two, no code asks for a number of the input.
+    # With these two, no code reads values of the input.
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "batched_mm"
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
@@ -251,7 +253,7 @@ class _Tensors(MegatronModel):
     """The tensors of a model that megatron-core does not know: each stands for itself."""
 
     def instances(self, *, buffers: bool = False) -> Any:
-        """Every tensor, with the layer and the expert that its name says; no buffers."""
+        """Every tensor, with the layer and the expert in its name; no buffers."""
         del buffers
         for tensor in self.tensors:
             name = tensor.stacks[0][0].tensor
@@ -261,7 +263,7 @@ class _Tensors(MegatronModel):
 
 
 def _tensors(model: PreTrainedModel, parts: Mapping[str, str]) -> MegatronModel:
-    """The checkpoint's tensors under names that say what they are, as megatron-core's do."""
+    """The checkpoint's tensors under descriptive names, as in megatron-core."""
     linear = {
         f"{name}.weight"
         for name, part in model.named_modules()

@@ -1,7 +1,8 @@
-"""What transformers' models would compute slowly, with too much memory or with waits on CUDA.
+"""Replaces functions of transformers that would be slow, use too much memory or synchronise on
+CUDA.
 
-Two of transformers' functions decide by less than they would have to (5.23, torch 2.13). Each
-is replaced by one that knows more, and otherwise asks the original.
+Two of transformers' functions decide on insufficient information (5.23, torch 2.13). Each is
+replaced by one with more information, which otherwise calls the original.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from transformers.integrations import sdpa_attention
 _grouped_heads = sdpa_attention.use_gqa_in_sdpa
 _find_documents = masking_utils.find_packed_sequence_indices
 _known: list[Tensor | None] = []
-"""The segments of the batch that a model computes now, where we know them."""
+"""The segments of the model's current batch, if known."""
 
 
 def choose() -> None:
@@ -25,10 +26,10 @@ def choose() -> None:
 
 
 def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
-    """Whether attention gets fewer heads of keys than of queries, or repeated ones.
+    """Whether attention gets grouped key heads, or repeated ones.
 
-    On CUDA only the flash kernel takes fewer, and that computes in 16 bits: in fp32 torch would
-    fall back to plain products, which keep all scores [batch, heads, sequence, sequence].
+    On CUDA only the flash kernel supports grouped heads, and only in 16 bits: in fp32 torch
+    would fall back to plain products, which keep all scores [batch, heads, sequence, sequence].
     """
     if key.is_cuda and key.dtype == torch.float32:
         return False
@@ -37,9 +38,9 @@ def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool
 
 @contextmanager
 def documents(segments: Tensor | None) -> Iterator[None]:
-    """A block in which models isolate the documents of `segments`; None: a row is one.
+    """Context in which models isolate the documents of `segments`; None: a row is one document.
 
-    transformers would look for them in the positions, and the host wait for the answer.
+    transformers would derive them from the positions, which makes the host wait for the GPU.
     """
     _known.append(segments)
     try:

@@ -1,8 +1,8 @@
 """Matrix products in 8-bit floats: torchao's `Float8Linear` in the decoder layers of
 transformers' models.
 
-Weights stay what they are, in memory, on the wire and in checkpoints; each product rounds its
-two operands to 8 bits, with scales that are computed from them.
+Weights do not change in memory, communication and checkpoints; each product rounds its two
+operands to 8 bits, with scales computed from them.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ from toolkit.models.huggingface import decoder_layers
 from toolkit.recipe.schema import Fp8Section
 
 _MULTIPLE = 16
-"""What both sizes of a weight must be multiples of: `torch._scaled_mm`'s rule."""
+"""Both dimensions of a weight must be multiples of this: `torch._scaled_mm`'s rule."""
 
 
 def convert(model: nn.Module, fp8: Fp8Section | None) -> None:
-    """Let the products of `model`'s decoder layers round to 8 bits; nothing without `fp8`.
+    """Convert the products of `model`'s decoder layers to 8 bits; does nothing without `fp8`.
 
-    Parameters keep names, shapes, types and places. Left as they are: head and embeddings, the
-    layers that `layers_in_bf16` names, and weights whose sizes are not multiples of 16.
-    Raises PlanError where nothing is left, BackendUnavailable without torchao.
+    Parameters keep names, shapes, dtypes and devices. Head and embeddings, the layers of
+    `layers_in_bf16`, and weights whose dimensions are not multiples of 16 are not converted.
+    Raises PlanError if nothing can be converted, BackendUnavailable without torchao.
     """
     if fp8 is None:
         return

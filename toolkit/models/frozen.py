@@ -1,7 +1,7 @@
-"""Parameters that do not train: the ones that the patterns of `model.freeze` match.
+"""Frozen parameters: those that the patterns of `model.freeze` match.
 
-Patterns are matched with the names of a Hugging Face checkpoint. A tied head has none of its
-own: it is the embedding. Nothing here imports torch.
+Patterns are matched with the names of a Hugging Face checkpoint. A tied head has no name: it is
+the embedding. Nothing here imports torch.
 """
 
 import re
@@ -29,7 +29,7 @@ def matching(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
 def frozen_names(patterns: Sequence[str], names: Collection[str]) -> frozenset[str]:
     """The names of the tensors that do not train, of all `names` of a model's checkpoint.
 
-    Raises RecipeError for a pattern that matches none, and where nothing would train.
+    Raises RecipeError for a pattern that matches none, and if nothing would train.
     """
     if found := [*problems(patterns, names)]:
         raise RecipeError(found)
@@ -61,9 +61,9 @@ def idle_problem(
 
 
 def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
-    """Is the parameter that is made of the checkpoint tensors `parts` frozen?
+    """Whether the parameter that consists of the checkpoint tensors `parts` is frozen.
 
-    Raises RecipeError when only some of them are: a parameter trains as a whole.
+    Raises RecipeError if only some of them are: a parameter is frozen as a whole.
     """
     if found := [*part_problems(frozen, [parts])]:
         raise RecipeError(found)
@@ -73,8 +73,7 @@ def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
 def part_problems(
     frozen: frozenset[str], parameters: Iterable[Collection[str]]
 ) -> Iterator[Problem]:
-    """The first of the parameters, each given by the tensors that it is made of, of which only
-    a part is frozen."""
+    """The first parameter, given by its tensors, of which only a part is frozen."""
     for parts in parameters:
         some, others = sorted(frozen & {*parts}), sorted({*parts} - frozen)
         if some and others:

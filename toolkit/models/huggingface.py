@@ -68,14 +68,14 @@ def snapshot_folder(hub: str, revision: str | None) -> Path:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a Hugging Face folder; no code of its own is run.
+    """The config of a Hugging Face folder, without running its code.
 
-    Raises DataError when it has none, or one that transformers itself does not know.
+    Raises DataError if it has none, or one that transformers does not know.
     """
     try:
         read_json(folder / CONFIG)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a strict config class raises what it likes
+    except Exception as error:  # a strict config class may raise any exception
         if asks_to_run_code(error):
             raise runs_code(f"the model in {folder}") from error
         raise DataError(
@@ -113,7 +113,7 @@ def build_config(model: ModelSection) -> PretrainedConfig:
 
 
 def _is_unplanned(key: str) -> bool:
-    """May a recipe state this key differently from the pretrained model that it trains?"""
+    """Whether a recipe may set this key differently from the pretrained model."""
     return key == "use_cache" or is_dropout(key)
 
 
@@ -122,7 +122,8 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> None:
-    """Refuse a recipe whose config, by which it was planned, is not the checkpoint's."""
+    """Refuse a recipe whose config, which was used for planning, differs from the
+    checkpoint's."""
     planned = AutoConfig.for_model(**stated)
     for key, value in stated.items():
         if _is_unplanned(key):
@@ -175,10 +176,10 @@ def empty_model(
 def restore_buffers(
     model: nn.Module, config: PretrainedConfig, device: torch.device | None = None
 ) -> None:
-    """Give every buffer (rotary frequencies) its fp32 value, on `device` or where it is.
+    """Set every buffer (rotary frequencies) to its fp32 value, on `device` or its current one.
 
-    DeepSpeed casts buffers to bf16 together with the parameters, which shifts the
-    positions that the model sees; a model that was made on the meta device has none.
+    DeepSpeed casts buffers to bf16 together with the parameters, which distorts the positions;
+    a model created on the meta device has none.
     """
     with init_empty_weights(include_buffers=False):
         reference = dict(new_model(config, torch.float32).named_buffers())
@@ -202,13 +203,13 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
 
 
 _OF_PEFT = re.compile(r"\.base_layer(?=\.)|(?<=\.lora_[AB])\.default(?=\.)")
-"""What PEFT's layers add to the names of parameters: around the layer that has an adapter, and
+"""Components that PEFT's layers add to parameter names: around the layer with an adapter, and
 between an adapter's two tensors and its name."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter by the name that weights and checkpoints have for it, with PEFT's layers
-    as without: `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
+    """Every parameter by its name in weights and checkpoints, with and without PEFT's layers:
+    `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         yield weight_name(model, _OF_PEFT.sub("", name), shape), parameter
@@ -223,7 +224,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, set[str]]]:
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: WeightSource) -> None:
-    """Give every parameter and correction bias its initial value in place."""
+    """Initialise every parameter and correction bias in place."""
     for name, parameter in named_parameters(model):
         values = weights.read(name, 0, parameter.numel())
         parameter.copy_(values.view_as(parameter))
@@ -232,7 +233,7 @@ def fill(model: nn.Module, weights: WeightSource) -> None:
 
 @torch.no_grad()
 def fill_biases(model: nn.Module, weights: WeightSource) -> None:
-    """Give the routers' correction biases their values, which every rank holds whole."""
+    """Initialise the routers' correction biases, which every rank holds whole."""
     for name, bias in correction_biases(model).items():
         bias.copy_(weights.read(name, 0, bias.numel()))
 
@@ -241,8 +242,8 @@ def log_probs(model: nn.Module, batch: MicroBatch) -> Tensor:
     """See `label_log_probs`: fp32 [micro_batch, sequence].
 
     Where neither a mask nor a cache is given, transformers isolates documents, with the window
-    of each layer counted inside its document. No mask of ours could serve every model: layers
-    with and without a window need two.
+    of each layer counted inside its document. No single mask would work for every model: layers
+    with and without a window need different ones.
     """
     inputs: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     if batch.positions is not None:
@@ -259,12 +260,12 @@ _IN_CHUNKS = "loss_in_chunks"
 
 
 def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
-    """Let the model return log-probabilities instead of logits when it is called with
-    `targets`, the labels: where `kernel` says so, of some positions at a time.
+    """Make the model return log-probabilities instead of logits if it is called with `targets`,
+    the labels: depending on `kernel`, for a chunk of positions at a time.
 
     The logits are the model's own: its forward pass is repeated for the positions of a chunk
-    with the decoder's output instead of the decoder. Only a model that has no argument
-    `logits_to_keep` always makes all of them: PlanError.
+    with the decoder's output instead of the decoder. A model without an argument
+    `logits_to_keep` always computes all of them: raises PlanError.
     """
     plain, body = model.forward, model.base_model_prefix
     if kernel == "whole":
@@ -297,7 +298,7 @@ def chunk_loss(model: PreTrainedModel, kernel: LossKernel) -> None:
 
 
 class _Decoded(nn.Module):
-    """Stands for a decoder that has been run."""
+    """Placeholder for a decoder that has already run."""
 
     def __init__(self, output: object) -> None:
         super().__init__()
@@ -308,7 +309,7 @@ class _Decoded(nn.Module):
 
 
 def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
-    """Keep the parameters from training that are made of these checkpoint tensors.
+    """Freeze the parameters that consist of these checkpoint tensors.
 
     Raises RecipeError for a parameter of which only a part is frozen.
     """
@@ -361,10 +362,10 @@ def save_companions(
     base: Path | None = None,
     stated: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a Hugging Face folder besides the weights.
+    """Write the files of a Hugging Face folder except the weights.
 
-    Where training began with the model in `base`, the files are its own: another are the type
-    of the weights, and dropout and cache where the recipe's `model.config`, `stated`, has them.
+    If training started from the model in `base`, they are its files; only the dtype of the
+    weights differs, and dropout and cache if the recipe's `model.config`, `stated`, sets them.
     """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
@@ -385,7 +386,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def write_chat_template(template: str, folder: Path) -> None:
-    """Make `template` the one of the tokenizer in `folder`."""
+    """Set `template` as the chat template of the tokenizer in `folder`."""
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = folder / "tokenizer_config.json"
     stated = read_json(config) if config.is_file() else {}
@@ -394,7 +395,7 @@ def write_chat_template(template: str, folder: Path) -> None:
 
 
 def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
-    """Replace transformers' defaults by what the model in `base` states."""
+    """Replace transformers' defaults by the values of the model in `base`."""
     written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config = read_json(base / CONFIG)
     old_name = "torch_dtype" in config and "dtype" not in config

@@ -31,10 +31,10 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 def in_chunks(
     compute: Callable[[Tensor], Tensor], length: int, chunks: int, device: torch.device
 ) -> Tensor:
-    """What `compute` returns for the positions 0 … `length` - 1, [rows, length].
+    """The values of `compute` for the positions 0 … `length` - 1, [rows, length].
 
-    It is called with some positions at a time, int64 [n] on `device`, and again in the
-    backward pass: the logits of one chunk are in memory, never those of all.
+    It is called with a chunk of positions, int64 [n] on `device`, and again in the backward
+    pass: only the logits of one chunk are in memory.
     """
     places = torch.arange(length, device=device).chunk(chunks)
     again = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)

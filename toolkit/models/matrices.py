@@ -1,5 +1,5 @@
-"""Which checkpoint tensors `optimizer.name: muon` orthogonalises, and what that costs; which of
-them `adamw_8bit` quantises. Nothing here imports torch."""
+"""Which checkpoint tensors `optimizer.name: muon` orthogonalises, and the cost; which of them
+`adamw_8bit` quantises. Nothing here imports torch."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(?:.*\.)?\d+\.(?:.*\.weight|.*_proj)")
 
 
 def is_layer_matrix(tensor: str, dimensions: int) -> bool:
-    """Is this checkpoint tensor the weight of a linear layer inside a decoder layer?
+    """Whether this checkpoint tensor is the weight of a linear layer inside a decoder layer.
 
     These are Muon's (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982, section 2):
     all projections, experts and routers; embeddings, head, norms and biases are AdamW's. Names
@@ -43,7 +43,7 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
 
 
 def has_codes(tensor: str, shape: Sequence[int]) -> bool:
-    """Does `adamw_8bit` keep this checkpoint tensor's moments in 8 bits?"""
+    """Whether `adamw_8bit` keeps this checkpoint tensor's moments in 8 bits."""
     return prod(shape) >= MIN_8BIT_SIZE and not is_embedding(tensor)
 
 

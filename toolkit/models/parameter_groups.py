@@ -18,16 +18,16 @@ _EMBEDDING = re.compile(r"(^|[._])(\w*emb(ed(?!_out)\w*)?|wte|wpe|w)\b")
 
 
 class Multipliers(NamedTuple):
-    """What learning rate and weight decay are multiplied by."""
+    """Multipliers of learning rate and weight decay."""
 
     lr: float = 1.0
     wd: float = 1.0
 
 
 def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> Multipliers:
-    """Those of the parameter that is made of the checkpoint tensors `tensors`.
+    """Multipliers of the parameter that consists of the checkpoint tensors `tensors`.
 
-    Raises RecipeError where its tensors have different ones: a parameter is updated as a whole.
+    Raises RecipeError if its tensors have different ones: a parameter is updated as a whole.
     """
     if found := [*part_problems(groups, [tensors])]:
         raise RecipeError(found)
@@ -35,13 +35,14 @@ def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> M
 
 
 def layer_count(tensors: Iterable[str]) -> int:
-    """Decoder layers of a model with these tensors, or of what is held of it."""
+    """Decoder layers of a model with these tensors, or of its part on this rank."""
     found = (_LAYER.search(tensor) for tensor in tensors)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 def decay_problems(tensors: Iterable[str]) -> Iterator[Problem]:
-    """Why `layer_decay` does not suit a model with these tensors: layers have one order."""
+    """Why `layer_decay` does not suit a model with these tensors: it needs one order of
+    layers."""
     found = ((tensor, _LAYER.search(tensor)) for tensor in tensors)
     stacks = sorted({tensor[: match.start()] for tensor, match in found if match})
     if len(stacks) > 1:
@@ -54,7 +55,7 @@ def decay_problems(tensors: Iterable[str]) -> Iterator[Problem]:
 
 
 def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
-    """What `layer_decay` multiplies a tensor's learning rate by: decay^(layers + 1 - depth).
+    """The factor of `layer_decay` for a tensor's learning rate: decay^(layers + 1 - depth).
 
     Depths are those of BEiT's and MAE's fine-tuning (arXiv:2106.08254, arXiv:2111.06377):
     embeddings 0, the first decoder layer 1, the last `layers`; final norm and head one more.
@@ -65,7 +66,7 @@ def layer_multiplier(decay: float, tensor: str, layers: int) -> float:
 
 
 def is_embedding(tensor: str) -> bool:
-    """Is this checkpoint tensor an embedding, of tokens or positions?"""
+    """Whether this checkpoint tensor is an embedding, of tokens or positions."""
     return _LAYER.search(tensor) is None and _EMBEDDING.search(tensor) is not None
 
 
@@ -96,8 +97,7 @@ def problems(groups: Sequence[ParameterGroup], trained: Collection[str]) -> Iter
 def part_problems(
     groups: Sequence[ParameterGroup], parameters: Iterable[Collection[str]]
 ) -> Iterator[Problem]:
-    """The first of the parameters, each given by the tensors that it is made of, whose tensors
-    have different multipliers."""
+    """The first parameter, given by its tensors, whose tensors have different multipliers."""
     for tensors in parameters if groups else ():
         found = {_of(groups, tensor): tensor for tensor in sorted(tensors, reverse=True)}
         if len(found) > 1:

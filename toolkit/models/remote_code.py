@@ -1,4 +1,4 @@
-"""Models and tokenizers that come with Python code of their own are refused, in one wording.
+"""Refuses models and tokenizers with custom Python code, with one wording.
 
 transformers runs such code only with `trust_remote_code`, which DMT never sets.
 """
@@ -7,7 +7,7 @@ from toolkit.errors import DataError
 
 
 def asks_to_run_code(error: Exception) -> bool:
-    """Does transformers refuse because it would have to run code from a repository?"""
+    """Whether transformers refuses because it would have to run code from a repository."""
     return "trust_remote_code" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""The routers of mixture-of-experts layers: how they score, and where their choices are seen.
+"""The routers of mixture-of-experts layers: their scores, and observing their choices.
 
 A router computes a logit per token and expert, scores the logits, and chooses the k experts of
-the largest scores. What there is to see of that, a `Routing`, is the same for transformers'
-models and for megatron-core's (`megatron/routers.py`); where it is caught differs.
+the largest scores. The observed data, a `Routing`, is the same for transformers' models and for
+megatron-core's (`megatron/routers.py`); where it is observed differs.
 """
 
 import re
@@ -36,7 +36,7 @@ SCORES: Mapping[str, Score] = {
     **dict.fromkeys((*BIASED, "llama4_text"), "sigmoid"),
 }
 """How the routers of a `model_type` score their logits; a test runs each of them. Routers of
-other types score, or choose, in their own way."""
+other types score or choose differently."""
 
 
 def balance_problems(
@@ -68,25 +68,25 @@ def balance_problems(
 
 @dataclass(frozen=True)
 class Routing:
-    """What one layer's router did with the tokens of a micro batch that this rank holds."""
+    """The routing of this rank's tokens of a micro batch in one layer."""
 
     logits: "Tensor"
     """[rows, tokens, experts]."""
     chosen: "Tensor"
-    """bool [rows, tokens, experts]: is the expert among the token's k?"""
+    """bool [rows, tokens, experts]: whether the expert is among the token's k."""
     weights: "Tensor"
-    """What the outputs of experts are multiplied by, in the shape that the model uses."""
+    """Weights of the experts' outputs, in the shape that the model uses."""
     real: "Tensor"
-    """bool [rows, tokens]: is the token no padding?"""
+    """bool [rows, tokens]: whether the token is not padding."""
 
 
 Observer: TypeAlias = "Callable[[int, Routing], Tensor]"
-"""Called with the number of a layer among those with experts, and its routing; again where a
-layer is recomputed. Returns the weights that the model continues with."""
+"""Called with the index of a layer among those with experts, and its routing; again if a layer
+is recomputed. Returns the weights that the model then uses."""
 
 
 def is_router(part: "nn.Module") -> bool:
-    """Is this module of a transformers model a router?"""
+    """Whether this module of a transformers model is a router."""
     return re.search("(Top[kK]|Llama4)Router$", type(part).__name__) is not None
 
 
@@ -101,10 +101,10 @@ def outcome(router: "nn.Module", output: "tuple[Tensor, ...]") -> "tuple[Tensor,
 def watch(
     model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer
 ) -> "dict[int, nn.Module]":
-    """Show `observer` what the routers of a transformers model do; return them by layer.
+    """Call `observer` with the routing of a transformers model; return the routers by layer.
 
-    `real` returns `Routing.real` of the batch that is computed; None: nobody looks. Called
-    before an engine adds hooks of its own.
+    `real` returns `Routing.real` of the current batch; None: do not observe. Called before an
+    engine adds its own hooks.
     """
     parts = dict(enumerate(part for part in model.modules() if is_router(part)))
     for layer, router in parts.items():
@@ -119,7 +119,7 @@ def _after_router(
     _inputs: object,
     output: "tuple[Tensor, ...]",
 ) -> "tuple[Tensor, ...] | None":
-    """What the router returned with the observer's weights."""
+    """The router's output with the observer's weights."""
     mask = real()
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: which tensor lies where, and its slices."""
+"""The safetensors files of a Hugging Face folder: the file of each tensor, and its slices."""
 
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from toolkit.errors import DataError
 from toolkit.untrusted import read_json
 
 INDEX = "model.safetensors.index.json"
-"""Says which file holds which tensor where there are several files."""
+"""The index of tensors if there are several files."""
 SINGLE = "model.safetensors"
 _AGAIN = "download or copy the file again"
 
@@ -28,7 +28,7 @@ def open_file(path: Path) -> Any:
 class SafetensorsFolder:
     """Tensors by the names that the files give them; a file is opened when it is needed.
 
-    Raises DataError, which names the file, for what is missing or damaged.
+    Raises DataError, which names the file, for missing or damaged ones.
     """
 
     def __init__(self, folder: Path, only: str | None = None) -> None:
@@ -53,7 +53,7 @@ class SafetensorsFolder:
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
     def part(self, name: str) -> Any:
-        """A tensor of `files` to be sliced: what is not asked for stays on disk."""
+        """A lazy tensor of `files`: only requested slices are read."""
         return self._handle(self.files[name]).get_slice(name)
 
     def _files_of(self, index: dict[str, str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""What a model is, for the planner: shape, parameters, FLOPs.
+"""The model as the planner sees it: shape, parameters, FLOPs.
 
-Imports no torch: `dmt check` and `dmt plan` answer from these numbers. Parameter counts
-are exact (tested against the real transformers models); FLOPs count every matrix product
-of one forward pass.
+Does not import torch: `dmt check` and `dmt plan` use these numbers. Parameter counts are exact
+(tested against the real transformers models); FLOPs count every matrix product of one forward
+pass.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """Parameters that one token passes through: all but the experts not chosen."""
+        """Parameters used by one token: all except the experts that are not chosen."""
         return self.total - self.inactive_experts
 
 
 @dataclass(frozen=True)
 class FrozenParameters:
-    """Parameters that do not train, by part."""
+    """Frozen parameters, by part."""
 
     embedding: int
     position_embedding: int
@@ -79,7 +79,7 @@ class AdapterParameters:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was counted on a model's tensors, where its sizes do not say all of its parts."""
+    """Counts from a model's tensors, if they do not follow from its sizes."""
 
     parameters: ParameterCounts
     flops: float
@@ -114,7 +114,8 @@ class ModelSpec:
     sliding_layers: int = 0
     """Layers whose attention is limited to the window; the others see everything."""
     chunked: bool = False
-    """A window does not move along: a query sees those of its own that come before it."""
+    """Chunks instead of a sliding window: a query sees the previous positions of its own
+    chunk."""
     experts: int = 0
     """Experts of a mixture-of-experts layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -125,8 +126,8 @@ class ModelSpec:
     shared_intermediate: int = 0
     """Inner size of the shared experts together, in each layer with experts."""
     every_expert: bool = False
-    """transformers' own model computes every expert on every token, those that the token did
-    not choose on zeros."""
+    """transformers' own model computes every expert on every token, on zeros if the token did
+    not choose it."""
     latent: int = 0
     """Sizes of the latent vectors of queries and of keys and values, together; 0 where these
     are projected at once."""
@@ -145,11 +146,11 @@ class ModelSpec:
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norms_per_layer: int = 2
     frozen: FrozenParameters | None = None
-    """What `model.freeze` keeps from training; None: everything trains."""
+    """The parameters frozen by `model.freeze`; None: everything trains."""
     adapters: AdapterParameters | None = None
     """Of every layer; with them, nothing else trains."""
     counted: Counted | None = None
-    """None: what follows from the sizes above is exact."""
+    """None: the counts that follow from the sizes above are exact."""
     generic: bool = False
     """Without a family file: counted on transformers' own model."""
 

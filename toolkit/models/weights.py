@@ -1,14 +1,14 @@
-"""Initial weights, one parameter range at a time, the same under every layout.
+"""Initial weights, one parameter range at a time, the same in every layout.
 
-A weight source answers one question: what are elements `[start, stop)` of the
-flattened parameter `name`? A rank asks only for the elements that it holds, so no
-rank ever needs the whole model, and the answer never depends on who asks.
+A weight source returns elements `[start, stop)` of the flattened parameter `name`. A rank reads
+only the elements that it holds, so no rank ever needs the whole model, and the values do not
+depend on the rank.
 
 `RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` reads them
 from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
 keeps the experts of a layer in one stacked parameter while checkpoints hold one tensor
-per expert; `checkpoint_names` maps one to the other. Of families whose published checkpoints
-hold the stack as well, a tensor per expert is a slice of it.
+per expert; `checkpoint_names` maps one to the other. For families whose published checkpoints
+also hold the stack, a tensor per expert is a slice of it.
 """
 
 import re
@@ -42,8 +42,8 @@ _CORRECTION_BIAS = "e_score_correction_bias"
 
 
 def is_correction_bias(name: str) -> bool:
-    """Is this tensor a router's correction bias: a buffer in fp32, which is part of the model
-    and no gradient trains?"""
+    """Whether this tensor is a router's correction bias: an fp32 buffer that is part of the
+    model and not trained by gradients."""
     return name.rpartition(".")[2] == _CORRECTION_BIAS
 
 
@@ -53,7 +53,7 @@ def correction_biases(model: nn.Module) -> dict[str, Tensor]:
 
 
 class WeightSource(Protocol):
-    """Where initial weights come from."""
+    """A source of initial weights."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -87,16 +87,16 @@ _OF_STACK = re.compile(r"\.experts\.(\d+)\.\w+$")
 
 
 def is_of_stack(name: str) -> bool:
-    """Is this checkpoint tensor one expert's slice of a stack, as published checkpoints have
-    it?"""
+    """Whether this checkpoint tensor is one expert's slice of a stack, as in published
+    checkpoints."""
     return _OF_STACK.search(name) is not None
 
 
 def weight_name(model: nn.Module, name: str, shape: Sequence[int]) -> str:
     """The name that weights have for parameter `name` of a transformers model.
 
-    Its own, but for the experts of a family whose published checkpoints stack them, too:
-    `….experts.gate_up_proj` is `….experts.stack.gate_up_proj`.
+    Its own name, except for the experts of a family whose published checkpoints also stack
+    them: `….experts.gate_up_proj` is `….experts.stack.gate_up_proj`.
     """
     parent, _, own = name.rpartition(".")
     if not parent.endswith(".experts") or len(shape) < 2:
@@ -112,7 +112,7 @@ def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
     Nearly always one tensor of the same name. For stacked experts, `gate_up_proj`
     [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, …;
     `down_proj` [experts, hidden, intermediate] is one tensor per expert. Where published
-    checkpoints stack them, too, every parameter is one tensor per expert, of its own form.
+    checkpoints stack them, too, every parameter is one tensor per expert, in its own shape.
     """
     if stack := re.fullmatch(r"(.*\.experts)\.stack\.(\w+)", name):
         slices = (f"{stack[1]}.{expert}.{stack[2]}" for expert in range(shape[0]))
@@ -138,7 +138,7 @@ def _overlaps(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a checkpoint tensor lies inside a model's flattened parameter."""
+    """The position of a checkpoint tensor inside a model's flattened parameter."""
 
     parameter: str
     start: int
@@ -146,7 +146,7 @@ class _Place:
 
 
 class CheckpointTensors:
-    """Where the checkpoint tensors of a model lie in its flattened parameters.
+    """The positions of a model's checkpoint tensors in its flattened parameters.
 
     `shapes` are the model's parameters; the names are those of `checkpoint_names`.
     """
@@ -174,7 +174,7 @@ class CheckpointTensors:
 
 @dataclass(frozen=True)
 class _Fill:
-    """One initialisation of a run of elements: normal(mean, std), constant if std is 0."""
+    """Initialisation of a range of elements: normal(mean, std), constant if std is 0."""
 
     start: int
     stop: int
@@ -183,7 +183,7 @@ class _Fill:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what transformers does to each (meta) parameter when it initialises it."""
+    """Records how transformers initialises each (meta) parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.initialize: Any = model._init_weights
         self._module: nn.Module = model
         for part in model.modules():
-            if hasattr(part, "_init_weights"):  # each model in the model asks its own
+            if hasattr(part, "_init_weights"):  # each nested model uses its own
                 part._init_weights = self._of_module  # type: ignore[assignment]
 
     def _of_module(self, module: nn.Module) -> None:
@@ -238,12 +238,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class RandomWeights:
     """Weights with the distribution that transformers gives each parameter.
 
-    `meta_model` is the transformers model on the meta device. Its own initialisation
-    runs there without numbers, and only the distributions are kept. What is drawn from
-    others than normal distributions and constants (a state-space model's decay rates) its
-    module initialises itself, whole, whenever a part of it is asked for.
+    `meta_model` is the transformers model on the meta device. Its own initialisation runs there
+    without values, and only the distributions are recorded. Parameters with other distributions
+    than normal or constant (a state-space model's decay rates) are initialised completely by
+    their own module whenever a part is requested.
 
-    Raises PlanError for a model that leaves a parameter as its constructor made it.
+    Raises PlanError for a model that initialises a parameter only in its constructor.
     """
 
     def __init__(self, meta_model: nn.Module, seed: int) -> None:
@@ -361,11 +361,11 @@ class SafetensorsWeights:
 
     `shapes` are the parameters of the model to fill; `base_prefix` is the name under
     which it holds its decoder (some checkpoints leave it out); `config_name` is how to
-    call the model's config in a message. Every parameter is looked up at once, so a
-    checkpoint that does not fit is refused before anything is loaded.
+    call the model's config in a message. Every parameter is looked up in advance, so a
+    checkpoint that does not match is refused before anything is loaded.
 
     Raises DataError for missing or damaged files, missing tensors, wrong shapes, and tensors
-    that the model does not have; `buffers` alone may be there besides.
+    that the model does not have, except `buffers`.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ class SafetensorsWeights:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """The stored tensors of a parameter: some models' experts are stored stacked, too."""
+        """The stored tensors of a parameter: some models' experts are also stored stacked."""
         stacked = self.find(name) is not None
         return [Piece(name, shape)] if stacked else checkpoint_names(name, shape)
 
@@ -429,7 +429,7 @@ class SafetensorsWeights:
         return _Slice(part, int(expert[1])) if expert else part
 
     def stored_name(self, name: str) -> str:
-        """The checkpoint's own name of a tensor. Raises DataError when it has none."""
+        """The checkpoint's own name of a tensor. Raises DataError if it has none."""
         stored = self.find(name)
         if stored is None:
             raise DataError(f"{self.folder} has no tensor {name}", fix=self._check_config)
@@ -466,7 +466,7 @@ class SafetensorsWeights:
         return stored
 
     def _other_tensors(self) -> list[str]:
-        """Raise DataError where what is stored besides the model are not buffers."""
+        """Raise DataError if additional stored tensors are not buffers."""
         names = [p.name for item in self.shapes.items() for p in self._pieces(*item)]
         mine = {self.find(name) for name in (*names, TIED_HEAD)}
         others = sorted(name for name in self.files if name not in mine)
@@ -508,7 +508,7 @@ class SafetensorsWeights:
 
 
 class _Slice:
-    """One expert's part of a stack in a file, to be sliced as safetensors' tensors are."""
+    """One expert's part of a stack in a file, sliceable like safetensors' tensors."""
 
     def __init__(self, stack: Any, expert: int) -> None:
         self._stack = stack

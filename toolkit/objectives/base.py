@@ -1,4 +1,4 @@
-"""What an objective is: from the log-probabilities of the labels to what is minimised.
+"""The objective protocol: computes the loss from the log-probabilities of the labels.
 
 The loss of a step is the sum of `loss` over all micro batches of all ranks, divided by the
 sum of `count`, the global count: neither the number of ranks nor the split into micro batches
@@ -22,28 +22,29 @@ class LossTerms:
     """What one micro batch adds to the numerators of loss and metrics."""
 
     loss: "Tensor"
-    """Scalar with history, summed and not yet divided by anything."""
+    """Scalar with autograd graph, summed and not yet divided."""
     metrics: Mapping[str, "Tensor"] = field(default_factory=dict)
     """Scalars under the names of `Objective.metrics`, summed like the loss."""
 
 
 class Objective(Protocol):
-    """What is minimised. Made with the settings of the recipe's section of its name, if there
-    is one, as keyword arguments; stateless.
+    """An objective. Created with the settings of the recipe's section of its name, if there is
+    one, as keyword arguments; stateless.
 
     A class may also have `data_kinds`, the values of `data.train.kind` that it trains on (any
-    without it), `blended_kinds`, those that a list of sources may have besides (none without
-    it), and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
+    without it), `blended_kinds`, those that a list of sources may also have (none without it),
+    and `rows_per_sample`, 2 where a sample is a pair of rows (1 without it).
     """
 
     reads: tuple[str, ...]
-    """What it needs of a batch besides token ids and labels: optional fields of `MicroBatch`,
-    or names in its `extra`."""
+    """Its inputs in addition to token ids and labels: optional fields of `MicroBatch`, or names
+    in its `extra`."""
     metrics: tuple[str, ...]
-    """Names of what is logged besides the loss, each divided by the global count as well."""
+    """Names of the metrics logged in addition to the loss, each also divided by the global
+    count."""
 
     def count(self, batch: "MicroBatch") -> "Tensor":
-        """What this micro batch adds to the global count (tokens, pairs): a scalar, ≥ 0."""
+        """This micro batch's part of the global count (tokens, pairs): a scalar, ≥ 0."""
         ...
 
     def loss(self, log_probs: "Tensor", batch: "MicroBatch") -> LossTerms:
@@ -56,7 +57,7 @@ class Objective(Protocol):
 
 
 def check_batch(objective: Objective, batch: "MicroBatch") -> None:
-    """Raise DataError when the batch lacks what the objective reads."""
+    """Raise DataError if the batch lacks an input of the objective."""
     missing = [
         name
         for name in objective.reads

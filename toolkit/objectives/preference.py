@@ -1,4 +1,4 @@
-"""What objectives on pairs of a preferred and a rejected answer share.
+"""Common parts of the objectives on pairs of a preferred and a rejected answer.
 
 Rows 2i (chosen) and 2i + 1 (rejected) of a micro batch are a pair. Metrics have TRL's names and
 are means over the pairs of the global batch.
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PairObjective:
-    """Counts pairs. A pair without a trained token is padding and counts nothing."""
+    """Counts pairs. A pair without a trained token is padding and is not counted."""
 
     data_kinds: tuple[str, ...] = ("preference",)
     rows_per_sample = 2

@@ -1,4 +1,4 @@
-"""What a fixed setup needs and how fast it is: memory and step time by part.
+"""Memory and step time of a fixed setup, by part.
 
 For recipes, and for lists of published cases in the form that `dmt estimate --cases` reads.
 """
@@ -25,20 +25,20 @@ from toolkit.units import GIB
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one setup needs, and how long one optimizer step takes."""
+    """Memory of one setup, and the time of one optimizer step."""
 
     setup: Setup
     memory: Memory
     """Of the fullest rank."""
     time: StepTime
     needed_gib: float
-    """On the fullest device at its fullest: in training, or while the model is built."""
+    """Peak of the fullest device: in training, or while the model is built."""
     fits: bool
     """On the device, the host and its disks."""
     host_gib: float
-    """Host memory of one node that offload takes."""
+    """Host memory of one node for offload."""
     nvme_gib: float
-    """Disk of one node that offload takes."""
+    """Disk space of one node for offload."""
 
 
 def estimate(setup: Setup) -> Estimate:
@@ -131,9 +131,9 @@ def _predicted(case: Case) -> dict[str, Any]:
     """Memory and time of a model whose shape is known.
 
     Memory is what the engine's own log shows, because that is what sources publish:
-    torchtitan the reserved memory of the worst rank, Megatron-LM what is allocated, and on
-    the last rank only (which writes its TensorBoard). Whether it fits is decided by the
-    fullest rank, everything included.
+    torchtitan the reserved memory of the worst rank, Megatron-LM the allocated memory of the
+    last rank only (which writes its TensorBoard). Whether it fits is decided by the total of
+    the fullest rank.
     """
     setup = case.setup()
     found = estimate(setup)
@@ -146,7 +146,7 @@ def _predicted(case: Case) -> dict[str, Any]:
 
 
 def _result(found: Estimate, memory: Memory, total: float) -> dict[str, Any]:
-    """What both kinds of output have in common; `total` bytes of `memory`'s rank."""
+    """The common part of both kinds of output; `total` bytes of `memory`'s rank."""
     time = found.time
     return {
         "step_time_s": time.total_s,
@@ -177,8 +177,8 @@ def _memory_gib(memory: Memory, total: float) -> dict[str, float]:
 def _counted(case: Case) -> dict[str, Any]:
     """Model states of a model known only by its number of parameters.
 
-    Where the largest layer is stated, by the formulas of DeepSpeed's estimator, else by
-    those of the ZeRO paper. What activations need is unknown, so nothing is known to fit.
+    If the largest layer is stated, by the formulas of DeepSpeed's estimator, otherwise by those
+    of the ZeRO paper. The memory of activations is unknown, so whether it fits is unknown, too.
     """
     if case.parameters is None:
         raise PlanError(

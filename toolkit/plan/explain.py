@@ -1,4 +1,4 @@
-"""Why a layout was chosen: for each decision, what the alternatives would have cost.
+"""Explains the choice of a layout: for each decision, the cost of the alternatives.
 
 Every figure comes from layouts that the search evaluated, or from the chosen layout with
 this one decision changed.
@@ -35,9 +35,9 @@ NAMES: Mapping[str, str] = {
     "compile": "compile",
     "fused": "fused",
 }
-"""Fields of a layout that are decided, in the words of a recipe and in the order shown."""
+"""Decided fields of a layout, by their names in a recipe and in the order shown."""
 _BY_ITSELF = ("recompute", "loss", "compile", "fused", "zero_stage", "sequence_parallel")
-"""Decisions that are changed alone, where that fits, to say what they cost."""
+"""Decisions that are changed alone, if that fits, to compute their cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
 
@@ -48,9 +48,9 @@ class Decision:
     what: str
     """`tensor 8`."""
     why: str
-    """`asked for`, or what speaks for it."""
+    """`asked for`, or the reason."""
     alternatives: tuple[str, ...]
-    """What each other value would have cost, the nearest ones first."""
+    """The cost of each other value, the nearest ones first."""
 
     @property
     def reason(self) -> str:
@@ -69,7 +69,7 @@ def decisions(search: Search) -> list[Decision]:
 
 
 def _is_open(search: Search, field: str) -> bool:
-    """Could the chosen pair do anything else here?"""
+    """Whether the chosen pair has an alternative here."""
     support, layout = table()[search.best.pair], search.best.layout
     return {
         "tp": support.tensor > 1,
@@ -120,12 +120,12 @@ def _decision(search: Search, field: str) -> Decision:
 
 
 def _alternative(search: Search, field: str, value: Any, best: Candidate | None) -> str:
-    """What it would cost to decide otherwise: alone, and with all else as suits it best."""
+    """The cost of another value: changed alone, and with everything else chosen best for it."""
     alone = _alone(search, field, value)
     if alone is None or best is None:
         one = alone or best
         return "" if one is None else _cost(search, one, field)
-    if best.step_s is None:  # with this value nothing fits: what needs least
+    if best.step_s is None:  # nothing fits with this value: the smallest
         return _cost(search, best, field)
     if shortage(alone, search.cluster) is not None:
         changes = _changes(search, best, field)
@@ -136,7 +136,7 @@ def _alternative(search: Search, field: str, value: Any, best: Candidate | None)
 
 
 def _alone(search: Search, field: str, value: Any) -> Candidate | None:
-    """The best layout with one decision changed; None where that is no layout."""
+    """The best layout with one decision changed; None if there is none."""
     best, job = search.best, search.job
     changed = replace(best.layout, **{field: value})
     if field in ("tp", "pp"):
@@ -162,7 +162,7 @@ def _alone(search: Search, field: str, value: Any) -> Candidate | None:
 def _best_by(
     search: Search, key: Callable[[Candidate], Any], pair: Pair | None = None
 ) -> dict[Any, Candidate]:
-    """The best candidate of each value; of a value with which nothing fits, the smallest."""
+    """The best candidate of each value; if nothing fits with a value, the smallest one."""
     found: dict[Any, Candidate] = {}
     for one in search.fitting:
         if pair in (None, one.pair):
@@ -174,7 +174,7 @@ def _best_by(
 
 
 def _further(search: Search, field: str) -> tuple[Any, ...]:
-    """Values that the search leaves out because they cannot be best, but that one may ask
+    """Values that the search excludes because they cannot be best, but that users may ask
     about: recompute without need."""
     if field == "recompute":
         return table()[search.best.pair].recompute
@@ -186,7 +186,7 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
 
 
 def _cost(search: Search, other: Candidate, field: str = "") -> str:
-    """What another layout needs, or how much slower it is, and with what."""
+    """What another layout needs, or how much slower it is, and its other differences."""
     missing = shortage(other, search.cluster)
     if missing or other.step_s is None:
         return _needs(search, other)
@@ -196,7 +196,7 @@ def _cost(search: Search, other: Candidate, field: str = "") -> str:
 
 
 def _needs(search: Search, other: Candidate) -> str:
-    """What another layout needs of what there is too little of."""
+    """What another layout needs of the scarce resource."""
     cluster, capacity = search.cluster, search.cluster.gpu.memory_gib
     if capacity is not None and other.memory_gib > capacity:
         return f"needs {other.memory_gib:.0f} GiB of {capacity:g}"
@@ -206,7 +206,7 @@ def _needs(search: Search, other: Candidate) -> str:
 
 
 def _slower(search: Search, other: Candidate) -> str:
-    """How much slower another layout is; in memory where it is as fast."""
+    """How much slower another layout is, or if equally fast, how its memory differs."""
     best = search.best
     if best.step_s is None or other.step_s is None:
         return "is not faster"
@@ -223,7 +223,7 @@ def _slower(search: Search, other: Candidate) -> str:
 
 
 def _changes(search: Search, other: Candidate, field: str) -> str:
-    """What else is different in another layout."""
+    """Other differences of another layout."""
     mine, theirs = search.best.layout, other.layout
     implied = {field}
     if field == "tp" and theirs.tp == 1:
@@ -240,7 +240,7 @@ def _changes(search: Search, other: Candidate, field: str) -> str:
 
 
 def _strategy(layout: Layout) -> Iterator[str]:
-    """What is not plain about a layout, ZeRO always."""
+    """The non-default parts of a layout, and always ZeRO."""
     plain = Layout()
     for name in NAMES:
         if name == "zero_stage" or (
@@ -275,14 +275,14 @@ def _asked(job: PlanRequest, field: str) -> object:
 
 
 def _auto(search: Search) -> str:
-    """How a decision was made that the recipe leaves open."""
+    """The reason for a decision that the recipe leaves open."""
     if search.cluster.gpu.memory_gib is None and search.cluster.gpu.measured is None:
         return "auto, at nominal CPU speeds"
     return "auto"
 
 
 def _note(search: Search, field: str) -> str:
-    """What there is to know about the chosen value itself."""
+    """Notes on the chosen value itself."""
     layout, job = search.best.layout, search.job
     if field == "tp" and layout.tp > 1 and search.cluster.island % layout.tp:
         return f"; {ACROSS_NODES}"
@@ -309,7 +309,7 @@ def _note(search: Search, field: str) -> str:
 
 
 def _why_offloaded(search: Search) -> str:
-    """Why something leaves the device that the recipe leaves open."""
+    """Why states are offloaded although the recipe leaves it open."""
     zero = search.job.parallel.zero
     stated = {zero.offload_optimizer, zero.offload_parameters} - {"auto"}
     if stated and table()[search.best.pair].offload_together:

@@ -1,4 +1,5 @@
-"""The ledger: what a layout keeps of the plain run, what it approximates, what it refuses.
+"""The ledger: what a layout computes exactly as the plain run, what it approximates, and what
+it refuses.
 
 The plain run is the same recipe in one process, fp32, the whole global batch at once, in
 transformers. Every entry is derived from recipe, plan and the legality table.
@@ -28,7 +29,7 @@ class LedgerEntry:
     what: str
     """A short name: `token-mean loss`."""
     why: str
-    """What makes it so, with the numbers of this plan."""
+    """The reason, with the numbers of this plan."""
 
 
 def ledger(
@@ -40,12 +41,12 @@ def ledger(
 ) -> list[LedgerEntry]:
     """Every entry of this plan: exact ones first, refused ones last.
 
-    `config` is the hub's config of the model, where the recipe states none. `engine_config`
-    is the configuration of the plan's engine; without it, only what the plan says.
+    `config` is the hub's config of the model if the recipe states none. `engine_config` is the
+    configuration of the plan's engine; without it, entries follow from the plan only.
     """
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")
-    # A dropout of the hub's is not taken over: only a recipe's own is trained with.
+    # The hub config's dropout is ignored: only the recipe's is used.
     random = {key: settings[key] for key in settings if is_dropout(key)}
     random["router_jitter_noise"] = jitter
     random["adapter.dropout"] = recipe.adapter.dropout if recipe.adapter else None
@@ -180,7 +181,7 @@ def _fp8(fp8: Fp8Section, layers: int) -> str:
 
 
 def _split_sums(plan: Plan) -> str:
-    """Where this layout adds up parts; empty when nothing is split."""
+    """Sums that this layout splits; empty if nothing is split."""
     layout = plan.layout
     gradients = (
         ("micro batches", layout.gradient_accumulation),
@@ -194,7 +195,7 @@ def _split_sums(plan: Plan) -> str:
 
 
 def _refused(pair: Pair) -> Iterator[tuple[str, str]]:
-    """What the legality table has in some other pair, but not in this one."""
+    """What other pairs of the legality table support, but not this one."""
     support = table()[pair]
     others = table().values()
     ones = [name.replace("_", " ") for name in DEGREES if getattr(support, name) == 1]

@@ -1,8 +1,7 @@
 """From a recipe to one plan: every `auto` decided once, with the reason written down.
 
 The plan is made before anything runs and stored in the run directory; workers and
-restarts read it and never decide again. What is decided is the outcome of
-`toolkit.plan.search`.
+restarts read it and never decide again. The decisions are the result of `toolkit.plan.search`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +33,7 @@ _LOSS_SCALE = 2.0**16
 
 
 class ShapeUnknown(PlanError):
-    """The model's shape is only on the hub, and not reachable now."""
+    """The model's shape is only on the hub, which is not reachable now."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a recipe is carried out, and why."""
+    """How a recipe runs, and why."""
 
     engine: EngineName
     model: ModelName
@@ -84,12 +83,13 @@ class Plan:
     attention_kernel: AttentionKernel = "sdpa"
     """Which of torch's kernels for `sdpa` is tried first."""
     loss_scale: float | None = None
-    """First loss scale of fp16, of the mean loss over a rank's tokens of a step; else None."""
+    """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step; otherwise
+    None."""
     remedies: tuple[str, ...] = ()
-    """Where nothing fits: the smallest changes with which something does."""
+    """If nothing fits: the smallest changes with which something does."""
     lengths: tuple[LengthCost, ...] = ()
-    """Where `data.stages` changes the length of sequences: a step of each, in ascending order.
-    The plan's other numbers are those of the longest."""
+    """If `data.stages` changes the sequence length: the step of each length, in ascending
+    order. The plan's other numbers are those of the longest."""
 
     def flops_per_token_at(self, length: int) -> float:
         """`flops_per_token` in sequences of this length."""
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def backend(self) -> Backend:
-        """The engine, for everyone who does not train with it."""
+        """The engine's backend: everything except training."""
         return BACKENDS[self.engine]
 
     @property
@@ -137,8 +137,8 @@ class Plan:
 def plan_recipe(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
     """Decide everything that the recipe leaves open.
 
-    `cluster` stands for the recipe's own where links, prices or measured speeds are known.
-    Raises as `explore` does.
+    `cluster` replaces the recipe's own if links, prices or measured speeds are known. Raises as
+    `explore` does.
     """
     return plan_of(explore(recipe, cluster))
 
@@ -146,9 +146,9 @@ def plan_recipe(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
 def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     """Every layout of a recipe, the chosen one first.
 
-    Raises PlanError when the batch cannot be spread over the cluster or the model's shape
-    cannot be found out, RecipeError when `parallel` is illegal after all: the recipe was
-    checked at load, but its own DeepSpeed file may have set the ZeRO stage since.
+    Raises PlanError if the batch cannot be spread over the cluster or the model's shape cannot
+    be determined, RecipeError if `parallel` is illegal: the recipe was checked at load, but its
+    own DeepSpeed file may have set the ZeRO stage since.
     """
     if cluster is None:
         where = recipe.cluster
@@ -229,9 +229,9 @@ def _length_costs(found: Search, longest: Workload) -> Iterator[LengthCost]:
 def first_loss_scale(precision: str) -> float | None:
     """The first loss scale of fp16, None in another precision: DeepSpeed's and torch's default.
 
-    In every engine it is that of the mean loss over the tokens of one rank and step; an engine
+    In every engine it applies to the mean loss over the tokens of one rank and step; an engine
     that minimises a sum divides it by their number. A scale that is too high skips steps until
-    it fits, so engines that began with different ones would skip different steps.
+    it fits, so engines with different initial scales would skip different steps.
     """
     return _LOSS_SCALE if precision == "fp16" else None
 
@@ -245,14 +245,14 @@ def _kernels(job: PlanRequest) -> tuple[str, ...]:
 
 
 def _deterministic(training: TrainingSection) -> tuple[str, ...]:
-    """What bitwise equal runs cost."""
+    """The cost of bitwise equal runs."""
     if not training.deterministic:
         return ()
     return ("deterministic: asked for; slower kernels on GPUs, by how much is not predicted",)
 
 
 def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
-    """What to know before this is run."""
+    """Warnings before the run."""
     notes = []
     if found.job.spec.generic:
         family = found.job.spec.family
@@ -268,8 +268,8 @@ def _warnings(found: Search, built_gib: float) -> tuple[str, ...]:
 def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
     """The Hugging Face config of a recipe's model: stated, or read from `hub`.
 
-    Without `download`, a hub id is looked for only in the hub's local cache. Raises
-    PlanError when it cannot be read, ShapeUnknown where that is because of the network.
+    Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
+    it cannot be read, ShapeUnknown if the network is the reason.
     """
     if model.config is not None:
         return model.config
@@ -313,7 +313,7 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     try:
         if download:
             return Path(hf_hub_download(hub, "config.json", revision=revision))
-        # hf_hub_download(local_files_only=True) asks the network for other things.
+        # hf_hub_download(local_files_only=True) still makes other network requests.
         found = try_to_load_from_cache(hub, "config.json", revision=revision)
         if not isinstance(found, str):
             raise LocalEntryNotFoundError("not cached")

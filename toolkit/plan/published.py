@@ -1,8 +1,8 @@
 """Published measurements as workloads, layouts and clusters.
 
 A case states a model, its hardware, layout and batch (docs: `dmt estimate --cases`). Fields
-that a source did not state get one default per engine, named below; what was reported is
-never read.
+that a source did not state get one default per engine, listed below; reported results are never
+read.
 """
 
 import re
@@ -23,7 +23,7 @@ from toolkit.plan.cost.workload import TensorOverlap, Workload
 from toolkit.units import GIB
 
 LAYERS_PER_CHUNK = 2
-"""Layers of a pipeline chunk where a source does not state the interleaving."""
+"""Layers of a pipeline chunk if a source does not state the interleaving."""
 FAMILY = re.compile(r"gb\d{3}|b\d{3}|h\d{3}|a\d{3}|v\d{3}|mi\d{3}x", re.IGNORECASE)
 MEMORY = re.compile(r"(\d+)\s*gb", re.IGNORECASE)
 NETWORK = re.compile(r"inter-node (\d+) gb/s per (\d+)-gpu node")
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def estimator_query(self) -> EstimatorQuery | None:
-        """What DeepSpeed's estimator is asked; None where no largest layer is stated."""
+        """The inputs of DeepSpeed's estimator; None if no largest layer is stated."""
         largest = self._model.get("largest_layer_params")
         if largest is None or self.parameters is None:
             return None
@@ -153,7 +153,7 @@ class Case:
         return self._with_recompute(Setup(self._workload(), self._plain_layout(), cluster))
 
     def _workload(self) -> Workload:
-        """What is trained; what sources leave out is the same for all rows of an engine."""
+        """The workload; defaults are the same for all rows of an engine."""
         megatron = self.by_megatron
         composer = self._fsdp_mode != ""
         # Before flash attention, Megatron reduced gradients after the backward pass.
@@ -184,7 +184,7 @@ class Case:
 
     @property
     def _nemo(self) -> bool:
-        """NeMo's recipes say no more than degrees and batch; Megatron-LM's rows say all.
+        """NeMo's recipes state only degrees and batch; Megatron-LM's rows state everything.
 
         NeMo sums and reduces gradients in bf16 (bf16_mixed, grad_reduce_in_fp32=False).
         """
@@ -197,8 +197,9 @@ class Case:
         return str(self._layout.get("fsdp_mp_mode") or "")
 
     def _tensor_overlap(self, early: bool) -> TensorOverlap:
-        """Megatron overlapped nothing until it had sequence parallel, then the backward pass;
-        with Transformer Engine and sequence parallel, both; torchtitan what it calls async."""
+        """Megatron had no overlap before sequence parallel, then in the backward pass; with
+        Transformer Engine and sequence parallel, in both; torchtitan has its async tensor
+        parallel."""
         if "async tp" in self._notes:
             return "all"
         if not self.by_megatron:
@@ -289,7 +290,8 @@ class Case:
         return max(1, int(self._model["layers"]) // (LAYERS_PER_CHUNK * pp))
 
     def _with_recompute(self, setup: Setup) -> Setup:
-        """The stated recompute; else none, or the least whose allocations a device can hold."""
+        """The stated recompute; otherwise none, or the least with which the allocations fit on
+        the device."""
         stated = self._layout.get("recompute")
         choices: tuple[Recompute, ...] = ("none", "selective", "full")
         if stated is not None:

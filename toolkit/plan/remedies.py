@@ -1,4 +1,4 @@
-"""Where nothing fits: the smallest changes with which something does, found by searching."""
+"""If nothing fits: searches the smallest changes with which something does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,9 +43,9 @@ class Remedy:
     """A change with which something fits."""
 
     change: str
-    """What to do, in the words of a recipe."""
+    """The change, as recipe settings."""
     best: Candidate
-    """The best layout then."""
+    """The best layout with that change."""
     cluster: Cluster
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def over(found: Search) -> str:
 
 
 def remedies(found: Search) -> list[Remedy]:
-    """Every single setting that would have to be left open, all of them, and more GPUs."""
+    """Every single setting set to auto, all of them, and more GPUs."""
     job, cluster = found.job, found.cluster
     single = [one for change in _settings(job) if (one := _with(job, cluster, [change]))]
     if not single and (one := _with(job, cluster, list(_settings(job)))):
@@ -90,7 +90,7 @@ def remedies(found: Search) -> list[Remedy]:
 
 
 def prices(found: Search) -> Iterator[str]:
-    """What the settings that the recipe fixes cost: each left open, where that is faster."""
+    """The cost of the recipe's fixed settings: each set to auto, if that is faster."""
     job, best = found.job, found.best
     for key, value in _settings(job):
         other = _fitting(_opened(job, key), found.cluster)
@@ -109,7 +109,7 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
 
 
 def _with(job: PlanRequest, cluster: Cluster, changes: list[tuple[str, Any]]) -> Remedy | None:
-    """What fits when these settings are left open."""
+    """The result with these settings set to auto."""
     opened = job
     for key, _ in changes:
         opened = _opened(opened, key)
@@ -151,7 +151,7 @@ def _sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
 
 
 def _fitting(job: PlanRequest, cluster: Cluster) -> Candidate | None:
-    """The best layout; None where the job is illegal, or nothing fits."""
+    """The best layout; None if the job is illegal, or nothing fits."""
     if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
         return None
     try:

@@ -1,8 +1,8 @@
 """The planner's search: every legal layout, which of them fit, and the fastest first.
 
-Exhaustive, with two shortcuts that lose nothing. A layout that recomputes is slower than the
-same layout without, so each one recomputes no more than it must to fit: logits before layers.
-And memory grows with the micro batch, so once a size does not fit, no larger one does.
+Exhaustive, with two shortcuts that exclude no optimum. A layout with recompute is slower than
+the same layout without, so each one recomputes only as much as needed to fit: logits before
+layers. And memory grows with the micro batch, so once a size does not fit, no larger one does.
 """
 
 from collections import Counter
@@ -37,48 +37,49 @@ from toolkit.plan.space import (
 from toolkit.units import GIB
 
 TIE = 0.01
-"""Layouts whose predicted times differ by less are equally fast: the model is no better."""
+"""Layouts whose predicted times differ by less count as equally fast: the model is not more
+accurate."""
 ROOMY = 0.75
-"""Share of a device's memory below which needing less of it is worth nothing."""
+"""Share of a device's memory below which needing less is no advantage."""
 UNNEEDED = "recompute without need"
-"""Why a layout is rejected that fits without recompute, too: that one is faster."""
+"""Reason for rejecting a layout that also fits without recompute: that one is faster."""
 
 
 class Candidate(NamedTuple):
-    """A layout, what it needs and how fast it is."""
+    """A layout with its memory and speed."""
 
     pair: Pair
     layout: Layout
     memory_gib: float
-    """On the fullest device, at its fullest: in training, or while the model is built."""
+    """Peak of the fullest device: in training, or while the model is built."""
     states_gib: float
     """Of that, weights, gradients and optimizer states."""
     host_gib: float
-    """Host memory of one node, for what is offloaded."""
+    """Host memory of one node for offload."""
     nvme_gib: float
-    """Disk of one node, for what is offloaded."""
+    """Disk space of one node for offload."""
     step_s: float | None
-    """None where it does not fit, and its speed was not computed."""
+    """None if it does not fit; then its speed was not computed."""
 
     @property
     def degrees(self) -> tuple[Pair, int, int, int, int]:
-        """What makes it another strategy, and not a variant of the same."""
+        """Key that distinguishes strategies from variants of the same strategy."""
         layout = self.layout
         return self.pair, layout.tp, layout.pp, layout.cp, layout.ep
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was found for a job on a cluster."""
+    """The result of the search for a job on a cluster."""
 
     job: PlanRequest
     cluster: Cluster
     fallback: Fallback
-    """The least that makes anything fit; the most that may be done where nothing does."""
+    """The least fallback with which anything fits; the largest one if nothing does."""
     fitting: tuple[Candidate, ...]
     """Best first; empty where nothing fits."""
     too_large: tuple[Candidate, ...]
-    """Of the layouts that do not fit with any batch split and recompute, the smallest."""
+    """The smallest of the layouts that do not fit with any batch split and recompute."""
     considered: int
     """Legal layouts."""
     rejected: Mapping[str, int]
@@ -86,17 +87,17 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Whether any layout does."""
+        """Whether any layout fits."""
         return bool(self.fitting)
 
     @property
     def best(self) -> Candidate:
-        """The chosen layout: the best that fits, or the one that is nearest to it."""
+        """The chosen layout: the best that fits, or the one nearest to fitting."""
         return self.fitting[0] if self.fitting else self.nearest
 
     @cached_property
     def nearest(self) -> Candidate:
-        """Of what does not fit, what needs least."""
+        """Of those that do not fit, the smallest."""
         return min(self.too_large, key=lambda one: (one.memory_gib, one.host_gib))
 
     @property
@@ -109,9 +110,10 @@ class Search:
 
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
-    """Every layout of `job` on `cluster`; what costs speed only where nothing fits without.
+    """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
+    without them.
 
-    Raises PlanError where no layout suits the model or spreads the batch.
+    Raises PlanError if no layout suits the model or spreads the batch.
     """
     found, tried = None, fallbacks(job, cluster.island)
     for fallback in tried:
@@ -124,13 +126,13 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
 
 
 def evaluate(pair: Pair, workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
-    """What one layout needs and how fast it is, whether it fits or not."""
+    """Memory and speed of one layout, whether it fits or not."""
     seconds = step_time(workload, layout, cluster).total_s
     return _candidate(pair, workload, layout, cluster, seconds)
 
 
 def demand(workload: Workload, layout: Layout, cluster: Cluster) -> Candidate:
-    """What one layout needs, untimed."""
+    """Memory of one layout, without its speed."""
     pair = Pair(workload.engine, workload.model)
     return _candidate(pair, workload, layout, cluster, None)
 
@@ -142,7 +144,7 @@ def device_memory(workload: Workload, layout: Layout, cluster: Cluster) -> Memor
 
 
 def shortage(one: Candidate, cluster: Cluster) -> str | None:
-    """What there is too little of for a layout; None where it fits."""
+    """The resource that a layout exceeds; None if it fits."""
     capacity = cluster.gpu.memory_gib
     if capacity is not None and one.memory_gib > capacity:
         return f"more than {capacity:g} GiB per GPU"
@@ -154,7 +156,7 @@ def shortage(one: Candidate, cluster: Cluster) -> str | None:
 
 
 def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
-    """The search with no more than one fallback; None where it leaves no layout."""
+    """The search with at most this fallback; None if there is no layout."""
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
     rejected: Counter[str] = Counter()
@@ -175,7 +177,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
 
 
 def _no_layout(job: PlanRequest, tried: list[Fallback]) -> PlanError:
-    """Why there is no layout at all: the batch, or the model's shape."""
+    """Why there is no layout: the batch, or the model's shape."""
     for fallback in tried:
         for first in partial_layouts(job, fallback):
             return uneven_batch(job, first.layout)
@@ -189,7 +191,7 @@ def _fill(
     too_large: list[Candidate],
     rejected: "Counter[str]",
 ) -> None:
-    """Settle batch split and recompute of a partial layout; count what does not fit."""
+    """Choose batch split and recompute of a partial layout; count what does not fit."""
     sizes, ways = partial.micro_batches, partial.recomputes
     smallest = _measured(partial, sizes[0], ways[-1], cluster)
     if reason := shortage(smallest, cluster):
@@ -218,7 +220,7 @@ def _fill(
 def _measured(
     partial: PartialLayout, size: int, way: tuple[Recompute, LossKernel], cluster: Cluster
 ) -> Candidate:
-    """What a partial layout needs with this micro batch and recompute."""
+    """Memory of a partial layout with this micro batch and recompute."""
     layout = partial.split(size, *way)
     return _candidate(partial.pair, partial.workload, layout, cluster, None)
 
@@ -253,9 +255,9 @@ def ranked(fitting: list[Candidate], capacity_gib: float | None) -> list[Candida
 
 
 def _smallest(equal: list[Candidate], capacity_gib: float) -> Candidate:
-    """Of layouts that are as fast, the one that needs least memory, where that is scarce; then
-    the one with the fewest moving parts; then the smaller one, and the first one found:
-    preferred engine, smaller degrees."""
+    """Of equally fast layouts, the one that needs least memory, if that is scarce; then the
+    simplest one; then the smaller one, and the first one found: preferred engine, smaller
+    degrees."""
 
     def price(one: Candidate) -> tuple[float, int, float]:
         scarce = max(one.memory_gib, ROOMY * capacity_gib)
@@ -265,10 +267,10 @@ def _smallest(equal: list[Candidate], capacity_gib: float) -> Candidate:
 
 
 def _preferred(equal: list[Candidate]) -> Candidate:
-    """The same where memory is not limited (a CPU): nothing is given up to need less.
+    """The same if memory is not limited (a CPU): memory is not considered first.
 
-    Nominal speeds do not tell engines apart, so the preferred one is taken, and of its
-    layouts the fastest; where these are equal, the one with the smallest model states.
+    Nominal speeds do not distinguish engines, so the preferred one is chosen, with its fastest
+    layout; of equally fast ones, the one with the smallest model states.
     """
     order = list(table())
     first = min(order.index(one.pair) for one in equal)
@@ -284,7 +286,7 @@ def _seconds(one: Candidate) -> float:
 
 
 def moving_parts(layout: Layout) -> int:
-    """How much of a layout is not plain data parallelism: what can go wrong."""
+    """Complexity of a layout: how much of it is not plain data parallelism."""
     degrees = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep)
     places = (layout.offload_optimizer, layout.offload_parameters)
     return (

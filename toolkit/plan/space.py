@@ -1,8 +1,8 @@
-"""Every legal layout of a recipe: what the planner chooses from.
+"""Enumerates every legal layout of a recipe, from which the planner chooses. Settings of the
+recipe are kept; `auto` takes every value that `legality` and `model_rules` allow.
 
-What the recipe states is kept; `auto` takes every value that `legality` and `model_rules`
-allow. A `PartialLayout` is all of a layout but the batch split and recompute, which the search
-settles by what fits.
+A `PartialLayout` is a layout without batch split and recompute, which the search chooses by
+what fits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,21 +26,21 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A legal layout but for its batch split and recompute."""
+    """A legal layout without batch split and recompute."""
 
     pair: Pair
     workload: Workload
     layout: Layout
-    """With a micro batch of 1 and the accumulation that goes with it."""
+    """With a micro batch of 1 and the corresponding accumulation."""
     micro_batches: tuple[int, ...]
     """Sequences per forward pass that spread the batch evenly, ascending; may be empty."""
     recomputes: tuple[tuple[Recompute, LossKernel], ...]
-    """What may be recomputed, of layers and of logits, least first."""
+    """Possible recompute of layers and logits, least first."""
 
     def split(self, micro_batch: int, recompute: Recompute, loss: LossKernel) -> Layout:
         """The whole layout."""
         share = self.layout.gradient_accumulation
-        # Faster than dataclasses.replace, of which a search would need a hundred thousand.
+        # Faster than dataclasses.replace, which a search would call a hundred thousand times.
         fields = self.layout.__dict__ | {
             "recompute": recompute,
             "loss": loss,
@@ -52,11 +52,11 @@ class PartialLayout:
 
 @dataclass(frozen=True)
 class Fallback:
-    """What is allowed to make a model fit."""
+    """A fallback that makes a model fit."""
 
     offload: Offload
     largest_tensor: int
-    """Tensor-parallel degree, where it is open."""
+    """Tensor-parallel degree, if it is open."""
 
 
 def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
@@ -74,11 +74,11 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
 
 
 def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
-    """What may be done to make a model fit, first what costs least.
+    """Fallbacks that make a model fit, the cheapest first.
 
-    At first tensor groups stay among the `island` accelerators that the fast link joins:
+    At first, tensor groups stay within the `island` of accelerators connected by the fast link:
     layers wait for their collectives, and no source has measured them through a network. Then
-    they may grow, and then something leaves the device.
+    they may grow, and then states are offloaded.
     """
     placements, widest = _placements(job.parallel), job.spec.heads
     first = [Fallback(placements[0], min(island, widest)), Fallback(placements[0], widest)]
@@ -86,13 +86,13 @@ def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
 
 
 def _placements(parallel: ParallelSection) -> list[Offload]:
-    """What may leave the device, least first. NVMe only where the recipe names a folder."""
+    """Possible offload, least first. NVMe only if the recipe names a folder."""
     zero = parallel.zero
     steps: list[Offload] = [("none", "none"), ("cpu", "none"), ("cpu", "cpu")]
     if zero.nvme_path is not None:
         steps += [("nvme", "cpu"), ("nvme", "nvme")]
     asked = (zero.offload_optimizer, zero.offload_parameters)
-    if zero.config is not None:  # a file of the user's own says all about offload
+    if zero.config is not None:  # the user's own file decides offload
         steps = steps[:1]
     found = [
         (asked[0] if asked[0] != "auto" else one[0], asked[1] if asked[1] != "auto" else one[1])
@@ -102,7 +102,7 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
 
 
 def loosened(job: PlanRequest) -> str:
-    """The fewest stated settings to leave open so that degrees suit; empty where none do."""
+    """The fewest stated settings to set to auto so that degrees suit; empty if none do."""
     names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
     stated = [name for name in names if getattr(job.parallel, name) != "auto"]
     for count in range(1, len(stated) + 1):
@@ -115,7 +115,7 @@ def loosened(job: PlanRequest) -> str:
 
 
 def no_degrees(job: PlanRequest) -> PlanError:
-    """What to say where no degrees suit the model."""
+    """The error if no degrees suit the model."""
     return PlanError(
         f"parallel.tensor: no tensor and pipeline degrees that suit this model divide "
         f"{job.cluster.world_size} ranks as the recipe asks",
@@ -124,7 +124,7 @@ def no_degrees(job: PlanRequest) -> PlanError:
 
 
 def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
-    """What to say where no layout spreads the batch, naming the nearest batches that do."""
+    """The error if no layout spreads the batch, with the nearest batches that work."""
     training, dp = job.training, layout.dp
     wanted, batch = training.micro_batch_size, training.global_batch_size
     unit = dp if wanted == "auto" else dp * wanted
@@ -140,7 +140,7 @@ def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
 
 
 def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
-    """The recipe's intent with every legal choice of what it leaves open."""
+    """The recipe's intent with every legal choice of its open settings."""
     asked = job.parallel
     kept = {"engine": pair.engine, "model": pair.model}
     places = dict(
@@ -196,15 +196,15 @@ def _degrees(
 
 
 def _even(layers: int, pipeline: int, virtual: int) -> bool:
-    """Do interleaved chunks take turns evenly? The first and the last may be shorter or
-    longer. Where others differ, ranks wait for each other in ways that no closed form has:
-    only where that is asked for. `stage_layers` lengthens the chunks between the two first."""
+    """Whether interleaved chunks are even. The first and the last may be shorter or longer. If
+    others differ, ranks wait for each other in ways that no closed form describes: only on
+    request. `stage_layers` lengthens the chunks between the two first."""
     between = pipeline * virtual - 2
     return virtual == 1 or layers % (between + 2) in (0, between, between + 1)
 
 
 def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
-    """What is asked for; for `auto`, all that are small enough."""
+    """The requested value; for `auto`, all that are small enough."""
     if isinstance(asked, int):
         return [asked]
     return [degree for degree in all_of if degree <= most]
@@ -225,8 +225,8 @@ def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
 
 
 def _copies(job: PlanRequest, pair: Pair, fallback: Fallback, parts: int) -> list[int]:
-    """How often all shards may be there, of a model in so many parts. What fits only away from
-    the device has no room for copies."""
+    """Possible numbers of replicas of a model in this many parts. A model that fits only with
+    offload has no room for replicas."""
     asked = job.parallel.replicate
     if isinstance(asked, int):
         return [asked]
@@ -247,7 +247,7 @@ def _recomputes(job: PlanRequest, pair: Pair) -> tuple[tuple[Recompute, LossKern
 
 
 def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
-    """The layout of a settled intent."""
+    """The layout of a complete intent."""
     zero, tp, pp = parallel.zero, int(parallel.tensor), int(parallel.pipeline)
     return Layout(
         dp=job.cluster.world_size // (tp * pp),

@@ -167,20 +167,20 @@ class Section(BaseModel):
 
 
 class BalanceSection(Section):
-    """How evenly the experts of a mixture-of-experts model are used (docs/balance.md). Its
-    presence adds the experts' load to the metrics."""
+    """Load balancing of the experts of a mixture-of-experts model (docs/balance.md). If
+    present, the experts' load is added to the metrics."""
 
     kind: Literal["none", "sequence_loss", "bias"] = "none"
-    """`sequence_loss`: a loss per layer and sequence that grows with uneven use, DeepSeek-V3's
-    (arXiv:2412.19437, equations 17 to 20). `bias`: a bias per expert, added to scores for the
-    choice of experts alone and moved after each step (arXiv:2408.15664); of model types that
-    have one."""
+    """`sequence_loss`: a loss per layer and sequence that grows with load imbalance, as in
+    DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). `bias`: a bias per expert, added to the
+    scores only to choose experts, and updated after each step (arXiv:2408.15664); for model
+    types that have one."""
     coefficient: NonNegativeFloat = 0.0
     """Weight of the loss: greater than 0 with `sequence_loss`; with `bias`, of the same loss
     in addition to the bias."""
     bias_update: NonNegativeFloat = 0.0
-    """With `bias`, greater than 0: how far a step moves the bias, up for experts that were
-    chosen less often than the mean in the global batch, down for the others."""
+    """With `bias`, greater than 0: step size of the bias, up for experts chosen less often than
+    the mean in the global batch, down for the others."""
     z_loss: NonNegativeFloat = 0.0
     """With any kind: weight of the squared logarithm of the sum of a router's exponentiated
     logits, per layer and token (ST-MoE, arXiv:2202.08906, equation 5)."""
@@ -199,33 +199,33 @@ class ModelSection(Section):
     run, of any engine and layout, read from `checkpoint`."""
     checkpoint: NonEmpty | None = None
     """For `init: checkpoint`: a checkpoint's folder, or a run directory, which stands for its
-    newest finished checkpoint. Only the fp32 weights are taken: optimizer, schedule, step and
-    data begin with this run."""
+    newest finished checkpoint. Only the fp32 weights are loaded: optimizer, schedule, step and
+    data start from scratch in this run."""
     config: dict[str, Any] | None = None
     """Hugging Face config keys (`model_type`, `hidden_size`, …). Makes the recipe
     plannable offline; compared with the hub's config when weights are loaded."""
     freeze: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
-    """Parameters that do not train: patterns of the names that they have in a Hugging Face
-    checkpoint, e.g. `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and
-    no optimizer states."""
+    """Parameters that do not train: patterns of their names in a Hugging Face checkpoint, e.g.
+    `[model.embed_tokens.*, model.layers.0.*]`. They have no gradients and no optimizer
+    states."""
     balance: BalanceSection | None = None
-    """How experts are kept in use; null: not at all, and no metrics of it."""
+    """Expert load balancing; null: none, and no metrics of it."""
 
 
 class SourceSection(Section):
     """What all sources have in common: their part in a list of sources."""
 
     label: NonEmpty | None = None
-    """In a list of sources: what this one is called. Default: the last part of its path."""
+    """In a list of sources: the name of this one. Default: the last part of its path."""
     weight: NonNegativeFloat | None = None
     """In a list for training: share of the samples, relative to the other weights, e.g. tokens.
-    Of every number of samples from the start, a source has its share to within one sample."""
+    After any number of samples, each source has its share to within one sample."""
     epochs: PositiveFloat | None = None
     """In a list for training, instead of `weight`: passes over this source; with
-    `training.epochs: 1`, all of them are the run."""
+    `training.epochs: 1`, the run makes exactly these passes."""
     at_end: Literal["repeat", "stop"] = "repeat"
-    """In a list for training, when all samples of this source were seen: begin again in another
-    order, or end the run before."""
+    """In a list for training, when all samples of this source have been used: start again in
+    another order, or end the run."""
 
     @property
     def place(self) -> str:
@@ -279,7 +279,7 @@ class RowsSource(SourceSection):
     split: NonEmpty = "train"
     """Split to read; slices such as `train[:1%]` are allowed."""
     malformed: Literal["error", "drop"] = "error"
-    """A row that is no document, conversation or pair: an error that names file and row, or
+    """A row that is not a document, conversation or pair: an error that names file and row, or
     drop and count."""
     malformed_limit: Count | None = None
     """With `drop`: an error once more rows than this are dropped. Default: no limit."""
@@ -302,7 +302,7 @@ class ChatRowsSource(RowsSource):
     """What conversations and preferences have in common."""
 
     columns: ColumnNames = {}
-    """Where a column has another name in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
+    """Names of columns that differ in the data, e.g. `{messages: dialog}` (docs/chat.md)."""
 
     def column(self, name: ColumnName) -> str:
         """What the data calls the column `name` of the format."""
@@ -314,16 +314,17 @@ class ChatSource(ChatRowsSource):
 
     kind: Literal["chat"]
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
-    """What the columns hold (docs/chat.md). `auto`: decided by their names."""
+    """Format of the data (docs/chat.md). `auto`: detected from the names of the columns."""
     loss_on: Literal["assistant", "last_assistant", "all", "completion"] = "assistant"
     """Which tokens are trained: every assistant turn with its end-of-turn token, only the last
     such turn, all tokens, or what follows the prompt (of data that separates the two)."""
     too_long: Literal["truncate", "drop", "split"] = "truncate"
-    """A conversation longer than `training.sequence_length`: keep its beginning, leave it out,
-    or cut it into samples that train every token once."""
+    """A conversation longer than `training.sequence_length`: keep its beginning, drop it, or
+    split it into samples that train every token once."""
     rewritten_history: Literal["error", "split"] = "error"
     """Conversations whose earlier turns the chat template renders differently once other turns
-    follow (models that drop their thinking): refuse, or make one sample per assistant turn."""
+    follow (models that drop their thinking): refuse, or create one sample per assistant
+    turn."""
 
 
 class PreferenceSource(ChatRowsSource):
@@ -331,8 +332,8 @@ class PreferenceSource(ChatRowsSource):
 
     kind: Literal["preference"]
     too_long: Literal["truncate", "drop"] = "truncate"
-    """A pair with a row longer than `training.sequence_length`: keep its beginning, or leave
-    the pair out."""
+    """A pair with a row longer than `training.sequence_length`: keep its beginning, or drop the
+    pair."""
 
 
 class MegatronSource(SourceSection):
@@ -366,36 +367,36 @@ Sources: TypeAlias = Annotated[
 
 
 class StageSection(Section):
-    """From which step on sequences have another length, or the sources of a list other weights;
-    at least one of the two."""
+    """A step from which the sequence length, the weights of a list of sources, or both
+    change."""
 
     from_step: Positive | None = None
-    """The first step of the stage is the one after so many steps."""
+    """The stage begins after this number of steps."""
     from_tokens: TokenCount | None = None
     """The same, in training tokens; rounded up to whole steps."""
     weights: dict[NonEmpty, NonNegativeFloat] | None = None
-    """Weight of every source, by its label. Default: those of the stage before."""
+    """Weight of every source, by its label. Default: those of the previous stage."""
     sequence_length: SequenceLength | None = None
-    """Tokens per sequence: a divisor of the longest of all stages. Default: that of the stage
-    before."""
+    """Tokens per sequence: a divisor of the longest of all stages. Default: that of the
+    previous stage."""
 
 
 class StreamingSection(Section):
-    """How sources of text are tokenised while a run trains on them."""
+    """Tokenisation of text sources while a run trains on them."""
 
     chunk_mib: PositiveFloat = 4.0
-    """MiB of the files that are tokenised at once: a byte range, or several small files.
-    Compressed files, .json, .arrow and documents that are files are not cut."""
+    """MiB of the files that are tokenised as one unit: a byte range, or several small files.
+    Compressed files, .json, .arrow and documents that are files are not split."""
     shuffled_chunks: Positive = 64
     """Chunks, from all over the source, whose samples are shuffled together."""
     ahead: Positive = 2
-    """Windows of so many chunks that are tokenised before they are needed."""
+    """Windows of `shuffled_chunks` chunks that are tokenised ahead of training."""
     workers: Count = 1
-    """Processes of each machine that tokenise ahead; 0: the ranks themselves do when they get
-    there."""
+    """Processes per machine that tokenise ahead; 0: the ranks tokenise when they need a
+    window."""
     keep_gib: PositiveFloat = 100.0
-    """GiB of tokens that stay in the cache behind the place that training has reached. What
-    `dmt data prepare` tokenised stays in any case."""
+    """GiB of tokens of completed steps that stay in the cache. The output of `dmt data prepare`
+    always stays."""
 
 
 class DataSection(Section):
@@ -405,7 +406,7 @@ class DataSection(Section):
     """Training documents: a source, or a list of sources, each with a `weight` or `epochs`
     (docs/data.md)."""
     stages: Annotated[tuple[StageSection, ...], Field(strict=False)] = ()
-    """When the length of sequences changes, or the weights of a list of sources."""
+    """Steps from which the sequence length, or the weights of a list of sources, change."""
     validation: Sources | None = None
     """Validation documents: a source, or a list of sources, whose losses are reported one by
     one. Without it, `validation_fraction` of every source of `train` is held out."""
@@ -428,15 +429,15 @@ class DataSection(Section):
     the template itself, or `chatml`. Default: the tokenizer's own."""
     packing: Literal["none", "greedy", "best_fit"] = "none"
     """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit, none of which
-    attends to another. Documents: `none`, laid end to end and cut at equal lengths; `best_fit`,
-    as many whole ones as fit, padded at the end, so that only longer ones are cut."""
+    attends to another. Documents: `none`, concatenated and cut at equal lengths; `best_fit`, as
+    many whole ones as fit, padded at the end, so that only longer ones are cut."""
     streaming: StreamingSection | None = None
     """Tokenise text while the run trains on it; `{}` for the defaults. Without it, all text is
     tokenised before the first step."""
     cache: NonEmpty | None = None
     """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
     remote_cache_gib: PositiveFloat = 50.0
-    """GiB of the cache for what was read of remote files, the oldest of which is removed."""
+    """GiB of the cache for blocks of remote files; the oldest are evicted."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -477,9 +478,9 @@ class TrainingSection(Section):
     """Length, batch size and precision. Exactly one of steps, tokens and epochs is required."""
 
     objective: ObjectiveName = "pretrain"
-    """What is minimised. `pretrain`: the mean cross entropy over the unmasked tokens of the
-    global batch; `sft`: the same, of conversations; `dpo` and `orpo`: a loss on pairs of a
-    preferred and a rejected answer. Other packages add objectives by entry points
+    """The loss that is minimised. `pretrain`: the mean cross entropy over the unmasked tokens
+    of the global batch; `sft`: the same, of conversations; `dpo` and `orpo`: a loss on pairs of
+    a preferred and a rejected answer. Other packages add objectives by entry points
     (docs/architecture.md)."""
     steps: Positive | None = None
     """Optimizer steps."""
@@ -495,13 +496,13 @@ class TrainingSection(Section):
     micro_batch_size: Positive | Auto = "auto"
     """Samples per rank and forward pass; gradient accumulation is derived from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Compute precision; master weights and optimizer states are always fp32. For fp8, bf16
-    and a section `fp8`."""
+    """Compute precision; master weights and optimizer states are always fp32. For fp8, use bf16
+    and the section `fp8`."""
     seed: Count = 1234
     """Determines initial weights and data order, independently of the layout."""
     deterministic: bool = False
     """true: two runs in the same layout, with the same packages and GPUs, are bitwise equal.
-    Slower; an operator that cannot be so is an error (docs/gpu.md)."""
+    Slower; a nondeterministic operator is an error (docs/gpu.md)."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -519,9 +520,10 @@ class DpoSection(Section):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair."""
     beta: PositiveFloat = 0.1
-    """How strongly the policy is held to the reference; with `ipo`, called τ in its paper."""
+    """How strongly the policy is kept close to the reference; with `ipo`, called τ in its
+    paper."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """`sigmoid` only: the assumed share of pairs whose answers are interchanged."""
+    """`sigmoid` only: the assumed share of pairs whose answers are swapped."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of an added cross entropy per token of the chosen answer."""
 
@@ -535,7 +537,7 @@ class OrpoSection(Section):
 
 class AdapterSection(Section):
     """Low-rank adapters (LoRA) added to frozen weights: only the adapters train. Function and
-    tensors are PEFT's, in every layout (docs/lora.md)."""
+    tensors equal PEFT's in every layout (docs/lora.md)."""
 
     name: Literal["lora"] = "lora"
     """Kind of adapter."""
@@ -547,25 +549,25 @@ class AdapterSection(Section):
     """scaling = alpha / √rank instead."""
     targets: AdapterTargets = "all-linear"
     """Projections with an adapter: all those inside the decoder layers, those of the attention
-    or of the MLP, or a list of the last parts of their names, e.g. `[q_proj, v_proj]`."""
+    or of the MLP, or a list of the last components of their names, e.g. `[q_proj, v_proj]`."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """First values of A: uniform within ±1/√(its columns), or normal with standard deviation
-    1/rank. B begins at 0."""
+    """Initial values of A: uniform within ±1/√(its columns), or normal with standard deviation
+    1/rank. B is initialised to 0."""
     folder: NonEmpty | None = None
-    """A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) with whose values the
-    adapters begin instead; its adapters must be those that this section describes."""
+    """A PEFT folder (`adapter_config.json`, `adapter_model.safetensors`) from which the
+    adapters are initialised instead; its adapters must match this section."""
 
 
 class ParameterGroup(Section):
-    """Parameters with a learning rate and a weight decay of their own. A parameter belongs to
-    the first group that matches it; the others keep the optimizer's values."""
+    """Parameters with their own learning rate and weight decay. A parameter belongs to the
+    first group that matches it; the others keep the optimizer's values."""
 
     parameters: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
-    """Patterns of the names that parameters have in a Hugging Face checkpoint, as those of
-    `model.freeze`, e.g. `[model.embed_tokens.*]`. A tied head is the embedding. With `adapter`,
-    the adapters' own tensors, e.g. `["*.lora_B.weight"]`."""
+    """Patterns of the parameters' names in a Hugging Face checkpoint, as in `model.freeze`,
+    e.g. `[model.embed_tokens.*]`. A tied head belongs to the embedding. With `adapter`, the
+    adapters' own tensors, e.g. `["*.lora_B.weight"]`."""
     lr_mult: PositiveFloat = 1.0
     """Multiplies the learning rate of every step."""
     wd_mult: NonNegativeFloat = 1.0
@@ -576,15 +578,16 @@ class MuonSection(Section):
     """Muon (https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it."""
 
     momentum: Fraction = 0.95
-    """Weight of the past in the momentum."""
+    """Decay rate of the momentum."""
     nesterov: bool = True
-    """Look ahead: the gradient joins the momentum once more before it is orthogonalised."""
+    """Nesterov momentum: the gradient is added to the momentum once more before
+    orthogonalisation."""
     ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Steps of the Newton-Schulz iteration that orthogonalises the momentum."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """The learning rate of a matrix [m, n]: `match_rms_adamw` multiplies it by
-    0.2 √max(m, n), which makes updates as large as AdamW's, so that rates for AdamW suit;
-    `original` by √max(1, m / n)."""
+    0.2 √max(m, n), which makes updates as large as AdamW's, so that rates for AdamW can be
+    used; `original` by √max(1, m / n)."""
 
 
 class AdafactorSection(Section):
@@ -603,13 +606,13 @@ OptimizerName: TypeAlias = Literal["adamw", "adamw_8bit", "adafactor", "muon"]
 
 
 class OptimizerSection(Section):
-    """On every engine, weight decay skips norms and biases."""
+    """Weight decay skips norms and biases on every engine."""
 
     name: OptimizerName = "adamw"
     """`muon` orthogonalises the updates of the weight matrices inside the decoder layers;
-    embeddings, head, norms and biases are AdamW's, with the same learning rate. `adafactor`
-    keeps an average per row and per column of a matrix in place of two moments. `adamw_8bit`
-    is bitsandbytes' AdamW with moments of 8 bits, but for embeddings."""
+    embeddings, head, norms and biases are updated by AdamW with the same learning rate.
+    `adafactor` keeps an average per row and per column of a matrix instead of two moments.
+    `adamw_8bit` is bitsandbytes' AdamW with 8-bit moments, except for embeddings."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
@@ -624,8 +627,8 @@ class OptimizerSection(Section):
     """Parameters with their own learning rate or weight decay."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """The learning rate of each decoder layer as a share of the next one's; embeddings have the
-    lowest rate, final norm and head the whole one (docs/optimizers.md). Multipliers of `groups`
-    come on top. null for one rate."""
+    lowest rate, final norm and head the full one (docs/optimizers.md). Multipliers of `groups`
+    are applied in addition. null for one rate."""
     adafactor: AdafactorSection | None = None
     """With `name: adafactor` only; null for the defaults."""
     muon: MuonSection | None = None
@@ -652,10 +655,11 @@ class ScheduleSection(Section):
     decay_steps: Positive | None = None
     """`wsd` only: steps of the final decay. Others decay until the last step."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    """`wsd` only: the shape of the final decay; `1-sqrt` falls fast, then ever slower."""
+    """`wsd` only: the shape of the final decay; `1-sqrt` decays fast at first, then more
+    slowly."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Final value of the decay: the learning rate that the step after the last would have.
-    So every step of a run has a positive learning rate, even if this is 0."""
+    Every step of a run therefore has a positive learning rate, even if this is 0."""
 
 
 class EvaluationSection(Section):
@@ -684,17 +688,17 @@ class ZeroSection(Section):
     nvme_path: NonEmpty | None = None
     """Folder on a fast local disk, for `nvme`."""
     hpz: Degree | None = None
-    """Engine deepspeed, stage 3 (ZeRO++): ranks, those of a node, among which a second copy of
-    the weights is spread by the first forward pass of a step; later passes gather them there.
-    null: what `config` states, otherwise 1, no second copy."""
+    """Engine deepspeed, stage 3 (ZeRO++): number of ranks, usually those of a node, over which
+    a second copy of the weights is sharded in the first forward pass of a step; later passes
+    gather from this copy. null: the value in `config`, otherwise 1, no second copy."""
     quantized_weights: bool | None = None
-    """Engine deepspeed, stage 3, on GPUs (ZeRO++): gathered weights travel in 8 bits and are
-    rounded to them. null: what `config` states, otherwise false."""
+    """Engine deepspeed, stage 3, on GPUs (ZeRO++): weights are quantised to 8 bits when they
+    are gathered. null: the value in `config`, otherwise false."""
     quantized_gradients: bool | None = None
     """The same for gradients, in 4 bits between nodes; with `training.precision: fp16` only."""
     config: NonEmpty | None = None
-    """Engine deepspeed: a preset of `ds_configs/` by name, or a JSON file of your own,
-    relative to the recipe's file. Default: the preset that fits stage and offload."""
+    """Engine deepspeed: a preset of `ds_configs/` by name, or your own JSON file, relative to
+    the recipe's file. Default: the preset that fits stage and offload."""
     extra: dict[str, Any] | None = None
     """Engine deepspeed: settings of DeepSpeed's `zero_optimization` section that have no key
     here, e.g. `{reduce_bucket_size: 50000000, overlap_comm: false}`; they replace the
@@ -705,8 +709,8 @@ class ParallelSection(Section):
     """How to parallelise the training, independently of any backend's configuration format."""
 
     engine: EngineChoice = "auto"
-    """What owns gradients, optimizer and sharding. `auto` does not choose `fsdp` (torch's
-    FSDP2): the planner cannot predict whether it or DeepSpeed is faster."""
+    """The engine that owns gradients, optimizer and sharding. `auto` does not choose `fsdp`
+    (torch's FSDP2): the planner cannot predict whether it or DeepSpeed is faster."""
     model: Literal["auto", "hf", "megatron"] = "auto"
     """Model implementation: transformers or megatron-core."""
     tensor: Degree | Auto = "auto"
@@ -722,22 +726,22 @@ class ParallelSection(Section):
     zero: ZeroSection = ZeroSection()
     """ZeRO and offload."""
     replicate: Degree | Auto = "auto"
-    """With engine `fsdp`: how often all shards are there. Weights are gathered among fewer
-    ranks, which follow each other, and gradients summed over the copies once a step; 1: every
-    shard is there once."""
+    """With engine `fsdp`: number of replicas of the sharded model (hybrid sharding). Weights
+    are gathered within a replica, on consecutive ranks, and gradients summed over the replicas
+    once per step; 1: no replication."""
     overlap: Literal["none"] | Auto = "auto"
-    """`auto`: ranks communicate while they compute. `none`, with engine `megatron`: gradients
-    are reduced after the backward pass, ZeRO 1's weights gathered after the update, and an
-    interleaved pipeline waits for every message."""
+    """`auto`: communication overlaps with computation. `none`, with engine `megatron`:
+    gradients are reduced after the backward pass, ZeRO 1's weights gathered after the update,
+    and an interleaved pipeline waits for every message."""
     recompute: Literal["none", "selective", "full"] | Auto = "auto"
-    """Activation recompute: nothing, attention only, or whole layers."""
+    """Activation recompute (checkpointing): none, attention only, or whole layers."""
 
 
 class GpuSection(Section):
     """An accelerator that is not in the hardware catalogue, described by the closest one."""
 
     like: NonEmpty
-    """Name in the catalogue; its values are used for everything that is not stated."""
+    """Name in the catalogue; its values are used for everything that is not set."""
     name: NonEmpty | None = None
     """Name to show."""
     memory_gib: PositiveFloat | None = None
@@ -781,7 +785,7 @@ class CheckpointSection(Section):
     every_steps: Positive | None = None
     """Steps between checkpoints; null: only at the last step and on a signal."""
     keep: Positive = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     resume: Literal["auto", "never"] = "auto"
     """`auto`: continue from the newest undamaged checkpoint of the run directory."""
     asynchronous: bool = True
@@ -801,8 +805,8 @@ class GuardSection(Section):
     """Also skip a step whose loss exceeds this many times the median loss of the last 50
     steps that were not skipped (not before 10 of them); null: skip no finite loss."""
     replica_check_every_steps: Positive | None = None
-    """Steps between comparisons of the weights of ranks that must hold the same ones; a
-    difference stops the run and names the rank. Null: no comparison."""
+    """Steps between comparisons of the weights of ranks that must hold equal ones; a difference
+    stops the run, and the rank is reported. Null: no comparison."""
 
 
 class WandbSection(Section):
@@ -830,8 +834,8 @@ class MlflowSection(Section):
 
 
 class TrackioSection(Section):
-    """trackio, on this machine: `trackio show` shows it. Its folder is the one that
-    TRACKIO_DIR names, or trackio's own default."""
+    """trackio, on this machine; view it with `trackio show`. Its folder is TRACKIO_DIR, or
+    trackio's own default."""
 
     project: TrackerName = "dmt"
     """Project name."""
@@ -873,7 +877,7 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue the job if it stopped before its end, or if a machine failed."""
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
-    """More options of sbatch, e.g. `[--constraint=a100, --array=0-9%1]`."""
+    """Additional options of sbatch, e.g. `[--constraint=a100, --array=0-9%1]`."""
     setup: NonEmpty | None = None
     """A shell file that the job sources first, e.g. one that loads modules."""
 
@@ -897,7 +901,7 @@ class KubernetesSection(Section):
 
 
 class RaySection(Section):
-    """How `launcher: ray` finds its cluster."""
+    """The cluster that `launcher: ray` uses."""
 
     address: NonEmpty | None = None
     """`auto`, or the address of a running cluster; null starts Ray on this machine."""
@@ -922,8 +926,8 @@ class LaunchSection(Section):
     """Seconds that ranks may take to save and exit after SIGTERM, SIGUSR1 or Ctrl-C; the
     remaining ranks are then killed. null: no limit."""
     rendezvous: HostPort | None = None
-    """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, by a name that all
-    can resolve. Run `dmt launch` on each machine."""
+    """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that
+    all can resolve. Run `dmt launch` on each machine."""
     hostfile: NonEmpty | None = None
     """`launcher: deepspeed` on several machines: DeepSpeed's hostfile, one `HOST slots=N` per
     line. Run `dmt launch` once, on the first machine."""
@@ -942,31 +946,31 @@ OBJECTIVE_SECTIONS = "dpo", "orpo"
 
 
 class KernelsSection(Section):
-    """Which implementation computes a part of the model; the numbers stay the same."""
+    """Implementations of parts of the model; results do not depend on them, up to rounding."""
 
     loss: LossKernel | Auto = "auto"
-    """Logits and cross entropy: `whole`, of all tokens of a micro batch at once; `chunked`, of
-    some tokens at a time, which needs a fraction of the memory, and the backward pass makes the
-    logits again. `auto`: whole where that fits."""
+    """Logits and cross entropy: `whole`, for all tokens of a micro batch at once; `chunked`,
+    for a part of the tokens at a time, which needs a fraction of the memory and recomputes the
+    logits in the backward pass. `auto`: whole if that fits."""
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
-    own first choice (`sdpa`); the others come after it. `auto`: cuDNN's on Hopper."""
+    own first choice (`sdpa`); the others are fallbacks. `auto`: cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
-    """What torch.compile makes kernels of, on transformers' models: `layers`, each decoder
-    layer, as one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for
-    families that the tests compile (docs/gpu.md)."""
+    """What torch.compile compiles, on transformers' models: `layers`, each decoder layer, as
+    one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families
+    that the tests compile (docs/gpu.md)."""
     fused: FusedKernels | Auto = "auto"
-    """Whose kernels compute several operators at once. `megatron`: megatron-core's SwiGLU, in
-    its dense models; `none`: nobody's. `auto`: megatron-core's on GPUs."""
+    """Fused kernels. `megatron`: megatron-core's SwiGLU, in its dense models; `none`: no fused
+    kernels. `auto`: megatron-core's on GPUs."""
 
 
 class LayersInBf16(Section):
     """Decoder layers at the ends of the model."""
 
     first: Count = 0
-    """How many from the first one on."""
+    """Number of layers at the beginning."""
     last: Count = 0
-    """How many up to the last one."""
+    """Number of layers at the end."""
 
 
 class Fp8Section(Section):
@@ -974,7 +978,7 @@ class Fp8Section(Section):
     (docs/fp8.md)."""
 
     recipe: Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"] = "rowwise"
-    """torchao's scaling. `rowwise`: a scale, a power of two, for each row of an operand;
+    """torchao's scaling. `rowwise`: one power-of-two scale for each row of an operand;
     `rowwise_with_gw_hp`: the same, but gradients of weights stay in 16 bits; `tensorwise`: one
     scale per operand, which depends on micro batch and layout."""
     layers_in_bf16: LayersInBf16 = LayersInBf16()

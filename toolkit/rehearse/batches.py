@@ -19,9 +19,9 @@ def global_batch(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and labels of global batch `step`, int64 [rows of the global batch, sequence].
 
-    A function of (seed, step) alone. The first row keeps every label, the last two none,
-    and the share falls between them: every rank and every micro batch has another number
-    of tokens, and one micro batch of two has none.
+    A function of (seed, step) alone. The first row keeps every label, the last two none, and
+    the share decreases in between: every rank and every micro batch has a different number of
+    tokens, and one micro batch of two rows has none.
     """
     rows = training.global_batch_size * training.rows_per_sample
     length = training.sequence_length
@@ -34,7 +34,7 @@ def global_batch(
 
 
 def document_starts(training: TrainingSection, step: int) -> list[list[int]]:
-    """Where the documents of each row of global batch `step` start, where data is isolated.
+    """The start of the documents in each row of global batch `step`, if documents are isolated.
 
     One to four documents, of any length.
     """

@@ -1,4 +1,4 @@
-"""Is what a layout did the same as the reference? One verdict, and where it first differs."""
+"""Compares a layout with the reference: one verdict, and the first difference."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from toolkit.rehearse.record import Record
 
 
 class Bounds(NamedTuple):
-    """The largest relative differences at which a layout still computes the same."""
+    """The largest relative differences that count as equal."""
 
     loss: float
     grad_norm: float
@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a layout is from the reference."""
+    """Differences between a layout and the reference."""
 
     verdict: Verdict
     max_rel_loss: float
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def tolerance(layout: Layout) -> Bounds:
-    """What rounding of fp32 accounts for in this layout."""
+    """The tolerance for fp32 rounding in this layout."""
     offloaded = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
     return OFFLOAD_TOLERANCE if offloaded else TOLERANCE
 
@@ -81,7 +81,7 @@ def compare(record: Record, reference: Record, bounds: Bounds) -> Comparison:
 
 
 def relative_difference(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite where that is no number."""
+    """|found - expected| / |expected|; infinite if that is not finite."""
     if found == expected:
         return 0.0
     if not (math.isfinite(found) and math.isfinite(expected)) or expected == 0.0:

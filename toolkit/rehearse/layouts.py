@@ -1,6 +1,6 @@
 """Which layouts are rehearsed: those that the engines offer, and the recipe's own.
 
-Here is only what to try. Whether it is legal is decided where a recipe is checked.
+This module only lists candidates; the recipe's checks decide whether they are legal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ class RehearsedLayout:
     name: str
     processes: int
     parallel: ParallelSection
-    """How to spread the model, with nothing left to decide."""
+    """The complete `parallel` settings, without `auto`."""
     note: str = ""
-    """What was changed to make the recipe's own layout fit; empty when nothing."""
+    """What was changed to make the recipe's own layout fit; empty if nothing."""
 
 
 def _offered() -> Iterator[tuple[Backend, Rehearsed]]:
@@ -51,7 +51,7 @@ def _standard() -> Iterator[RehearsedLayout]:
 
 
 def on_one_process() -> Iterator[RehearsedLayout]:
-    """What becomes of the standard layouts, and of every engine, where there is one device."""
+    """The standard layouts, and every engine, on one device."""
     seen: list[ParallelSection] = []
     for backend, one in _offered():
         small = _scaled_down(one.layout, 1)
@@ -81,7 +81,7 @@ STANDARD: tuple[RehearsedLayout, ...] = tuple(_standard())
 def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayout]:
     """The recipe's own layout, scaled down to `processes`, and then the standard ones.
 
-    Where the own one is among the standard ones, that one comes first instead.
+    If its own layout is among the standard ones, that one comes first instead.
     """
     own = own_layout(recipe.parallel.zero, plan, processes)
     parallel = own.parallel.model_copy(update={"overlap": recipe.parallel.overlap})
@@ -116,7 +116,7 @@ def select(found: Sequence[RehearsedLayout], patterns: Sequence[str]) -> list[Re
 def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout:
     """The recipe's own layout with every degree brought down to its smallest prime factor.
 
-    A degree for which `processes` leaves no room becomes 1; the note says which.
+    A degree that exceeds `processes` becomes 1, as the note states.
     """
     layout = plan.layout
     small = _scaled_down(layout, processes)
@@ -127,7 +127,8 @@ def own_layout(zero: ZeroSection, plan: Plan, processes: int) -> RehearsedLayout
 
 
 def degrees(plan: Plan) -> Degrees:
-    """What divides the model in the recipe's own layout, and what stands for it here."""
+    """The degrees that divide the model in the recipe's own layout, and their replacements
+    here."""
     layout = plan.layout
     stages = Degree(layout.pp * layout.vpp, _smallest(layout.pp) * _smallest(layout.vpp))
     return Degrees(
@@ -150,8 +151,8 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
     room = processes
     grouped = layout.replicate > 1 or layout.hpz > 1
     for name in order:
-        # 2 data-parallel ranks do what more do, but where experts are spread over more, and
-        # where there are copies of shards or weights.
+        # 2 data-parallel ranks suffice, except if experts are sharded over more, or shards or
+        # weights are replicated.
         most = max(2, experts, 4 if grouped else 0)
         degree = min(layout.dp, most) if name == "dp" else _smallest(getattr(layout, name))
         small[name] = degree if degree <= room else 1

@@ -1,7 +1,7 @@
-"""The objectives once more, from logits: what layouts are compared with.
+"""A second implementation of the objectives, from logits, for comparison with the layouts.
 
-On purpose a second definition, a pair at a time and without anything of toolkit/objectives,
-which also states the sources.
+Deliberately independent of toolkit/objectives, which states the sources, and one pair at a
+time.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ DEFINED = ("pretrain", "sft", "dpo", "orpo")
 
 
 def rehearsed_objective(recipe: Recipe) -> str:
-    """The recipe's objective, or where it is another package's one for the same data."""
+    """The recipe's objective, or for another package's objective, one for the same data."""
     chosen, kind = recipe.training.objective, recipe.data.kind
     if chosen in DEFINED:
         return chosen
@@ -93,7 +93,7 @@ def tokens_of(labels: Tensor) -> int:
 def balance_terms(
     balance: BalanceSection, sigmoid: bool, logits: Tensor, indices: Tensor, labels: Tensor
 ) -> Tensor:
-    """What one layer's router adds to the loss, a row at a time: `logits` and the `indices` of
+    """The balancing loss of one layer's router, a row at a time: `logits` and the `indices` of
     the chosen experts are [rows · sequence, …]."""
     total = torch.zeros(())
     rows = labels.shape[0]

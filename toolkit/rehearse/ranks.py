@@ -23,19 +23,19 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a layout did not come to its end."""
+    """Why a layout did not finish."""
 
     why: str
     """One line."""
     log: str
-    """The end of what the failed rank printed."""
+    """The end of the failed rank's output."""
 
 
 def launch_spec(
     run_dir: Path, processes: int, worker: Sequence[str], gpu: str = "cpu"
 ) -> LaunchSpec:
     """One process per rank on this machine: on its `gpu`s (name of the hardware catalogue), or
-    on its processors even where it has GPUs.
+    on its CPU even if it has GPUs.
 
     `worker` is what Python runs: `-m`, a module and its arguments.
     """
@@ -46,8 +46,8 @@ def launch_spec(
 class RankProcesses:
     """Running processes; a context manager that leaves none behind.
 
-    Enter it in the main thread: when that thread ends, the kernel kills the processes. A
-    signal that asks to stop ends them, too, and then raises KeyboardInterrupt.
+    Enter it in the main thread: when that thread ends, the kernel kills the processes. A stop
+    signal also ends them and then raises KeyboardInterrupt.
     """
 
     def __init__(self, spec: LaunchSpec) -> None:
@@ -94,9 +94,9 @@ class RankProcesses:
             )
 
     def wait(self, limit_s: float) -> Failure | None:
-        """Wait until all ranks have ended; None when all did so well.
+        """Wait until all ranks have exited; None if all succeeded.
 
-        The first that fails ends the others, and so does the time limit from now on.
+        The first failure ends the others, and so does the time limit, counted from now.
         """
         deadline = time.monotonic() + limit_s
         poll, ranks = select.poll(), {}
@@ -122,7 +122,7 @@ class RankProcesses:
 
     def _failure(self, failed: RankExit) -> Failure:
         log = self._log(failed.rank)
-        # A worker's last line says what was wrong; one that was killed had no time to.
+        # A worker's last line is its error; a killed one has none.
         said = log.rpartition("\n")[2] if failed.code > 0 else ""
         return Failure(said or failed.describe(), log)
 
@@ -132,7 +132,7 @@ class RankProcesses:
         return "\n".join([line for line in text.splitlines() if line.strip()][-_TAIL_LINES:])
 
     def _kill(self) -> None:
-        """Kill what is left, each with the children in its process group."""
+        """Kill the remaining processes, each with the children in its process group."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

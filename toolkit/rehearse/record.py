@@ -1,4 +1,5 @@
-"""What a rehearsed layout did, step by step; written by its rank 0, read by the command."""
+"""The record of a rehearsed layout, step by step; written by its rank 0, read by the
+command."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ def write_step(folder: Path, loss: float, grad_norm: float) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """The steps that were written to `folder`; none when the layout did not come so far."""
+    """The steps that were written to `folder`; empty if the layout did not get that far."""
     lines = jsonl.read(folder / _STEPS)
     return Record(
         tuple(float(line["loss"]) for line in lines),

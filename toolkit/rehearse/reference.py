@@ -1,4 +1,4 @@
-"""What every layout is compared with: transformers, PEFT and torch alone, one process, fp32.
+"""The reference of every layout: only transformers, PEFT and torch, one process, fp32.
 
     python -m toolkit.rehearse.reference RUN_DIR
 
@@ -78,7 +78,7 @@ def train(recipe: Recipe, folder: Path) -> None:
 def _logits(recipe: Recipe, step: int, model: nn.Module, inputs: Tensor) -> Tensor:
     """Logits [rows, sequence, vocabulary] of global batch `step`.
 
-    Where the recipe isolates documents, each is in a forward pass of its own.
+    If the recipe isolates documents, each has a separate forward pass.
     """
     if not recipe.data.isolates:
         whole: Tensor = model(inputs, use_cache=False).logits
@@ -108,7 +108,7 @@ def _watched_routers(model: nn.Module) -> list[list[tuple[Tensor, ...]]]:
 def _balance(
     recipe: Recipe, model_type: str, routers: list[list[tuple[Tensor, ...]]], labels: Tensor
 ) -> Tensor:
-    """What `model.balance` adds to the loss, from the outputs of one step's forward passes."""
+    """The balancing loss of `model.balance`, from the outputs of one step's forward passes."""
     total = torch.zeros(())
     for outputs in routers:
         logits, _, indices = (torch.cat(parts) for parts in zip(*outputs, strict=True))
@@ -122,7 +122,7 @@ def _balance(
 def _move_biases(
     model: nn.Module, step: float, routers: list[list[tuple[Tensor, ...]]], labels: Tensor
 ) -> None:
-    """Move every correction bias by the choices of the global batch."""
+    """Update every correction bias by the choices of the global batch."""
     real = torch.cat([torch.arange(len(row)) < tokens_of(row) for row in labels])
     biases = [bias for name, bias in model.named_buffers() if is_correction_bias(name)]
     for bias, outputs in zip(biases, routers, strict=True):

@@ -1,4 +1,4 @@
-"""The rehearsal: what is trained in which layouts, in which order, and what came out."""
+"""The rehearsal: trains a small recipe in each layout and compares the results."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +41,8 @@ LEAST_BATCH = 8
 micro batches for a pipeline. More only where a pipeline asks for it."""
 MICRO_BATCH = 2
 LARGEST_RATE = 3e-4
-"""Larger steps of AdamW blow rounding up: in ten steps, 3e-3 turned 1e-7 into 3e-5, and so
-did 1e-3 with experts, whose routing jumps."""
+"""Larger steps of AdamW amplify rounding: in ten steps, 3e-3 turned 1e-7 into 3e-5, and so did
+1e-3 with experts, whose routing jumps."""
 LARGEST_MUON_RATE = 5e-5
 """Muon rounds to bf16 before it orthogonalises: 1e-3 turned 1e-7 into 4e-5 in 20 steps."""
 WORKER = "toolkit.rehearse.worker"
@@ -51,27 +51,27 @@ REFERENCE = "toolkit.rehearse.reference"
 
 @dataclass(frozen=True)
 class Options:
-    """How a rehearsal is run."""
+    """Options of a rehearsal."""
 
     steps: int = 5
     processes: int = 4
     """Layouts that need more are skipped."""
     limit_s: float = 300.0
-    """A layout that takes longer hangs."""
+    """A layout that takes longer counts as hung."""
     worker: str = WORKER
     """Module that every rank of a layout runs, with the run directory as its argument."""
     gpu: str = "cpu"
-    """What the layouts run on, by its name in the hardware catalogue; the reference runs on
-    the CPU."""
+    """The layouts' device, by its name in the hardware catalogue; the reference runs on the
+    CPU."""
 
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What became of one layout."""
+    """The result of one layout."""
 
     candidate: RehearsedLayout
     plan: Plan | None = None
-    """None where the layout is not legal for this recipe."""
+    """None if the layout is not legal for this recipe."""
     record: Record = field(default_factory=Record)
     comparison: Comparison | None = None
     """None for a layout that was skipped or failed."""
@@ -126,10 +126,10 @@ def rehearsed_batch(layouts: Sequence[RehearsedLayout]) -> int:
 def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
     """The recipe as it is rehearsed: small, fp32, without dropout, nothing saved or logged.
 
-    `batch` is the number of sequences per step. The learning rate is the recipe's largest in
-    every step, up to a largest one: a rehearsal that only warms up would hardly move the
-    weights. The objective is one that the reference defines too: engines know none, and what
-    another package's reads is not in a rehearsal's batches.
+    `batch` is the number of sequences per step. The learning rate is the recipe's peak in every
+    step, up to a limit: a rehearsal that only warms up would hardly change the weights. The
+    objective is one that the reference also defines: engines do not depend on it, and the
+    inputs of another package's objective are not in a rehearsal's batches.
     """
     divisors = degrees(plan)
     long = recipe.trained_lengths[-1]
@@ -182,7 +182,7 @@ def run(
     """Run the reference, then each chosen layout in turn; yields each when it is done.
 
     The first item is the reference's record. Every layout works under `folder`. Raises
-    RunFailed when the reference fails: there is nothing to compare with then;
+    RunFailed when the reference fails: there is then nothing to compare with;
     BackendUnavailable without a package that the optimizer needs.
     """
     reference = run_reference(rehearsal, options, folder / "reference")
@@ -198,7 +198,7 @@ def run_reference(rehearsal: Rehearsal, options: Options, folder: Path) -> Recor
         from toolkit.engines.adamw_8bit import operators
 
         operators()  # one clear error where it is missing
-    # A loop of its own trains it: any engine that reads no configuration stands for it.
+    # A separate loop trains it: any engine without a configuration is a placeholder.
     plain = next(name for name in BACKENDS.names if not BACKENDS[name].configured)
     section = ParallelSection(engine=plain, model="hf")
     write(_assignment(rehearsal.recipe, section, 1, folder), ["dmt", "rehearse"])

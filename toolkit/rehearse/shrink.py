@@ -1,9 +1,9 @@
-"""Make a model small enough to train in seconds, without making it easier to lay out.
+"""Shrinks a model so that it trains in seconds, without making it easier to split.
 
-What a layout can get wrong depends on how it divides the model: heads, key/value groups,
-layers, experts and vocabulary by the degrees of parallelism. So those numbers shrink, but
-what a degree splits evenly stays even, and what it does not stays uneven. Everything that
-is no size (tied embeddings, biases, query/key norms, rotary settings) stays as it is.
+Errors of a layout depend on how it divides the model: heads, key/value groups, layers, experts
+and vocabulary by the degrees of parallelism. So those numbers shrink, but even splits stay
+even, and uneven splits stay uneven. Everything that is not a size (tied embeddings, biases,
+query/key norms, rotary settings) does not change.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from toolkit.models.families.base import Settings
 from toolkit.models.frozen import matching, names_of
 
 SMALL_PARAMETERS = 2_000_000
-"""A model of at most so many parameters trains in seconds as it is."""
+"""A model of at most this many parameters trains in seconds without shrinking."""
 VOCABULARY = 128
 SEQUENCE_LENGTH = 32
 
@@ -40,7 +40,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "floor_scale")
 
 @dataclass(frozen=True)
 class Degree:
-    """A degree of parallelism: the recipe's own, and what is rehearsed in its place."""
+    """A degree of parallelism: the recipe's own, and its replacement in the rehearsal."""
 
     full: int = 1
     rehearsed: int = 1
@@ -97,7 +97,7 @@ def shrink_config(config: Mapping[str, Any], degrees: Degrees = Degrees()) -> di
 def without_noise(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with every dropout and jitter that it states at 0.
 
-    Random streams differ between layouts, so with them there is nothing to compare.
+    Random streams differ between layouts, so the results could not be compared.
     """
     noisy = [name for name in config if is_dropout(name) or name == "router_jitter_noise"]
     return {**config, **{name: 0.0 for name in noisy if config[name]}}
@@ -156,7 +156,7 @@ def _attention(settings: Settings, degrees: Degrees) -> dict[str, Any]:
 
 
 def _head_dim(settings: Settings, head_dim: int) -> int:
-    """8, or 9 where it is odd; more where only a share of it is turned by positions."""
+    """8, or 9 if it is odd; more if only a share of it is rotated."""
     share = settings[settings.family.rotary_share] or 1.0
     turned = {size: int(size * share) for size in (8, 16, 32, 64, head_dim)}
     whole_pairs = next(size for size, n in turned.items() if n >= 2 and n % 2 == 0)
@@ -186,7 +186,7 @@ _LATENT = {
 
 
 def _latent(settings: Settings) -> dict[str, Any]:
-    """The sizes of latent attention that the model has."""
+    """The model's sizes of latent attention."""
     if settings["qk_rope_head_dim"] is None:
         return {}
     return {name: size for name, size in _LATENT.items() if settings[name] is not None}

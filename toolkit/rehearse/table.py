@@ -1,4 +1,4 @@
-"""What a rehearsal prints: a table for people, one JSON object for programs."""
+"""The output of a rehearsal: a table for people, one JSON object for programs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -90,7 +90,7 @@ def table(reference: Record, outcomes: Sequence[LayoutResult]) -> Table:
 
 
 def reasons(outcomes: Sequence[LayoutResult]) -> Text:
-    """Below the table, a line per layout: where it first diverges, or why it was not run."""
+    """Below the table, a line per layout: the first divergence, or why it was not run."""
     lines = [
         Text.assemble((f"{outcome.candidate.name}  ", _COLOURS[verdict(outcome)]), why(outcome))
         for outcome in outcomes

@@ -61,7 +61,7 @@ def train(assignment: Assignment, ranks: Ranks) -> None:
 
 
 def _with_reference(engine: Engine, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro batches with what an objective reads of the reference: the first weights."""
+    """The micro batches with the reference's log-probabilities, under the initial weights."""
     values = engine.sequence_log_probs(micro_batches).chunk(len(micro_batches))
     pairs = zip(micro_batches, values, strict=True)
     return [replace(batch, extra={REFERENCE: value}) for batch, value in pairs]

@@ -1,8 +1,8 @@
-"""What people read of a run besides its steps, whatever starts its ranks.
+"""A run's messages besides its steps, under any launcher.
 
-Whoever plans a run shows the plan and names the run directory: `dmt launch`, or rank 0 under
-another launcher. Rank 0 says how far the run is when it starts, and where everything is when it
-ends.
+The process that plans a run prints the plan and the run directory: `dmt launch`, or rank 0
+under another launcher. Rank 0 reports the run's progress when it starts, and the location of
+its results when it ends.
 """
 
 import shlex
@@ -30,7 +30,7 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
 
 
 def show_plan(assignment: "Assignment") -> None:
-    """What was decided and why, and what it keeps of the plain run."""
+    """The decisions with their reasons, and the ledger."""
     recipe, plan = assignment.recipe, assignment.plan
     for line in [*plan.reasons, *summary(ledger_of(recipe, plan))]:
         tell(line)

@@ -1,4 +1,4 @@
-"""What the ranks of a run are given: recipe, plan and backend configuration, made once."""
+"""The assignment of a run's ranks: recipe, plan and backend configuration, created once."""
 
 import os
 import sys
@@ -48,8 +48,8 @@ class Assignment:
     """The backend's rendered configuration; empty for an engine without one."""
     run_dir: Path
     prediction: Prediction | None
-    """What the plan promises; the run's end says what came of it. None in run directories
-    of releases that made no prediction."""
+    """The plan's prediction, which is compared at the end of the run. None in run directories
+    of releases without predictions."""
     predicted_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of the predicted memory (`memory_gib`) and step time (`step_time_s`), for reports."""
 
@@ -73,7 +73,7 @@ class Assignment:
 def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None) -> Assignment:
     """Plan a recipe and render its backend's configuration; writes nothing.
 
-    With a `cluster`, the recipe is carried out there instead of on its own.
+    With a `cluster`, the recipe runs there instead of on its own.
     """
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
     recipe = _with_start(adopt_engine_config(recipe), run_dir)
@@ -92,8 +92,8 @@ def decide(recipe: Recipe, run_dir: Path | None, cluster: Cluster | None = None)
 
 
 def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
-    """The recipe with the very checkpoint that it starts from: restarts must see the same one,
-    also when that run has saved more, or is gone, meanwhile.
+    """The recipe with the exact checkpoint that it starts from: restarts must use the same one,
+    even if that run has saved more, or was deleted, meanwhile.
 
     Raises RecipeError when there is none.
     """
@@ -176,7 +176,7 @@ def assign(
     command: Sequence[str],
     world: int,
 ) -> Assignment:
-    """Plan and write the run directory of `world` ranks that a foreign launcher started.
+    """Plan and write the run directory of `world` ranks started by another launcher.
 
     Raises PlanError when the recipe's cluster has another number, or the environment says
     differently from the recipe what would corrupt the run.
@@ -206,19 +206,20 @@ def check_local_files(recipe: Recipe, path: Path, overrides: Sequence[str]) -> N
 
 
 def elastic_restarts() -> int:
-    """How often torchrun's agent has started these ranks again; 0 under other launchers."""
+    """How often torchrun's agent has restarted these ranks; 0 under other launchers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _came_back_resized(recipe: Recipe, world: int) -> bool:
-    """Did an elastic agent (`torchrun --nnodes MIN:MAX`) come back with other ranks?"""
+    """Whether an elastic agent (`torchrun --nnodes MIN:MAX`) restarted with another number of
+    ranks."""
     return elastic_restarts() > 0 and recipe.cluster.world_size != world
 
 
 def _assign_anew(
     recipe: Recipe, run_dir: Path | None, command: Sequence[str], world: int
 ) -> Assignment:
-    """Plan for the ranks that are there, with the same global batch."""
+    """Plan for the available ranks, with the same global batch."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
         per_node = 1  # Machines with unequal numbers: nothing may rely on being on one.
@@ -233,9 +234,9 @@ def _assign_anew(
 def decide_for_fewer(
     recipe: Recipe, run_dir: Path | None, cluster: Cluster | None, gpus: int
 ) -> Assignment:
-    """Plan a recipe for one machine on which at most `gpus` accelerators are left.
+    """Plan a recipe for one machine with at most `gpus` working accelerators.
 
-    The global batch stays. Takes as many as a layout that fits can use; writes nothing.
+    The global batch does not change. Uses as many as a fitting layout can; writes nothing.
     Raises RunFailed when there is none.
     """
     for count in range(gpus, 0, -1):

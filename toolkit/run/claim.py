@@ -1,8 +1,8 @@
-"""One run per directory: rank 0 holds a lock on RUN/lock for as long as it lives.
+"""One run per directory: rank 0 holds a lock on RUN/lock while it runs.
 
 Two runs in one directory would write each step twice and delete each other's half-written
-checkpoints. The lock is the kernel's (flock): however its holder ends, it is free then, so
-there is nothing to clean up. The file's text only says who the holder is.
+checkpoints. The lock is the kernel's (flock): it is released however its holder ends, so there
+is nothing to clean up. The file's text only describes the holder.
 """
 
 import errno
@@ -23,14 +23,14 @@ PATIENCE_S = 5.0
 """How long a restarted run waits for the end of the rank 0 before it."""
 _RETRY_S = 0.1
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
-"""What file systems say that know no locks."""
+"""Errors of file systems that do not support locks."""
 
 
 def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
     """Lock the run directory until this process ends, however it ends.
 
     Raises DirectoryInUse when another process still holds it after `patience_s` seconds.
-    Where the file system knows no locks, a warning on standard error says so. Raises
+    If the file system does not support locks, a warning is printed on standard error. Raises
     RecipeError when the lock file cannot be written.
     """
     try:
@@ -43,9 +43,9 @@ def claim(run: RunDirectory, patience_s: float = PATIENCE_S) -> None:
             os.close(descriptor)
             raise _in_use(run)
         time.sleep(_RETRY_S)
-    # Left open for good. A forked child that outlives this process must not hold the lock.
+    # Stays open. A forked child that outlives this process must not hold the lock.
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
-    with suppress(OSError):  # On a full disk the lock counts all the same.
+    with suppress(OSError):  # On a full disk the lock is still valid.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _holder().encode(), 0)
 
@@ -59,7 +59,7 @@ def refuse_if_claimed(run: RunDirectory) -> None:
     except OSError as error:
         raise not_writable(run.lock, error) from error
     try:
-        # Shared: two that only look do not take each other for a run.
+        # Shared: two checks do not conflict with each other.
         if not _locked(descriptor, fcntl.LOCK_SH):
             raise _in_use(run)
     finally:

@@ -17,7 +17,7 @@ class Measured:
     steps: int
     """How many that are."""
     memory_gib: float | None
-    """Peak of the allocator on the fullest device; None on CPU, where nobody counts it."""
+    """Peak of the allocator on the fullest device; None on CPU, where it is not measured."""
     process_gib: float | None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
 
@@ -36,7 +36,7 @@ def event_fields(predicted: Prediction, measured: Measured) -> dict[str, Any]:
 
 
 def _believed(predicted: Prediction) -> float | None:
-    """Nothing is compared with a nominal processor: it is no machine."""
+    """Nothing is compared with a nominal CPU, which is no real machine."""
     return None if predicted.basis == "nominal" else predicted.step_time_s
 
 

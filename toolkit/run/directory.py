@@ -1,4 +1,4 @@
-"""The run directory: everything that one run reads and writes, in one layout."""
+"""The run directory: the files that a run reads and writes."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ MAY_CHANGE = (
     "parallel",
     "launch",
 )
-"""Settings that a resumed run may change: how long, how fast, on what, how it is logged, and
-which stages of the data are still to come (a checkpoint knows those before it). Any other
-would make it a different run: other weights, data or losses."""
+"""Settings that a resumed run may change: length, speed, devices, logging, and future stages of
+the data (a checkpoint records the past ones). Any other would make it a different run, with
+other weights, data or losses."""
 
 
 class _Inside:
@@ -53,9 +53,9 @@ class RunDirectory:
     recipe = _Inside("recipe.yaml")
     """The resolved recipe, every default written out."""
     stated_in = _Inside("stated_in.json")
-    """Which file, or `--set`, states each setting of the recipe that is no default."""
+    """The file, or `--set`, of each non-default setting of the recipe."""
     plan = _Inside("plan.json")
-    """The plan that was made once, for every rank and restart."""
+    """The plan, created once for every rank and restart."""
     command = _Inside("command.txt")
     """The command of each start, quoted for a shell, one per line."""
     lock = _Inside("lock")
@@ -69,11 +69,11 @@ class RunDirectory:
     events = _Inside("events.jsonl")
     """One JSON object per event."""
     reference = _Inside("reference.json")
-    """Which weights the reference model of `dpo` has: those that the run began with."""
+    """Identifies the weights of the reference model of `dpo`: the run's initial weights."""
     logs = _Inside("logs")
     """Folder of the log files."""
     ranks = _Inside("ranks")
-    """Folder in which every rank writes what it waited for by itself."""
+    """Folder in which every rank writes its own waits."""
     samples = _Inside("samples")
     """Folder of the sample logs."""
     wandb = _Inside("wandb")
@@ -81,7 +81,7 @@ class RunDirectory:
     tensorboard = _Inside("tensorboard")
     """Folder of TensorBoard event files."""
     heartbeats = _Inside("heartbeats")
-    """Folder in which every rank says that it lives, and what it does."""
+    """Folder of the ranks' heartbeats."""
     checkpoints = _Inside("checkpoints")
     """Folder of the checkpoints."""
     export = _Inside("export")
@@ -146,7 +146,7 @@ def _make_folders(run: RunDirectory) -> None:
 
 
 def not_writable(path: Path, error: OSError) -> RecipeError:
-    """What to raise when something of a run directory cannot be written."""
+    """The error if a file of the run directory cannot be written."""
     problem = Problem(
         key="--run-dir",
         found=f"{path} ({error.strerror})",
@@ -159,8 +159,8 @@ def not_writable(path: Path, error: OSError) -> RecipeError:
 def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
     """Raise RecipeError when the directory belongs to a run with another recipe.
 
-    A run that ended before it began to train (a malformed row, say) keeps nothing for itself:
-    it may begin with its recipe mended.
+    A run that ended before training started (e.g. because of a malformed row) may restart with
+    a fixed recipe.
     """
     if not run.recipe.exists() or _never_began(run):
         return
@@ -208,12 +208,12 @@ def shown(value: object) -> str:
 
 
 def is_stated(value: object) -> bool:
-    """Is this, of two values that `differences` found, one that is there?"""
+    """Whether this value, of two that `differences` found, is present."""
     return value is not _ABSENT
 
 
 def may_change(key: str) -> bool:
-    """May a resumed run have another value of this setting?"""
+    """Whether a resumed run may change this setting."""
     return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
 
 

@@ -58,14 +58,14 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 _TAIL_BYTES = 1 << 16
 _failed: dict[Path, bool] = {}
-"""Files to which this process could not append: True while the last try was in vain."""
+"""Files to which this process could not append: True while the last attempt failed."""
 
 
 def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
     """As `append`, but a full disk costs the line, not the run.
 
-    Rank 0 reports the first failure on a file on standard error. What a failure left of
-    a line is cut off before the next one is written.
+    Rank 0 reports the first failure on a file on standard error. A partial line left by a
+    failure is removed before the next one is written.
     """
     try:
         if _failed.get(path):
@@ -90,7 +90,7 @@ def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 
 def parse(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the object of every complete line; a torn or foreign line is passed over."""
+    """Yield the object of every complete line; partial or invalid lines are skipped."""
     for line in data.split(b"\n"):
         try:
             record = parse_json(line)
@@ -101,7 +101,7 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def repair_tail(path: Path) -> None:
-    """Cut off a last line without its newline: what a kill in the middle of a write leaves."""
+    """Remove a last line without its newline, which a kill in the middle of a write leaves."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -116,7 +116,8 @@ def repair_tail(path: Path) -> None:
 
 
 def drop_later_steps(path: Path, step: int) -> int:
-    """Remove the lines of steps after `step`, and torn ones; return how many steps' lines."""
+    """Remove the lines of steps after `step`, and partial ones; return the number of these
+    steps."""
     if not path.exists():
         return 0
     records = read(path)
@@ -127,7 +128,7 @@ def drop_later_steps(path: Path, step: int) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one step: a reader sees the old text or the new, never a part."""
+    """Replace the file atomically: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Logging of a worker: everything into its own file, rank 0's warnings on the console."""
+"""Logging of a worker: everything in its own file, rank 0's warnings on the console."""
 
 import logging
 import sys
@@ -36,7 +36,7 @@ def setup_rank_logging(run: RunDirectory, rank: int) -> list[logging.Handler]:
     """Send the root logger (INFO) to `logs/rank-N.log`, through redaction.
 
     Rank 0 also shows warnings on standard error, each once. Returns the handlers that
-    were added, for whoever wants to remove them again.
+    were added, so that they can be removed again.
     """
     run.logs.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(run.rank_log(rank), encoding="utf-8")

@@ -1,9 +1,9 @@
 """`python -m toolkit.track.follower RUN_DIR`: posts a run's files to one tracker.
 
-A process of its own, so that nothing that a tracker does can reach the training: it follows
-`metrics.jsonl` and `events.jsonl` and ends when its standard input says so or closes,
-which it also does when the trainer is killed. Its first input line is the JSON of
-`FollowerSettings`; it prints at most one line, the reason why it gave up.
+A separate process, so that a tracker cannot affect the training: it follows `metrics.jsonl` and
+`events.jsonl` and exits on a message on its standard input or when that closes, which also
+happens when the trainer is killed. Its first input line is the JSON of `FollowerSettings`; it
+prints at most one line, the reason why it gave up.
 """
 
 import fcntl
@@ -51,15 +51,15 @@ class FollowerSettings:
 
 @dataclass(frozen=True)
 class PostedState:
-    """The run's id at a tracker, kept in RUN/TRACKER.json, and, where its store cannot be
-    asked, how far it knows the run: written before each post.
+    """The run's id at a tracker, kept in RUN/TRACKER.json, and, if its store cannot be queried,
+    the last posted step: written before each post.
 
-    A kill between the two loses a few points there, but never shows a step twice.
+    A kill between the two loses a few points, but never posts a step twice.
     """
 
     run_id: str
     posted_step: int = 0
-    """Last step whose row was posted; steps done again after a resume are not."""
+    """Last step whose row was posted; steps repeated after a resume are not posted."""
     events_offset: int = 0
     """Bytes of events.jsonl that were posted."""
 
@@ -103,7 +103,8 @@ class Poster:
         # no event that belongs before the last row read here can still be missing.
         metrics, self._metrics_offset = _new_lines(self._run_dir.metrics, self._metrics_offset)
         events, offset = _new_lines(self._run_dir.events, self._state.events_offset)
-        # What cannot be asked drops rows of earlier steps (W&B), and has those of redone ones.
+        # A store that cannot be queried drops rows of earlier steps (W&B) and has those of
+        # repeated ones.
         floor = self._state.posted_step
         rows: dict[int, dict[str, float]] = {}
         for record in metrics:
@@ -194,7 +195,7 @@ def _config(run_dir: RunDirectory) -> dict[str, Any]:
 
 
 def _exit_code(events: Path) -> int:
-    """Return how the run ended; 1 when it was killed before it could say so."""
+    """Return how the run ended; 1 if it was killed before it could report it."""
     records = jsonl.read(events)
     if records and records[-1]["kind"] == "end":
         return int(records[-1].get("exit_code", 1))
@@ -202,10 +203,11 @@ def _exit_code(events: Path) -> int:
 
 
 def _watch_trainer(trainer_pid: int, ended: threading.Event) -> None:
-    """Set `ended` at the trainer's word, at the end of the pipe, or when it is gone.
+    """Set `ended` on the trainer's message, at the end of the pipe, or when the trainer is
+    gone.
 
-    A process that the trainer forked may hold the pipe open after the trainer was
-    killed: so the parent's number is looked at, too.
+    A process forked by the trainer may hold the pipe open after the trainer was killed, so the
+    parent's pid is checked, too.
     """
 
     def read_pipe() -> None:
@@ -258,8 +260,8 @@ def _output_into(log: Path) -> Iterator[None]:
 
 
 def main(run_directory: str) -> int:
-    """Follow one run; return 1 after telling the trainer why the tracker was given up."""
-    # Whoever stops the job signals all of it; this process ends when the trainer does.
+    """Follow one run; return 1 after reporting to the trainer why tracking stopped."""
+    # A stop signal reaches all processes of the job; this one exits when the trainer does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     trainer = os.fdopen(os.dup(1), "w")
@@ -288,5 +290,5 @@ def _first_line(error: Exception) -> str:
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
-    # Not sys.exit: a tracker's exit hooks would wait again for what was given up.
+    # Not sys.exit: a tracker's exit hooks would wait again.
     os._exit(code)

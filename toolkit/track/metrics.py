@@ -61,9 +61,9 @@ class MetricsLog:
     def resume(cls, path: Path, step: int, events: EventLog) -> "MetricsLog":
         """Continue behind `step` (0: from the start).
 
-        Lines of later steps, left by a run that was stopped after its last checkpoint,
-        are dropped together with a torn last line: these steps are done again. An event
-        `resume` at `step` says so, also where nothing was saved (step 0).
+        Lines of later steps, left by a run that was stopped after its last checkpoint, are
+        dropped together with a partial last line: these steps are repeated. An event `resume`
+        at `step` records this, also if nothing was saved (step 0).
         """
         dropped = jsonl.drop_later_steps(path, step)
         if step > 0 or dropped:

@@ -1,4 +1,4 @@
-"""What a user sees of a running training: a bar on a terminal, else a line per logged step."""
+"""Progress of a run: a bar on a terminal, otherwise a line per logged step."""
 
 from rich.console import Console
 from rich.progress import (
@@ -16,7 +16,7 @@ from toolkit.terminal import printable, tell
 from toolkit.track.metrics import Metrics
 
 _SHOWN_WAIT = 0.01
-"""Share of the step time that is worth showing."""
+"""Share of the step time from which waits are shown."""
 
 
 class _MetricsColumn(ProgressColumn):

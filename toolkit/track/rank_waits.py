@@ -1,8 +1,8 @@
-"""`ranks/rank-N.jsonl`: what each rank waited for by itself, one line per logged step.
+"""`ranks/rank-N.jsonl`: each rank's own waits, one line per logged step.
 
 Ranks wait for each other in every step, so the time of a step is the same on all of them. The
-waits written here have nothing to do with other ranks: the rank that waits longest holds up the
-rest. Each rank writes its own file; nothing is exchanged between ranks.
+waits written here do not depend on other ranks: the rank that waits longest delays the rest.
+Each rank writes its own file; nothing is exchanged between ranks.
 """
 
 from contextlib import suppress
@@ -27,8 +27,8 @@ class RankWaits:
     def write(self, step: int, steps: int, data_wait_s: float) -> None:
         """Append the means, in seconds per step, over the last `steps` steps.
 
-        `data_wait_s`: all that this rank waited for micro batches in them. `core_wait_s`: how
-        long the thread that trains could have run and got no core; null where it is not known.
+        `data_wait_s`: all that this rank waited for micro batches in them. `core_wait_s`: time
+        in which the training thread was runnable but got no core; null if unknown.
         """
         before, self._core_wait_s = self._core_wait_s, core_wait_s()
         known = before is not None and self._core_wait_s is not None
@@ -42,8 +42,8 @@ class RankWaits:
 
 
 def core_wait_s() -> float | None:
-    """Seconds that this thread has waited for a core so far; None where the system, or a
-    container of it, does not say. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+    """Seconds that this thread has waited for a core so far; None if the system or container
+    does not report it. Source: Linux, Documentation/scheduler/sched-stats.rst."""
     try:
         return int(_SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -51,6 +51,6 @@ def core_wait_s() -> float | None:
 
 
 def drop_later_waits(run: RunDirectory, step: int) -> None:
-    """Remove what is done again after a resume at `step`, also of ranks that are no more."""
+    """Remove repeated steps after a resume at `step`, also for ranks that no longer exist."""
     for path in run.ranks.glob("rank-*.jsonl"):
         jsonl.drop_later_steps(path, step)

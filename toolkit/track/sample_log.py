@@ -24,6 +24,6 @@ class SampleLog:
 
 
 def drop_later_samples(run: RunDirectory, step: int) -> None:
-    """Remove what is done again after a resume at `step`, also of ranks that are no more."""
+    """Remove repeated steps after a resume at `step`, also for ranks that no longer exist."""
     for path in run.samples.glob("rank-*.jsonl"):
         jsonl.drop_later_steps(path, step)

@@ -1,4 +1,4 @@
-"""The trainer's side of a tracker: start its follower process, hear from it, let it finish."""
+"""The trainer's side of a tracker: starts, monitors and finishes its follower process."""
 
 import json
 import os
@@ -90,7 +90,7 @@ class TrackerFollower:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        # A follower that has ended already: `problem` says why.
+        # The follower has already exited: `problem` has the reason.
         with suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
 
@@ -104,7 +104,7 @@ class TrackerFollower:
 
 
 def _environment(environment: Mapping[str, str], tracker: type[Tracker]) -> dict[str, str]:
-    # What has a rank is a worker, and launchers end workers.
+    # A process with a rank is a worker, and launchers terminate workers.
     not_inherited = ("RANK", *tracker.not_inherited)
     kept = {name: text for name, text in environment.items() if name not in not_inherited}
     return kept | dict(tracker.environment)

@@ -13,11 +13,11 @@ from toolkit.train.phases import WAITING, Mark
 Result = TypeVar("Result")
 
 PREPARATION_TIMEOUT = timedelta(days=1)
-"""How long ranks wait for another one that tokenises data or compiles an operator."""
+"""Timeout of ranks that wait for one that tokenises data or compiles an operator."""
 
 
 class PeerFailed(DmtError):
-    """Another rank met an error that it has already shown; this one only leaves."""
+    """Another rank failed and has already reported its error; this one only exits."""
 
     def __init__(self, code: int) -> None:
         super().__init__("another rank failed")
@@ -25,7 +25,8 @@ class PeerFailed(DmtError):
 
 
 def on_every_rank(error: DmtError) -> DmtError:
-    """What to raise for an error that all ranks found alike: itself on rank 0 only."""
+    """The exception to raise for an error that all ranks found: the error itself on rank 0
+    only."""
     mine = not dist.is_initialized() or dist.get_rank() == 0
     return error if mine else PeerFailed(error.exit_code)
 
@@ -41,8 +42,8 @@ class AllRanks:
     def run(self, action: Callable[[], Result]) -> Result:
         """Run `action` on every rank.
 
-        Raises its DmtError on the first rank that met one, PeerFailed on all others: the
-        user reads one message, also about a mistake that every rank finds.
+        Raises its DmtError on the first rank that has one, PeerFailed on all others, so that
+        the user sees one message even if every rank finds the mistake.
         """
         error: DmtError | None = None
         try:
@@ -69,9 +70,9 @@ class AllRanks:
         return box[0]  # type: ignore[return-value]
 
     def leaders_first(self, action: Callable[[], Result]) -> Result:
-        """Run `action` once per machine before the other ranks of that machine do.
+        """Run `action` once per machine before the other ranks of that machine run it.
 
-        For work whose result is cached on disk: the others find it there.
+        For work whose result is cached on disk, where the other ranks find it.
         """
         leader = self.ranks.local_rank == 0
         first = self.run(lambda: action() if leader else None)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as the worker sees them: continue from one, write the next."""
+"""A worker's checkpoints: resume from one, write the next."""
 
 import time
 from collections.abc import Mapping
@@ -40,14 +40,14 @@ _EXPORTED = (
     "`dmt checkpoint export {} DST --merged` and init: pretrained with hub: DST; or export "
     "without --merged, and adapter.folder: DST"
 )
-"""How another run takes the weights of a checkpoint of adapters."""
+"""Hint for starting another run from a checkpoint of adapters."""
 
 
 class RunCheckpoints:
-    """Finds, loads and saves the checkpoints of one run. Collective, but for `tell`.
+    """Finds, loads and saves the checkpoints of one run. Collective, except `tell`.
 
-    `data` is what the run trains on. `companions` are what a Hugging Face folder has besides
-    weights: paths in a checkpoint, and contents.
+    `data` is the run's training data. `companions` are the files of a Hugging Face folder
+    except the weights: paths in a checkpoint, and contents.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class RunCheckpoints:
         self.store = CheckpointStore(self.directory.checkpoints, section.keep)
         self.saver = Saver(self.store, asynchronous=section.asynchronous)
         self.saved_at = 0
-        """Step of the newest save that was begun, or of the checkpoint that was loaded."""
+        """Step of the last save that was started, or of the loaded checkpoint."""
         self.load_s: float | None = None
-        """Seconds that loading took; None where nothing was loaded."""
+        """Seconds that loading took; None if nothing was loaded."""
         self._stall_s = 0.0
         self._found: Found | None = None
         self._saved: SavedState | None = None
@@ -83,8 +83,8 @@ class RunCheckpoints:
     def find(self, config: PretrainedConfig, phases: Phases) -> Found | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
-        Raises CheckpointError when the recipe forbids to continue, when recipe, model or data
-        are others, or when all checkpoints are damaged or gone.
+        Raises CheckpointError if the recipe forbids resuming, if recipe, model or data differ,
+        or if all checkpoints are damaged or missing.
         """
         check_shared_disk(self.store.folder)
         if self.assignment.recipe.checkpoint.resume == "never" and self.store.expects_one():
@@ -107,7 +107,7 @@ class RunCheckpoints:
         return found
 
     def _check_same_run(self, found: Found, config: PretrainedConfig) -> None:
-        """Refuse the checkpoint of another run: its numbers would mean something else here."""
+        """Refuse the checkpoint of another run, whose state does not apply here."""
         manifest = found.manifest
         if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
@@ -142,18 +142,18 @@ class RunCheckpoints:
             )
 
     def _shapes(self, config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
-        """The tensors of the run's checkpoints: with adapters, these alone."""
+        """The tensors of the run's checkpoints: with adapters, only theirs."""
         lora = lora_of(self.assignment.recipe.adapter, config.to_dict())
         return hf.checkpoint_shapes(config) if lora is None else lora.shapes
 
     def weights(
         self, config: PretrainedConfig, phases: Phases, *, first: bool = False
     ) -> WeightSource:
-        """What the model is built with: the weights of the checkpoint that was found, else
-        those that the recipe starts from; the latter in any case where adapters are added to
-        them. `first`: what the run began with.
+        """The weights that the model is built with: those of the checkpoint that was found,
+        otherwise the recipe's initial weights; with adapters, always the latter. `first`: the
+        run's initial weights.
 
-        Raises CheckpointError where a checkpoint's adapters were trained on other weights.
+        Raises CheckpointError if a checkpoint's adapters were trained on other weights.
         """
         recipe, saved = self.assignment.recipe, None if first else self._saved
         lora = lora_of(recipe.adapter, config.to_dict())
@@ -193,9 +193,10 @@ class RunCheckpoints:
         return SavedWeights(saved, hf.parameter_shapes(config))
 
     def have_ended(self, found: Found, steps: int) -> bool:
-        """Did the run of `steps` steps come to its end with this checkpoint? Says so.
+        """Whether the run of `steps` steps finished with this checkpoint; prints a message.
+        Then its last validation is done, too.
 
-        Then its last validation is done, too. The export may be gone, or was not asked for.
+        The export may be missing, or was not requested.
         """
         step, place = found.manifest.step, short(found.folder)
         ended = step >= steps and any(
@@ -219,7 +220,8 @@ class RunCheckpoints:
         return _progress(found.manifest)
 
     def load(self, engine: Engine, found: Found, phases: Phases) -> Progress:
-        """Give the engine, which was built with the saved weights, the rest of its state."""
+        """Load the rest of the state into the engine, which was built with the saved
+        weights."""
         assert self._saved is not None, "found"
         began = time.monotonic()
         manifest = found.manifest
@@ -248,9 +250,9 @@ class RunCheckpoints:
             posted.save(self.directory.tracker_state("wandb"))
 
     def save(self, engine: Engine, progress: Progress, mark: Mark) -> None:
-        """Begin to save, unless that was done at this step already.
+        """Start saving, unless this step is already saved.
 
-        `mark` is called with what begins.
+        `mark` is called for each phase.
         """
         if self.saved_at == progress.step:
             return
@@ -265,7 +267,7 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Wait for the save in flight.
 
-        When it came to nothing, rank 0 raises RunFailed and every other rank PeerFailed.
+        If it failed, rank 0 raises RunFailed and every other rank PeerFailed.
         """
         saved = self.tell(wait=True)
         if saved is not None and saved.problem is not None:
@@ -278,11 +280,11 @@ class RunCheckpoints:
             )
 
     def close(self) -> None:
-        """End what saves; nothing is in flight."""
+        """Close the saver; no save is in flight."""
         self.saver.close()
 
     def tell(self, *, wait: bool = False) -> Saved | None:
-        """Report a save that has ended, once; called after every step, waits for nothing."""
+        """Report a finished save, once; called after every step, does not block."""
         saved = self.saver.finished(wait=wait)
         if saved is None or not self.leader:
             return saved

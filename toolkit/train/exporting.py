@@ -1,4 +1,4 @@
-"""The export of a run: written once from its last checkpoint, again only where it is lost."""
+"""The export of a run: written once from its last checkpoint, again only if it is lost."""
 
 import shutil
 from pathlib import Path
@@ -13,14 +13,14 @@ from toolkit.train.phases import Phases
 
 
 def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
-    """Write RUN/export from the checkpoint of `step`, unless that was done and is there.
+    """Write RUN/export from the checkpoint of `step`, unless it already exists.
 
     Replaces the export of another step, and one with a missing or truncated file.
     Raises as `export` does.
     """
     recorded = _recorded(run, step)
     if recorded and recorded.items() <= _files_of(run.export).items():
-        return  # what else lies there, a model card for one, is the user's
+        return  # other files there, such as a model card, belong to the user
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = phases.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
@@ -35,6 +35,6 @@ def _files_of(folder: Path) -> dict[str, int]:
 
 
 def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
-    """The files of the last export, if that was of `step`; else none."""
+    """The files of the last export, if it was of `step`; otherwise none."""
     exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
     return exports[-1]["files"] if exports and exports[-1].get("step") == step else {}

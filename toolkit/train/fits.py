@@ -1,4 +1,4 @@
-"""What a run that continues from a checkpoint takes over, reported before it starts."""
+"""Reports what a resumed run keeps of a checkpoint, before it starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class Pairing:
         return StateRow(what, "changed", "; ".join([detail, *length, *self._rates(total)]))
 
     def _rates(self, total: int) -> Iterator[str]:
-        """Where another length of the run means another learning rate now."""
+        """Schedules for which another length of the run changes the learning rate."""
         step, optimizer = self.manifest.step, self.recipe.optimizer
         training = TrainingSection(**self.manifest.recipe["training"])
         before = self.manifest.lengths.total_steps(training)
@@ -196,7 +196,8 @@ class Pairing:
 
 
 def compare(found: Located, assignment: Assignment) -> list[StateRow]:
-    """What a run would take over. Raises CheckpointError when the tensors cannot be read."""
+    """What a run would keep of a checkpoint. Raises CheckpointError if the tensors cannot be
+    read."""
     recipe = assignment.recipe
     config = hf.build_config(ModelSection(config=model_config(recipe.model)))
     lora = lora_of(recipe.adapter, config.to_dict())
@@ -257,7 +258,7 @@ class _Settings:
     def take(self, *sections: str, free: bool = False) -> list[str]:
         """The differences in some sections; they are not reported again.
 
-        `free`: those that a resumed run may have, else those that it may not.
+        `free`: those that a resumed run may have, otherwise those that it may not have.
         """
         keys = [
             key
@@ -268,7 +269,7 @@ class _Settings:
         return [self._left.pop(key) for key in keys]
 
     def rest(self) -> dict[str, str]:
-        """Those that no row reported."""
+        """Differences that no row has reported."""
         return self._left
 
 

@@ -1,4 +1,5 @@
-"""Which losses are not learned from, and when a run with too many of them stops."""
+"""Decides which steps are skipped because of their loss, and when a run with too many of them
+stops."""
 
 import math
 import statistics
@@ -10,13 +11,14 @@ from toolkit.recipe.schema import GuardSection
 from toolkit.train.all_ranks import on_every_rank
 
 HISTORY_STEPS = 50
-"""Steps whose losses a new one is compared with."""
+"""Number of recent losses that a new loss is compared with."""
 ENOUGH_STEPS = 10
-"""Below this the median says too little, and at the start of a run the loss falls fast."""
+"""Minimum number of losses: with fewer, the median is unreliable, and the loss falls fast at
+the start of a run."""
 
 
 class StepGuard:
-    """Judges the steps of one run, on every rank alike."""
+    """Checks the steps of one run, identically on every rank."""
 
     def __init__(self, section: GuardSection) -> None:
         self.section = section
@@ -26,7 +28,7 @@ class StepGuard:
     def max_loss(self, recent_losses: Sequence[float]) -> float:
         """Loss (nats) above which a step is a spike, after steps of `recent_losses`.
 
-        A median of 0 is no measure: a hinge loss is 0 wherever all pairs keep their margin.
+        A median of 0 gives no limit: a hinge loss is 0 if all pairs keep their margin.
         """
         factor = self.section.spike_factor
         if factor is None or len(recent_losses) < ENOUGH_STEPS:
@@ -52,6 +54,6 @@ class StepGuard:
                 "metrics.jsonl. In a new run: a lower optimizer.learning_rate, a longer "
                 "schedule.warmup_steps, or training.precision bf16 or fp32. For more patience: "
                 "guard.max_skips_in_a_row, guard.spike_factor",
-                retry=False,  # The same batches come again.
+                retry=False,  # A restart would see the same batches.
             )
         )

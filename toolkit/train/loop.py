@@ -22,19 +22,19 @@ from toolkit.train.signals import StopRequest
 
 @dataclass
 class Progress:
-    """Where a run is: all that must be known to continue it."""
+    """The progress of a run: everything needed to resume it."""
 
     step: int = 0
     """Optimizer steps done."""
     consumed_samples: int = 0
     """Sequences consumed since step 0."""
     recent_losses: tuple[float, ...] = ()
-    """Of the last steps that were not skipped: what a spike is measured against."""
+    """Losses of the last steps that were not skipped, for spike detection."""
     consumed_tokens: int | None = 0
-    """Unmasked tokens of `consumed_samples`; None where an older checkpoint did not count."""
+    """Unmasked tokens of `consumed_samples`; None if an older checkpoint did not count them."""
 
     def advance(self, result: StepResult, samples: int, tokens: int) -> None:
-        """One more step is done, skipped or not."""
+        """Advance by one step, skipped or not."""
         self.step += 1
         self.consumed_samples += samples
         if self.consumed_tokens is not None:
@@ -52,15 +52,16 @@ class StepReport:
     tokens: int
     """Unmasked tokens of the global batch."""
     seconds: float
-    """Since the step before was done: logging it counts, saving and validating do not."""
+    """Time since the end of the previous step, including its logging, without saving and
+    validation."""
     data_wait_s: float = 0.0
     """The part of `seconds` in which this rank waited for micro batches."""
     samples: tuple[int, ...] = ()
-    """What this rank trained on: indices in the training data."""
+    """Indices of this rank's samples in the training data."""
 
 
 class Hooks(Protocol):
-    """What is done besides training; each decides itself whether a step is due."""
+    """The work around training steps; each hook decides itself whether it is due."""
 
     def after_step(self, progress: Progress, report: StepReport) -> None:
         """Log, and look for faults."""
@@ -77,7 +78,7 @@ class Hooks(Protocol):
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What the loop trains, and how long."""
+    """The loop's inputs."""
 
     engine: Engine
     batches: GlobalBatches
@@ -91,7 +92,7 @@ class TrainingRun:
     objective: Objective
 
     def micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
-        """This rank's part of the global batch of `step`; nothing beyond the last step."""
+        """This rank's part of the global batch of `step`; empty after the last step."""
         if step >= self.total_steps:
             return []
         layout = self.layout
@@ -100,7 +101,7 @@ class TrainingRun:
         )
 
     def counts(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """Unmasked tokens of this rank's micro batches, and what the objective counts."""
+        """Unmasked tokens of this rank's micro batches, and the objective's count."""
         counted = sum(float(self.objective.count(batch)) for batch in batches)
         return sum(batch.tokens for batch in batches), counted
 
@@ -108,8 +109,8 @@ class TrainingRun:
 def train(job: TrainingRun, progress: Progress, hooks: Hooks, stop: StopRequest) -> None:
     """Train from `progress` to the last step.
 
-    Raises Stopped after a signal to any rank: everything is saved then; RunFailed when too
-    many steps in a row were skipped, or when a hook finds a fault: then nothing is saved.
+    Raises Stopped after a signal to any rank, after saving; RunFailed if too many steps in a
+    row were skipped or a hook finds a fault, without saving.
     """
     first_step, first_sample = progress.step, progress.consumed_samples
 

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a run: logging, validation, checkpoints. Implements Hooks."""
+"""The work around the steps of a run: logging, validation, checkpoints. Implements Hooks."""
 
 import math
 import resource
@@ -59,7 +59,7 @@ class Reporter:
         ]
 
     def log(self, metrics: Metrics) -> None:
-        """Write one logged step everywhere."""
+        """Write one logged step to all outputs."""
         self.metrics.write(metrics)
         self.progress.logged(metrics)
         for tracker in self.trackers:
@@ -67,20 +67,20 @@ class Reporter:
                 self.progress.message(problem)
 
     def skipped(self, step: int, result: StepResult) -> None:
-        """Say that a step's update was skipped."""
+        """Report that a step's update was skipped."""
         self.events.write("skip", step=step, why=result.skipped, loss=result.loss)
         self.progress.message(
             f"step {step}  skipped: {result.skipped} (loss {result.loss:.4f})"
         )
 
     def warn(self, step: int, problem: str) -> None:
-        """Say what a setting cannot do."""
+        """Report a limitation of a setting."""
         self.events.write("warning", source="guard", step=step, message=problem)
         self.progress.message(f"warning: {problem}")
 
     def validated(self, step: int, results: Mapping[str, EvalResult], seconds: float) -> None:
-        """Write the validation loss, and that of each of several sources, everywhere, and how
-        long training waited for it."""
+        """Write the validation loss, and that of each of several sources, to all outputs, with
+        the time that training waited for it."""
         result = mean_of([*results.values()])
         found = {"step": step, "loss": result.loss, "tokens": result.tokens}
         sources = {}
@@ -95,7 +95,7 @@ class Reporter:
         self.progress.message(said)
 
     def finish(self) -> None:
-        """Let the trackers post what is left, all at once."""
+        """Let all trackers post the remaining values, in parallel."""
         for tracker in self.trackers:
             tracker.end()
         for tracker in self.trackers:
@@ -105,20 +105,20 @@ class Reporter:
 
 @dataclass(frozen=True)
 class Observed:
-    """The parts of a run that the observer looks at."""
+    """The parts of a run that the observer reads."""
 
     recipe: Recipe
     plan: Plan
     engine: Engine
     ranks: Ranks
     validation: Mapping[str, Callable[[int], Sequence[MicroBatch]]]
-    """This rank's validation batches by the title of their source, with every sample cut into
-    so many parts."""
+    """This rank's validation batches by the title of their source, with every sample split into
+    the given number of parts."""
     checkpoints: RunCheckpoints
     prediction: Prediction | None
-    """What the plan promises."""
+    """The plan's predictions."""
     mark: Mark
-    """For work that takes long."""
+    """For long work."""
 
 
 class Observer:
@@ -129,15 +129,15 @@ class Observer:
         self.reporter = reporter
         self._window = _Window()
         self._seconds: list[float] = []
-        """Of every step since this start with sequences of the length that was planned."""
+        """Times of every step since this start with the planned sequence length."""
         self._lengths = run.recipe.lengths
         self._planned_length = run.recipe.trained_lengths[-1]
         self._validated_at = -1
         self._skipping = False
-        """The last step was skipped: the weights are those of a step before."""
+        """Whether the last step was skipped: the weights are those of an earlier step."""
         self._save_due = False
         layout, rank = run.plan.layout, run.ranks.rank
-        if run.ranks.device.type == "cuda":  # building may take more than training does
+        if run.ranks.device.type == "cuda":  # building may take longer than training
             torch.cuda.reset_peak_memory_stats(run.ranks.device)
         self._replicas = ReplicaCheck(
             run.engine, layout, rank, run.checkpoints.saved_at, self._distrust
@@ -236,10 +236,11 @@ class Observer:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
 
     def save(self, progress: Progress, *, stopping: bool) -> None:
-        """Begin to save when due; when stopping, be done with it.
+        """Start saving when due; when stopping, wait for it.
 
-        What is due while steps are skipped waits for one that is not: saves without anything
-        new would push healthy checkpoints out, and renew the restarts of a run that is stuck.
+        A save that is due while steps are skipped is postponed to the next update: saves
+        without new weights would evict good checkpoints, and reset the restart count of a run
+        that is stuck.
         """
         self.run.checkpoints.tell()
         every = self.run.recipe.checkpoint.every_steps
@@ -252,7 +253,7 @@ class Observer:
             self.compare(progress)
 
     def save_now(self, progress: Progress) -> None:
-        """Save, unless that was done at this step already, and be done with it."""
+        """Save, unless this step is already saved, and wait for it."""
         self.run.checkpoints.save(self.run.engine, progress, self.run.mark)
         self._finish_saving()
 
@@ -278,7 +279,7 @@ class Observer:
 
 
 def mean_of(results: Sequence[EvalResult]) -> EvalResult:
-    """The results of several sources together, each with the weight of its tokens."""
+    """The combined results of several sources, weighted by tokens."""
     if len(results) == 1:
         return results[0]
     tokens = sum(result.tokens for result in results)
@@ -293,7 +294,8 @@ def mean_of(results: Sequence[EvalResult]) -> EvalResult:
 
 
 class HeartbeatBatches(Sequence[MicroBatch]):
-    """Batches of which each one, when it is taken, is a mark: a long validation is no hang."""
+    """Batches that report progress when they are taken, so that a long validation does not
+    count as a hang."""
 
     def __init__(self, batches: Sequence[MicroBatch], mark: Mark) -> None:
         self._batches = batches

@@ -1,8 +1,8 @@
-"""What a rank does where it takes no steps: for people, for events.jsonl and the watchdog.
+"""Phases of a rank outside training steps: for the terminal, events.jsonl and the watchdog.
 
-`Phases.begin` is the one call by which a rank says what it does. The watchdog hears every call;
-people see those of rank 0 before the first step and after the last: on a terminal one line,
-with a bar where there is a total, in a log file a line for each phase that lasts.
+A rank reports its phase by `Phases.begin`. The watchdog gets every call; the phases of rank 0
+before the first step and after the last are displayed: on a terminal in one line, with a bar if
+there is a total, in a log file with a line for each long phase.
 """
 
 import sys
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from toolkit.models.families.tensors import Block
 
 Mark = Callable[[str], object]
-"""Says what a rank begins: `Phases.begin`. The watchdog's time limit starts again."""
+"""Reports what a rank begins: `Phases.begin`. The watchdog's time limit restarts."""
 Tick = Callable[[int], None]
 """Takes the amount that was done since the last call."""
 
 NOTICEABLE_S = 1.0
-"""In a log file, a phase that lasts longer has a line: written then, not at its end."""
+"""In a log file, a phase that lasts longer gets a line, written at that time, not at its
+end."""
 _REFRESH_S = 0.1
 LIBRARIES, WAITING = "loading the libraries", "waiting for the other ranks"
 BUILDING = "building the model"
@@ -46,7 +47,7 @@ class Phases:
         self.seconds = {LIBRARIES: process_age_s()}
         """How long each phase took, of those that were shown."""
         self.heard: Mark = lambda _: None
-        """Also gets what `begin` gets, again with every tick."""
+        """Also gets the arguments of `begin`, again with every tick."""
         self._leader = rank == 0
         self._shown = False
         self._doing, self._began = "", 0.0
@@ -61,7 +62,7 @@ class Phases:
         self.hide()
 
     def show(self) -> None:
-        """Show the phases that begin from here on."""
+        """Show the phases that begin from now on."""
         self._shown = self._leader
         if self._leader and self.console.is_terminal:
             self._bar = Progress(
@@ -73,11 +74,11 @@ class Phases:
                 transient=True,
             )
             self._bar.start()
-            # A rank that is killed here cannot give the cursor back.
+            # A rank that is killed here cannot restore the cursor.
             self.console.show_cursor(True)
 
     def hide(self) -> None:
-        """End the present phase; leave the terminal to others."""
+        """End the current phase and release the terminal."""
         self._end()
         self._shown = False
         if self._bar is not None:
@@ -85,7 +86,7 @@ class Phases:
             self._bar = None
 
     def begin(self, doing: str, total: int | None = None) -> Tick:
-        """Say what comes now, and how much it is; call the result with what is done of it."""
+        """Begin a phase with a total amount; call the result with the amounts done."""
         self.heard(doing)
         done, refreshed, bar = 0, 0.0, self._bar
         if self._shown:
@@ -123,7 +124,7 @@ class Phases:
             self._doing = ""
 
     def track(self, items: Iterable[Item], title: str, total: int) -> Iterator[Item]:
-        """The `items`, as a phase of so many."""
+        """Iterate over the `items` as a phase."""
         tick = self.begin(title, total)
         for item in items:
             yield item
@@ -144,7 +145,7 @@ class CountedWeights:
         self._source = source
         self._doing = doing
         self._whole = layout.pp == layout.ep == 1
-        """Does a rank read some of every tensor? Otherwise how many it reads is not known."""
+        """Whether a rank reads some of every tensor; otherwise the number is unknown."""
         self._phases = phases
         self._seen: set[str] = set()
         self._total: int | None = None

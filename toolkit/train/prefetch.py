@@ -16,10 +16,10 @@ _Batches = list[MicroBatch]
 class Prefetch:
     """This rank's micro batches, step by step; a context manager.
 
-    With a GPU, a thread builds them while the step before runs, in pinned memory, from which
-    they are copied to the device without waiting. Without one they are built when they are
-    taken: the model then computes on the same cores, so that a thread gains nothing, and on
-    cores that are busy the loop waits for it to get its turn.
+    With a GPU, a thread builds them during the previous step, in pinned memory, from which they
+    are copied to the device asynchronously. Without one they are built when they are taken: the
+    model computes on the same cores, so a thread would not help, and on busy cores the loop
+    would wait for it to be scheduled.
     """
 
     def __init__(self, build: Callable[[int], _Batches], step: int) -> None:
@@ -39,13 +39,13 @@ class Prefetch:
 
     def __exit__(self, *error: object) -> None:
         if self._thread is not None:
-            # Not waited for: reading may hang, and who is interrupted wants to leave.
+            # Not joined: reading may hang, and an interrupted run should exit.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def take(self) -> tuple[_Batches, float]:
-        """The micro batches of the next step, and the seconds that they were waited for.
+        """The micro batches of the next step, and the seconds that the caller waited for them.
 
-        Begins to build those of the step behind. Raises what building them raised.
+        Starts building those of the following step. Raises what building them raised.
         """
         started = time.perf_counter()
         batches = self._next()
@@ -55,7 +55,7 @@ class Prefetch:
         return batches, waited_s
 
     def _begin(self) -> Callable[[], _Batches]:
-        """What gives the batches of the next step."""
+        """The source of the batches of the next step."""
         if self._thread is None:
             return partial(self._build, self._step)
         return self._thread.submit(self._pinned, self._step).result

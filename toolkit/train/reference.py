@@ -1,12 +1,12 @@
 """The reference model's log-probabilities, which DPO reads: computed before the first step.
 
-The reference is the model that training begins with. The run's own engine and layout compute
+The reference is the model that training starts from. The run's own engine and layout compute
 its log-probability of every row that the run will use, so no second model is ever in memory.
-They are kept in the data cache under the content of model and data, for every layout and every
-run that uses both: another layout would compute them with other last bits (about 1e-6).
+They are kept in the data cache under a hash of model and data, for every layout and every run
+that uses both: another layout would compute slightly different values (about 1e-6).
 
-A run that continues finds them there, although its weights are no longer the reference's. Where
-they are gone, an engine with the first weights is built once more to compute them.
+A resumed run reads them there, although its weights are no longer the reference's. If they are
+missing, an engine with the initial weights is built again to compute them.
 """
 
 import json
@@ -49,10 +49,10 @@ Values = npt.NDArray[np.float32]
 """[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""
 
 SAVE_EVERY_S = 60.0
-"""What a kill costs at most."""
+"""Seconds between saves: the most work that a kill loses."""
 _FORMAT = 1
 _NO_WEIGHTS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Keys of a model's config that say nothing of what it computes."""
+"""Keys of a model's config that do not affect what it computes."""
 
 
 class WithReference:
@@ -93,12 +93,12 @@ class ReferenceTable:
 
     @property
     def missing(self) -> Int64Array:
-        """The samples that are needed and not computed yet."""
+        """The needed samples that are not computed yet."""
         return self._needed[~np.isfinite(self._values[self._needed]).all(axis=1)]
 
     @property
     def samples(self) -> WithReference:
-        """The data set with what was computed."""
+        """The data set with the computed values."""
         return WithReference(self._samples, self._values)
 
     def compute(
@@ -108,9 +108,9 @@ class ReferenceTable:
         tick: Callable[[int], None],
         save_every_s: float = SAVE_EVERY_S,
     ) -> None:
-        """Compute what is missing by an engine with the reference's weights, and save it.
+        """Compute missing values by an engine with the reference's weights, and save them.
 
-        Raises RunFailed where a log-probability is not finite.
+        Raises RunFailed if a log-probability is not finite.
         """
         missing = self.missing
         rank = self._together.ranks.rank
@@ -142,7 +142,7 @@ class ReferenceTable:
 
 
 def _of_all_ranks(mine: torch.Tensor, layout: Layout, together: AllRanks) -> torch.Tensor:
-    """The rows of a global batch from every data-parallel rank's share of them."""
+    """The rows of a global batch, from every data-parallel rank's share."""
     rank = together.ranks.rank
     share = layout.data_rank(rank)
     everyones = torch.zeros(layout.dp, len(mine))
@@ -169,11 +169,11 @@ def _write(path: Path, values: Values) -> None:
 
 
 def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
-    """Identifies the weights that training begins with, by all of their bytes: where some
-    embeddings differ, which samples of `toolkit.adapters.weights.fingerprint` may miss, the
-    reference's log-probabilities differ.
+    """Identifies the initial weights by all of their bytes: if only a few embeddings differ,
+    which the samples of `toolkit.adapters.weights.fingerprint` may miss, the reference's
+    log-probabilities differ, too.
 
-    New adapters compute nothing, as B is 0: with them, the reference is the base model.
+    New adapters have no effect, because B is 0: with them, the reference is the base model.
     """
     model, adapter = recipe.model, recipe.adapter
     source: list[str | int] = [model.init]
@@ -208,8 +208,8 @@ class RunReference:
     ) -> None:
         """Look in the cache. Collective.
 
-        `note` is a file of the run directory that remembers which weights the reference has:
-        of a run that continues, the model that its recipe names may have changed or be gone.
+        `note` is a file of the run directory that records which weights the reference has: when
+        a run resumes, the model that its recipe names may have changed or be missing.
         """
         self._recipe = recipe
         self._note = note
@@ -251,11 +251,11 @@ class RunReference:
 
     @property
     def missing(self) -> int:
-        """How many samples are not computed yet."""
+        """Number of samples that are not computed yet."""
         return sum(len(table.missing) for table in self._tables)
 
     def check_weights(self) -> None:
-        """Raise CheckpointError where the model that a run began with is no longer there."""
+        """Raise CheckpointError if the initial model of a run is no longer available."""
         if _noted(self._note) != weights_fingerprint(self._recipe, self._cache):
             raise CheckpointError(
                 f"the reference log-probabilities are no longer in {self._cache}, and the "
@@ -264,7 +264,7 @@ class RunReference:
             )
 
     def compute(self, engine: Engine, layout: Layout, phases: Phases) -> None:
-        """Compute what is missing by an engine with the weights that training begins with."""
+        """Compute missing values by an engine with the initial weights."""
         if missing := self.missing:
             tick = phases.begin("computing the reference's log-probabilities", missing)
             for table in self._tables:

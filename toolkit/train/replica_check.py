@@ -1,7 +1,7 @@
-"""Do ranks that must hold the same weights hold the same? If not, which one is odd?
+"""Checks that ranks which must hold the same weights do; if not, finds the one that differs. A
+bit flip, a broken link or a nondeterministic kernel lets replicas silently diverge:
 
-A flipped bit, a broken link or a nondeterministic kernel lets replicas drift apart without a
-word: each continues with its own weights. A digest per weight is compared here.
+each continues with its own weights. A digest per weight is compared here.
 """
 
 import socket
@@ -24,7 +24,7 @@ from toolkit.train.all_ranks import on_every_rank
 T = TypeVar("T")
 
 CHUNK = 2**22
-"""Elements that are digested at a time: a bound on memory."""
+"""Elements that are digested at a time, to limit memory."""
 MIXER = 0x5851F42D4C957F2D
 """An odd number: multiplying by it loses no bit (Knuth's multiplier for 64 bits)."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,7 +46,7 @@ class ReplicaCheck:
     """Compares the replicas of one run. `agreed_step` is the step it starts from.
 
     `distrust` is called on every rank with the last step that agreed, before a difference is
-    reported, and returns what became of later checkpoints.
+    reported, and returns a message about later checkpoints.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ReplicaCheck:
     def check(self, step: int) -> str | None:
         """Compare now; collective. Returns what should be reported, once.
 
-        Raises RunFailed naming the ranks that differ and the first weight in which they do.
+        Raises RunFailed naming the ranks that differ and the first weight that differs.
         """
         digests = weight_digests(self.engine)
         alone = len(set(self.model_ranks)) == len(self.model_ranks)
@@ -107,8 +107,8 @@ def weight_digests(engine: Engine) -> dict[str, int]:
 def digest(weight: Tensor) -> Tensor:
     """Digest of a tensor's bits and their order: int64 scalar on its device.
 
-    A sum of elements, read as integers and times odd numbers that follow from their place:
-    one that differs in a single bit always has another digest.
+    A sum of the elements as integers, multiplied by odd numbers that depend on their position:
+    a single flipped bit always changes the digest.
     """
     elements = weight.reshape(-1).view(BITS[weight.element_size()])
     places = torch.arange(min(len(elements), CHUNK), device=weight.device) * 2 + 1
@@ -121,8 +121,7 @@ def digest(weight: Tensor) -> Tensor:
 def odd_ranks(holdings: Sequence[Holding]) -> tuple[list[int], bool]:
     """Ranks that differ from most of their replicas, and True.
 
-    Where no weights are held by more than half of the replicas (two that differ), all of
-    these replicas, and False.
+    Without a majority (e.g. two replicas that differ), all of these replicas, and False.
     """
     odd: list[int] = []
     clear = True
@@ -139,7 +138,7 @@ def odd_ranks(holdings: Sequence[Holding]) -> tuple[list[int], bool]:
 
 
 def first_difference(holdings: Sequence[Holding]) -> str:
-    """Name of the first weight that two replicas hold different, in the model's order."""
+    """Name of the first weight that differs between two replicas, in the model's order."""
     seen: dict[tuple[int, str], int] = {}
     for holding in holdings:
         for name, value in holding.digests.items():
@@ -149,9 +148,9 @@ def first_difference(holdings: Sequence[Holding]) -> str:
 
 
 def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
-    """Rename every checkpoint after `agreed_step` to `step-N.suspect`; say what to do then.
+    """Rename every checkpoint after `agreed_step` to `step-N.suspect`; returns what to do then.
 
-    A start would take a corrupt checkpoint for good: all of its replicas are loaded from it.
+    A start could not detect a corrupt checkpoint, because all replicas are loaded from it.
     """
     folders = CheckpointStore(checkpoints, keep=1).finished()
     suspect = [folder for folder in folders if step_of(folder) > agreed_step]
@@ -180,7 +179,7 @@ def _failure(
         f"step {step}: {differ}; first in {first_difference(holdings)}",
         fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
         f"step {agreed_step}; {advice}",
-        retry=False,  # On the same machines, that would be.
+        retry=False,  # A restart would use the same machines.
     )
 
 

@@ -11,8 +11,8 @@ def learning_rate(step: int, total_steps: int, peak: float, schedule: ScheduleSe
     Every step has a positive rate. Warm-up is peak · (step + 1) / warmup_steps, so step 0
     already moves the weights and step `warmup_steps - 1` runs at the peak; without a warm-up,
     step 0 does. From that step on the rate decays so that step `total_steps`, the first one
-    that is not done, would run at `min_learning_rate`: the last step still trains when that
-    is 0. Megatron-LM's scheduler decays alike, and transformers' without a warm-up.
+    after the run, would run at `min_learning_rate`: the last step still trains if that is 0.
+    Megatron-LM's scheduler decays in the same way, and so does transformers' without a warm-up.
 
     `constant` stays at the peak. `wsd` (warm-up, stable, decay; arXiv:2404.06395)
     stays at the peak up to step `total_steps - decay_steps` and then falls as its `decay`

@@ -1,4 +1,4 @@
-"""Stopping a run in good order: signals set a flag, and all ranks act on the same step."""
+"""Graceful stop: signals set a flag, and all ranks act on it at the same step."""
 
 import signal
 from pathlib import Path
@@ -16,7 +16,7 @@ _INTERRUPTS_TO_FORCE = 3
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT, SIGUSR1 or a file into a flag that the loop asks for once a step.
+    """Turns SIGTERM, SIGINT, SIGUSR1 or a file into a flag that the loop checks once per step.
 
         with StopRequest() as stop:
             for step in …:
@@ -25,10 +25,10 @@ class StopRequest:
                 if stop.agreed()[0]:
                     save and leave
 
-    Where `file` appears, this rank asks to stop, too: the way of a launcher whose ranks are on
-    other machines. It is removed when the run has stopped.
-    The third SIGINT raises KeyboardInterrupt: the way out when saving does not end.
-    It must be entered in the main thread, since Python delivers signals there.
+    If `file` appears, this rank also requests a stop: used by launchers whose ranks are on
+    other machines. It is removed when the run has stopped. The third SIGINT raises
+    KeyboardInterrupt, to exit if saving hangs. It must be entered in the main thread, since
+    Python delivers signals there.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Name of the first signal that this rank got, e.g. `SIGTERM`, or of the file."""
+        """Name of the first signal that this rank received, e.g. `SIGTERM`, or of the file."""
         return self._reason
 
     def __enter__(self) -> "StopRequest":
@@ -64,10 +64,10 @@ class StopRequest:
                 raise KeyboardInterrupt
 
     def ask(self, *numbers: float) -> None:
-        """Begin a step's one reduction: may we continue, and what is the sum of each number?
+        """Start a step's single reduction: the stop flag, and the sum of each number.
 
-        Every rank calls it before a step and `agreed` after it: the reduction runs while the
-        step does, and neither costs its latency.
+        Every rank calls it before a step and `agreed` after it: the reduction overlaps with the
+        step, so its latency is hidden.
         """
         import torch
         import torch.distributed as dist
@@ -82,7 +82,7 @@ class StopRequest:
     def agreed(self) -> tuple[bool, tuple[float, ...]]:
         """Whether to stop, and the sums over the numbers of all ranks; the same on every rank.
 
-        With several ranks, a signal that comes while a step runs is answered after the next.
+        With several ranks, a signal that arrives during a step takes effect after the next one.
         """
         if self._pending is None:
             return self._asked(), self._numbers

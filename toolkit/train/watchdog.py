@@ -1,15 +1,15 @@
-"""Finding a rank that hangs: heartbeats of all ranks, and a time limit for each one's work.
+"""Detects hung ranks: heartbeats of all ranks, and a time limit for each one's work.
 
 Every rank has a thread that rewrites RUN/heartbeats/rank-N.json. It continues while the main
-thread waits or hangs, so a file that stands still means a process that does (SIGSTOP, a dead
-machine). The main thread marks what it begins and ends; without a mark for the time limit,
-every rank writes its stacks to its log, one of them says what all are doing, and all exit.
+thread waits or hangs, so a stale file means a stopped process (SIGSTOP, a dead machine). The
+main thread marks what it begins and ends; without a mark within the time limit, every rank
+writes its stacks to its log, one of them reports what all are doing, and all exit.
 
-Three threads, so that nothing that blocks keeps this rank from ending: one writes heartbeats (a
-disk may be gone), one counts the time, and one of faulthandler's, which needs no interpreter,
-ends the process where the counting stands still (code in C that holds the interpreter's lock).
+There are three threads, so that nothing that blocks keeps this rank from exiting: one writes
+heartbeats (a disk may be lost), one counts the time, and one of faulthandler's, which needs no
+interpreter, ends the process if the counting stops (C code that holds the interpreter's lock).
 
-Files are compared by their change, never by a clock: machines' clocks differ.
+Files are compared by their changes, never by a clock, because machines' clocks differ.
 """
 
 import faulthandler
@@ -38,19 +38,20 @@ from toolkit.untrusted import read_json
 
 LONGEST_BEAT_S = 10.0
 RANK_ZERO_BEAT_S = 1.0
-"""Rank 0's file also says which step a run that died had reached."""
+"""Rank 0's file also records the step that a killed run had reached."""
 _BEATS_PER_LIMIT = 20
 _BEATS_TO_LOOK = 3
-"""A heartbeat that has not changed for so many beats stands still."""
+"""Number of beats after which an unchanged heartbeat is stale."""
 _LAUNCHER_GRACE_S = 1.0
-"""Where a launcher was asked to stop, it ends the ranks itself; this much later, we do."""
+"""A launcher that was asked to stop ends the ranks itself; this much later, the watchdog
+does."""
 _PAUSE_S = 1.0
-"""How much later than the rank with the message the others leave: the first one is shown."""
+"""How much later than the rank with the message the others exit: the first message is shown."""
 _TELLING_S = 10.0
-"""How long a rank that is to end may take to write down why: the disk may be what hangs."""
+"""Time that an exiting rank may take to record the reason: the disk may hang."""
 _STUCK_LIMITS = 2.0
-"""Time limits after which a rank that cannot even count is ended. More than one: a job that was
-paused as a whole looks the same when it continues."""
+"""Time limits after which a rank that cannot even count is killed. More than one, because a job
+that was paused as a whole looks the same when it continues."""
 
 
 _FIRST_STEP_LIMITS = 3.0
@@ -58,15 +59,15 @@ _FIRST_STEP_LIMITS = 3.0
 
 
 def collective_limit(limit_s: float) -> timedelta:
-    """How long a collective may take where the watchdog's limit is `limit_s`: longer than any
-    end by the watchdog, so that its message comes and not PyTorch's."""
+    """Timeout of a collective for the watchdog's limit `limit_s`: longer than any action of the
+    watchdog, so that its message appears and not PyTorch's."""
     longest_s = _FIRST_STEP_LIMITS * limit_s
     return timedelta(seconds=(_STUCK_LIMITS + 1) * longest_s + 2 * _TELLING_S)
 
 
 @dataclass
 class Heartbeat:
-    """What a rank says of itself."""
+    """A rank's heartbeat."""
 
     rank: int
     pid: int
@@ -74,14 +75,14 @@ class Heartbeat:
     step: int
     """Optimizer steps done."""
     first_step: int
-    """Where this start began."""
+    """The step from which this start continued."""
     trained_s: float = 0.0
-    """Seconds in the steps since then."""
+    """Seconds spent in the steps since then."""
     doing: str = ""
     marks: int = 0
-    """Things begun and ended by the main thread."""
+    """Number of marks of the main thread."""
     where: str = ""
-    """Innermost line of the main thread; only where the time limit is over."""
+    """Innermost line of the main thread; only after the time limit."""
     beats: int = 0
 
     def write(self, folder: Path) -> None:
@@ -92,7 +93,7 @@ class Heartbeat:
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> "Heartbeat | None":
-        """A rank's heartbeat; None without a readable one."""
+        """Read a rank's heartbeat; None without a readable one."""
         try:
             data = read_json(_file(folder, rank))
             return cls(**{field.name: data[field.name] for field in fields(cls)})
@@ -105,10 +106,10 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def replayed(folder: Path, step: int) -> dict[str, Any] | None:
-    """What a run that continues at `step` has to do again: fields of a `replay` event.
+    """The steps that a run resumed at `step` has to repeat: fields of a `replay` event.
 
-    None when nothing was lost. `seconds` is what these steps took on average, the first
-    one's warm-up included; at most one beat's steps are missing.
+    None if nothing was lost. `seconds` is their average duration, including the first one's
+    warm-up; at most one beat's steps are missing.
     """
     last = Heartbeat.read(folder, 0)
     if last is None or last.step <= step:
@@ -119,10 +120,10 @@ def replayed(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 class Watchdog:
-    """Watches the main thread of this rank while entered; ends the process where it hangs.
+    """Watches the main thread of this rank while entered; ends the process if it hangs.
 
     Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log, and ends a
-    rank that was asked to stop and has not left `grace_s` later.
+    rank that was asked to stop and has not exited `grace_s` later.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._left.set()
         for thread in self._threads:
-            thread.join(_TELLING_S)  # One may wait for a disk that is gone.
+            thread.join(_TELLING_S)  # One may wait for a lost disk.
         faulthandler.cancel_dump_traceback_later()
         if not self._threads[-1].is_alive():
             self._beat()
@@ -176,7 +177,7 @@ class Watchdog:
         self._log.close()
 
     def mark(self, doing: str, step: int, trained_s: float = 0.0) -> None:
-        """The main thread has begun or ended something: its time starts again."""
+        """Mark that the main thread began or ended something: its time limit restarts."""
         self._mine.doing, self._mine.step = doing, step
         self._mine.trained_s += trained_s
         self._mine.marks += 1
@@ -184,8 +185,8 @@ class Watchdog:
         self._waiting = False
 
     def hear(self, doing: str) -> None:
-        """What `Phases.begin` says is a mark. Who waits for rank 0, which is watched itself,
-        has no limit."""
+        """Mark a phase of `Phases.begin`. Ranks that wait for rank 0, which is watched itself,
+        have no limit."""
         self.mark(doing, self._mine.step)
         self._waiting = doing == WAITING and self._mine.rank != 0
 
@@ -197,7 +198,7 @@ class Watchdog:
 
     @property
     def _claim(self) -> Path:
-        """Made by the one rank (of those that share a disk) that reports the hang."""
+        """Created by the one rank (of those that share a disk) that reports the hang."""
         return self._run.heartbeats / "hang"
 
     def _write(self) -> None:
@@ -205,7 +206,7 @@ class Watchdog:
             self._beat()
 
     def _count_on(self) -> None:
-        """Put off the end by faulthandler's thread."""
+        """Postpone the exit by faulthandler's thread."""
         limit_s = _STUCK_LIMITS * self._limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._log)
 
@@ -223,7 +224,7 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._mine.beats += 1
-        with suppress(OSError):  # A full disk is the checkpoint's to tell.
+        with suppress(OSError):  # A full disk is reported by the save.
             self._mine.write(self._run.heartbeats)
 
     def _end_hung(self) -> None:
@@ -235,7 +236,7 @@ class Watchdog:
             os._exit(EXIT_FAILED)
 
     def _end_within(self, seconds: float) -> None:
-        """Exit then, whatever comes in between."""
+        """Exit at that time in any case."""
         last_resort = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
         last_resort.daemon = True
         last_resort.start()
@@ -303,9 +304,9 @@ def diagnosis(
 ) -> dict[str, Any]:
     """Which ranks hang, from two looks at all heartbeats: fields of a `hang` event.
 
-    `ranks`: those whose heartbeat stands still, else those that have done less than the
-    others, else none: then all wait in the same step, and `where` distinguishes them. Ranks
-    whose file is on another machine's disk say nothing.
+    `ranks`: those whose heartbeat is stale, otherwise those that are behind the others,
+    otherwise none: then all wait in the same step, and `where` distinguishes them. Ranks whose
+    file is on another machine's disk are not included.
     """
     seen = {rank: beat for rank, beat in after.items() if beat is not None}
     if not seen:

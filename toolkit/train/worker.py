@@ -1,8 +1,8 @@
-"""The worker: one rank of a run, whatever started it.
+"""The worker: one rank of a run, under any launcher.
 
-`train_run_directory` continues from a run directory that `dmt launch` wrote.
-`train_recipe` serves launchers that start the worker themselves: rank 0 plans, writes
-the run directory and hands recipe and plan to the others, who need no shared disk.
+`train_run_directory` continues from a run directory that `dmt launch` wrote. `train_recipe` is
+for launchers that start the worker themselves: rank 0 plans, writes the run directory and
+broadcasts recipe and plan, so that no shared disk is needed.
 """
 
 import logging
@@ -76,12 +76,12 @@ from toolkit.train.watchdog import Watchdog, Watched, collective_limit, replayed
 logger = logging.getLogger(__name__)
 
 _PEER_LOST = re.compile(r"gloo/transport|by peer|ncclRemoteError|NCCL communicator was aborted")
-"""In what PyTorch says of a collective whose other side died."""
+"""Text in PyTorch's errors about a collective whose peer died."""
 
 _INTERRUPTED = "ended by the third Ctrl-C; what was being saved is not a checkpoint"
 
 PEER_FAILED_PAUSE_S = 1.0
-"""How much later than the rank with the message the others leave."""
+"""How much later than the rank with the message the others exit."""
 
 
 def train_run_directory(path: Path) -> int:
@@ -95,7 +95,7 @@ def train_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path | None) -
 
 
 def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
-    """Run one rank and turn every end into an exit code, a log line and an event."""
+    """Run one rank and turn every outcome into an exit code, a log line and an event."""
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.captureWarnings(True)
@@ -119,7 +119,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             worker.run()
             return worker.end(EXIT_DONE)
     except PeerFailed as error:
-        # Launchers end all ranks at the first exit: let the one with the message be first.
+        # Launchers terminate all ranks at the first exit: the rank with the message exits
+        # first.
         time.sleep(PEER_FAILED_PAUSE_S)
         return error.code
     except Stopped as error:
@@ -129,7 +130,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             tell(f"dmt: {error}")
         return worker.end(error.exit_code)
     except KeyboardInterrupt:
-        # Left to Python, it would end in joining the thread of the save that hangs.
+        # Python's normal exit would join the thread of the hanging save.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         tell(f"error: {_INTERRUPTED}")
         if worker is not None:
@@ -145,7 +146,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
 
 
 def _check_device(assignment: Assignment, ranks: Ranks) -> None:
-    """Raise BackendUnavailable where a run that was planned for GPUs finds none."""
+    """Raise BackendUnavailable if a run that was planned for GPUs finds none."""
     gpu = assignment.recipe.cluster.gpu
     if gpu != "cpu" and ranks.device.type == "cpu":
         raise BackendUnavailable(
@@ -155,7 +156,8 @@ def _check_device(assignment: Assignment, ranks: Ranks) -> None:
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """Exit code and message of a failure; what is not the user's mistake is logged in full."""
+    """Exit code and message of a failure; the traceback is logged unless it is the user's
+    mistake."""
     error = deterministic.as_users_mistake(error) or error
     if isinstance(error, DmtError):
         return error.exit_code, str(error)
@@ -167,7 +169,7 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 
 def _advice(error: Exception) -> str:
-    """What to try after a failure that has a usual cure."""
+    """A hint for a failure with a common fix."""
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "\n  fix: --set training.micro_batch_size=1, --set parallel.recompute=full, "
@@ -191,9 +193,9 @@ class _Worker:
         self._events_before = events_offset(assignment.run_dir)
         self._stop: StopRequest | None = None
         self._watching = ExitStack()
-        """Ends with the process: a rank that cannot leave hangs, too."""
+        """Ends with the process: a rank that cannot exit hangs, too."""
         self._at_end = ExitStack()
-        """What is closed when the `end` event is written: W&B reads that event."""
+        """Closed after the `end` event is written, which W&B reads."""
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the start, to the export."""
@@ -258,22 +260,22 @@ class _Worker:
     def _train(
         self, job: TrainingRun, observer: Observer, watchdog: Watchdog, stop: StopRequest
     ) -> None:
-        """Take the steps that are left, save, validate, and compare with the plan."""
+        """Run the remaining steps, save, validate, and compare with the plan."""
         progress, checkpoints = self.progress, observer.run.checkpoints
         with observer.reporter.progress if observer.reporter is not None else nullcontext():
             try:
                 train(job, progress, Watched(observer, watchdog), stop)
             except (RunFailed, PeerFailed):
-                checkpoints.tell(wait=True)  # raised on every rank: what is in flight is good
+                checkpoints.tell(wait=True)  # raised on every rank: the save in flight is good
                 raise
-            # A signal from here on changes nothing: what is left is short. Saved first,
-            # so that not even a kill costs a step.
+            # A signal from here on has no effect: the rest is short. Saving comes first, so
+            # that a kill loses no step.
             observer.save_now(progress)
             observer.evaluate_now(progress)
             observer.compare(progress)
 
     def end(self, code: int) -> int:
-        """Record a good end; no rank leaves before rank 0's reports are out."""
+        """Record a successful end; no rank exits before rank 0's reports are written."""
         self.phases.begin("finishing the logs")
         failpoint("leaving")
         self._report_retries()
@@ -293,25 +295,25 @@ class _Worker:
         return StopRequest(file, self.together.group)
 
     def record_signal(self) -> None:
-        """Write down what stopped the run, on the ranks that were asked."""
+        """Record what stopped the run, on the ranks that received the request."""
         if self._stop is not None and (name := self._stop.reason):
             EventLog(self.directory.events).write(
                 "signal", rank=self.ranks.rank, step=self.progress.step, signal=name
             )
 
     def cause(self) -> str | None:
-        """Why another rank failed, if it said so."""
+        """Why another rank failed, if it reported a reason."""
         return cause_of(self.directory.path, self._events_before)
 
     def fail(self, error: Exception, code: int, message: str) -> None:
-        """Record this rank's failure, without waiting for ranks that may never come."""
+        """Record this rank's failure, without waiting for ranks that may never arrive."""
         self._report_retries()
         retry = {} if getattr(error, "retry", True) else {"retry": False}
         self.record_end(exit_code=code, error=message, **retry)
         self._at_end.__exit__(type(error), error, error.__traceback__)
 
     def _report_retries(self) -> None:
-        """Say how often this rank could not read data at once."""
+        """Report how often this rank had to retry reading data."""
         if count := RETRIES.count:
             said = f"{count} reads of remote data failed and were tried again"
             EventLog(self.directory.events).write(
@@ -409,7 +411,7 @@ class _Worker:
     def _open_streams(
         self, streams: Streams, lengths: SequenceLengths, found: Found | None
     ) -> None:
-        """Tokenise what the first samples are of, and begin to tokenise ahead."""
+        """Tokenise the windows of the first samples, and start tokenising ahead."""
         batch, samples = self.assignment.recipe.training.global_batch_size, 0
         if found is not None:
             samples = found.manifest.consumed_samples
@@ -429,7 +431,7 @@ class _Worker:
     def _reference(
         self, config: PretrainedConfig, data: TrainingData, steps: int, *, resumed: bool
     ) -> RunReference | None:
-        """The reference's log-probabilities, where the objective reads them."""
+        """The reference's log-probabilities, if the objective reads them."""
         recipe = self.assignment.recipe
         if REFERENCE not in recipe.objective().reads:
             return None
@@ -456,8 +458,8 @@ class _Worker:
     def _build_engine(
         self, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool = False
     ) -> Engine:
-        """The engine with its first weights: the saved ones where the run continues, unless
-        those are asked for with which the run began."""
+        """The engine with its initial weights: the saved ones if the run resumes, unless the
+        run's first ones are requested."""
         recipe, plan = self.assignment.recipe, self.assignment.plan
         engine_config = self.assignment.engine_config
         self.phases.begin("building operators")
@@ -493,14 +495,14 @@ class _Worker:
         return RunCheckpoints(self.assignment, self.ranks.rank, data, companions)
 
     def _base_model(self) -> Path | None:
-        """The folder with the config of the model that training began with, if there is one."""
+        """The folder with the config of the initial model, if there is one."""
         model = self.assignment.recipe.model
         if model.init == "pretrained":
             assert model.hub is not None, "checked at load"
             return hf.snapshot_folder(model.hub, model.revision)
         if model.checkpoint is None:
             return None
-        # A run that continues may have outlived the checkpoint that it started from.
+        # A resumed run may have outlived the checkpoint that it started from.
         own = sorted(self.directory.checkpoints.glob(f"step-????????/{COMPANIONS}"))
         folders = Path(model.checkpoint) / COMPANIONS, *own
         return next((folder for folder in folders if folder.is_dir()), None)
@@ -533,8 +535,8 @@ class _Worker:
         )
 
     def _batches_of(self, validation: Samples) -> Callable[[int], Sequence[MicroBatch]]:
-        """This rank's validation batches, built when they are asked for: the same tokens in
-        parts, as the steps see their samples."""
+        """This rank's validation batches, built on request: the same tokens, split into parts
+        like the samples of the steps."""
         recipe, layout = self.assignment.recipe, self.assignment.plan.layout
         return lambda parts: evaluation_batches(
             cut(validation, parts),

@@ -1,7 +1,7 @@
-"""Rows of a data set, in the forms that people publish them, become conversations.
+"""Converts rows of a data set, in common published formats, to conversations.
 
-Everything is checked here, once: a template that meets a message without content, or a role
-that it does not know, would render something all the same.
+Everything is checked here, once: a template would render even a message without content or with
+an unknown role.
 """
 
 import json
@@ -38,12 +38,12 @@ _FUNCTION_CALL = "function_call"
 
 
 class MalformedRow(Exception):
-    """A row that is not a conversation; the text says why."""
+    """A row that is not a conversation; the message states why."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the order of speaking, checked: what a chat template renders."""
+    """Validated messages in order: the input of a chat template."""
 
     messages: tuple[Message, ...]
     """`role` and `content` (a string) each; where there are any, also `tool_calls`,
@@ -51,23 +51,24 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions (JSON schemas) of the tools that the assistant may call."""
     n_prompt: int | None = None
-    """Messages of the prompt, where the data separates prompt and completion."""
+    """Messages of the prompt, if the data separates prompt and completion."""
 
     def assistant_turns(self, loss_on: str = "assistant") -> list[int]:
-        """Places of the assistant's messages that are trained; `loss_on` as in `ChatSource`."""
+        """Indices of the assistant's messages that are trained; `loss_on` as in
+        `ChatSource`."""
         first = self.n_prompt or 0 if loss_on == "completion" else 0
         roles = [message["role"] for message in self.messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
         return turns[-1:] if loss_on == "last_assistant" else turns
 
     def until(self, turn: int) -> "Conversation":
-        """The conversation as it was when message `turn` had just been written."""
+        """The conversation up to and including message `turn`."""
         return replace(self, messages=self.messages[: turn + 1])
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """A prompt and its completion as they are, for no template."""
+    """A prompt and its completion, without a template."""
 
     prompt: str
     completion: str
@@ -101,7 +102,7 @@ def conversation_of(record: ChatRecord, source: ChatSource) -> Example:
 def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example, Example]:
     """Parse one row into the chosen and the rejected example, which share their prompt.
 
-    Without a prompt, or where the answers repeat it, it is what both answers begin with.
+    Without a prompt, or if the answers repeat it, it is the common beginning of both answers.
     Raises MalformedRow.
     """
     row = _columns_of(record)
@@ -124,7 +125,7 @@ def preference_of(record: ChatRecord, source: PreferenceSource) -> tuple[Example
 
 
 def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
-    """Raise DataError unless rows with these columns can be read as the recipe says."""
+    """Raise DataError unless rows with these columns can be read as the recipe states."""
     if isinstance(source, ChatSource):
         try:
             form = source.format if source.format != "auto" else _detected(columns, source)
@@ -227,7 +228,7 @@ def _asked(prompt: str, shared: list[Any]) -> list[Any]:
 
 
 def n_shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """Items with which both begin."""
+    """Number of common items at the beginning of both."""
     n = min(len(one), len(other))
     if one[:n] == other[:n]:
         return n
@@ -292,7 +293,7 @@ def _message(turn: object, name: str) -> Message:
 
 
 def _text(content: object, name: str) -> str:
-    """The content as one string; a list of text parts (OpenAI's form) is joined."""
+    """The content as one string; a list of text parts (OpenAI's format) is joined."""
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
         if all(isinstance(part, str) for part in parts):
@@ -341,7 +342,7 @@ def _tool(tool: object, name: str) -> dict[str, Any]:
 
 
 def _json(value: object, name: str) -> dict[str, Any]:
-    """A map, given as such or as a string of JSON."""
+    """A map, given directly or as a JSON string."""
     found: Any = value
     if isinstance(value, str):
         try:
@@ -354,7 +355,7 @@ def _json(value: object, name: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without keys that are null, which Arrow adds to make all rows alike."""
+    """The value without null keys, which Arrow adds to make all rows uniform."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):

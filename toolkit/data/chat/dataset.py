@@ -16,7 +16,8 @@ from toolkit.data.split import held_out_documents
 from toolkit.data.tokenized import cached_rows
 
 _PADDING_ID = 0
-"""In every vocabulary; it is never a label, and no trained token attends to it."""
+"""Padding token id, valid in every vocabulary; it is never a label, and no trained token
+attends to it."""
 _COUNTED_AT_ONCE = 4096
 """Conversations."""
 
@@ -40,8 +41,8 @@ class ChatSamples:
     ) -> None:
         """Of `chats`, the stored rows `numbers`, ascending; a sample of two is two of them.
 
-        `packed`: which of `numbers`, by their places in it, share a row. `isolates`: rows of
-        one conversation have the form of packed ones, too.
+        `packed`: which of `numbers`, by index, share a row. `isolates`: rows of one
+        conversation also have the format of packed ones.
         """
         self.chats = chats
         self.sequence_length = sequence_length
@@ -105,7 +106,7 @@ class ChatSamples:
         return counts
 
     def _row(self, chats: Sequence[MarkedTokens]) -> Row:
-        """Conversations end to end, and padding."""
+        """Concatenated conversations, and padding."""
         input_ids = np.full(self.sequence_length, _PADDING_ID, dtype=np.int64)
         labels = np.full(self.sequence_length, IGNORE_INDEX, dtype=np.int64)
         at = 0

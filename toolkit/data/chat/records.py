@@ -1,8 +1,8 @@
-"""Rows of a chat data set, each with the place that an error names.
+"""Rows of a chat data set, each with its position for errors.
 
 Local JSON is read line by line rather than through `datasets`: a malformed row, or one whose
-values have other types than the same keys elsewhere (arguments of tool calls), then concerns
-that row alone, and an error names its file and line.
+values have different types than in other rows (arguments of tool calls), then affects only that
+row, and an error names its file and line.
 """
 
 from collections.abc import Iterator
@@ -68,9 +68,8 @@ def open_records(
 ) -> ChatRecords:
     """Find the rows of `source`; relative paths start at `base`.
 
-    `cache` is the folder that remembers the hashes of files, and holds copies of remote ones.
-    Raises DataError when there are no files, BackendUnavailable when `datasets` is needed and
-    missing.
+    `cache` is the folder with the hashes of files and copies of remote ones. Raises DataError
+    if there are no files, BackendUnavailable if `datasets` is needed and missing.
     """
     source = with_copies(source, cache, track)
     files = local_files(source, base)

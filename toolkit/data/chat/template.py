@@ -1,9 +1,9 @@
-"""A chat template: what it makes of a conversation, and which characters of that are trained.
+"""Renders a conversation by a chat template, and finds the trained characters. They come from
+the template's `{% generation %}` blocks if it has them.
 
-The trained characters come from the template's `{% generation %}` blocks where it has them.
-Otherwise a turn of the assistant is what follows the rendering of the messages before it with
-a generation prompt: exactly what a model continues when it answers. Token ids play no role in
-this, so a padding token that equals the end-of-turn token does no harm.
+Otherwise a turn of the assistant is what follows the rendering of the previous messages with a
+generation prompt: exactly what a model generates at inference. Token ids play no role in this,
+so a padding token that equals the end-of-turn token does no harm.
 """
 
 import re
@@ -34,8 +34,8 @@ Span: TypeAlias = tuple[int, int]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TODAY = date(2024, 7, 26)
-"""The day that templates which write today's date are given, so that the same data gives the
-same tokens tomorrow; Llama's own default for programs without a clock."""
+"""The date for templates that insert today's date, so that the same data always gives the same
+tokens; Llama's own default for programs without a clock."""
 
 
 class RewrittenHistory(Exception):
@@ -66,7 +66,7 @@ class MarkedTokens:
 
 
 class ChatTemplate:
-    """A template with the tokenizer that its special tokens belong to."""
+    """A template with the tokenizer of its special tokens."""
 
     def __init__(self, text: str | None, tokenizer: "PreTrainedTokenizerFast") -> None:
         """Without a template (None), only plain text can be marked."""
@@ -91,9 +91,9 @@ class ChatTemplate:
     def mark(self, example: Example, loss_on: str) -> MarkedText:
         """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
 
-        Raises MalformedRow when the template refuses the conversation or leaves a part of it
-        out, RewrittenHistory when turns that are trained look different in the history, and
-        DataError when the template is of no use for training.
+        Raises MalformedRow if the template refuses the conversation or omits a part of it,
+        RewrittenHistory if trained turns look different in the history, and DataError if the
+        template cannot be used for training.
         """
         if isinstance(example, PlainText):
             before = self._before_plain
@@ -121,8 +121,8 @@ class ChatTemplate:
         return self._closed(text, spans)
 
     def encode(self, marked: Sequence[MarkedText]) -> list[MarkedTokens]:
-        """Tokens of the texts, all at once. The template has written what special tokens a
-        text begins with: the tokenizer adds none."""
+        """Tokens of the texts, all at once. The template has written the special tokens at the
+        beginning of a text: the tokenizer adds none."""
         encodings = self._backend.encode_batch(
             [one.text for one in marked], add_special_tokens=False
         )
@@ -160,7 +160,7 @@ class ChatTemplate:
         return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
 
     def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Refuse a text in which something that the row says is missing."""
+        """Refuse a text that lacks a part of the row."""
         for i, message in enumerate(conversation.messages):
             said = message["content"].rpartition("</think>")[2].strip()
             if message["role"] != "tool" and said not in text:
@@ -238,8 +238,8 @@ class ChatTemplate:
         ]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """`end`, or the end of the special token that follows: without an end-of-turn token
-        of its own, a turn is ended by the token that opens the next one."""
+        """`end`, or the end of the special token that follows: without an end-of-turn token, a
+        turn ends with the token that opens the next one."""
         said = text[start:end].rstrip()
         if any(found.end() == len(said) for found in self.special.finditer(said)):
             return end

@@ -1,4 +1,4 @@
-"""Chats become tokens once; the result is kept in the cache by content.
+"""Tokenises chats once; the result is cached by content.
 
 An entry is a pair of files in Megatron's indexed format, like those of texts, and a report. A
 document of it is one sample: the number of its row in the data set, then its tokens, each that
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CACHE_VERSION = 2
-"""Raise it whenever the same rows, template and tokenizer would give other samples."""
+"""Increment it whenever the same rows, template and tokenizer would give different samples."""
 _ROWS_AT_ONCE = 512
 """Rows that are tokenised together, in parallel."""
 
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What became of the rows of a data set."""
+    """Report on the rows of a data set."""
 
     rows: int = 0
     malformed: int = 0
@@ -65,8 +65,8 @@ class ChatReport:
     too_long: int = 0
     """Samples longer than a row: truncated, dropped or split."""
     untrained: int = 0
-    """Samples dropped because none of their tokens is trained; pieces of one that was split
-    are not counted while others of its pieces are left."""
+    """Samples dropped because none of their tokens is trained; pieces of a split one are not
+    counted if other pieces remain."""
     cut_off: int = 0
     """Those of them whose trained tokens lay behind the cut."""
     rewritten: int = 0
@@ -76,7 +76,7 @@ class ChatReport:
     trained_tokens: int = 0
 
     def summary(self, too_long: str) -> str:
-        """What was left out or changed; empty when nothing was."""
+        """What was dropped or changed; empty if nothing was."""
         did = {"truncate": "truncated", "drop": "dropped", "split": "split"}[too_long]
         parts = [
             (self.malformed, f"malformed rows dropped (the first: {self.first_malformed})"),
@@ -125,7 +125,7 @@ def prepare_chats(
     cache: Path,
     track: Track = untracked,
 ) -> StoredChats:
-    """Samples of `source`, by the tokenizer's chat template: from the cache, or made now.
+    """Samples of `source`, by the tokenizer's chat template: from the cache, or created now.
 
     The parameters are those of `prepare` in `toolkit/data/tokenized.py`.
 
@@ -165,7 +165,7 @@ def prepare_chats(
 
 
 class _Maker:
-    """Makes samples of rows, and counts what becomes of them."""
+    """Creates samples from rows, and counts dropped and changed ones."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Maker:
         self._source = source
         self._template = template
         self._special = special
-        """What no row may spell out; None: anything is allowed."""
+        """Special tokens that no row may spell out; None: anything is allowed."""
         self._length = sequence_length
         self._dropped = DroppedRows(source)
         self.report = ChatReport()
@@ -287,7 +287,7 @@ def _has_trained(sample: list[MarkedTokens]) -> bool:
 def _check_enough(
     report: ChatReport, source: ChatSource | PreferenceSource, sequence_length: int
 ) -> None:
-    """Raise DataError when no sample is left, or most have nothing that is trained."""
+    """Raise DataError if no sample is left, or most have no trained token."""
     if report.samples and report.untrained <= report.samples:
         return
     tried = report.samples + report.untrained

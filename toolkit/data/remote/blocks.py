@@ -1,15 +1,15 @@
-"""What was read of remote files, kept on this machine in blocks, up to a size.
+"""A local block cache of remote files, limited in size.
 
     cache = BlockCache(folder, limit_bytes=50 * 2**30)
     data = cache.read(file, 10**12, 10**12 + 8192)     # fetches the blocks that are not here
     with cache.open(file) as stream:                   # a BufferedReader: read, seek, lines
         ...
 
-A block is a file of its own, named by the identity of the remote file and its number, with its
+Each block is a separate file, named by the identity of the remote file and its index, with its
 hash in front. It is written under a temporary name and renamed, so any number of processes may
-share the folder and any of them may be killed at any time; a damaged block is fetched again.
-Whoever has written much looks whether the folder is over its limit and removes the oldest
-files; a reader that has one of them open is not disturbed, others fetch it again.
+share the folder and any of them may be killed at any time; a damaged block is fetched again. A
+process that has written much checks whether the folder exceeds its limit and removes the oldest
+files; a reader that has one of them open is not affected, others fetch it again.
 
 fsspec's own caches are not used: `blockcache` lists its blocks in one file per folder that
 processes overwrite for each other, `filecache` and `simplecache` copy whole files, none checks
@@ -83,8 +83,8 @@ class BlockCache:
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def expect(self, file: RemoteFile, start: int, stop: int) -> None:
-        """Begin to fetch what `read` will be asked for, and return at once; of much at a time,
-        only the first blocks."""
+        """Prefetch data that `read` will return, without blocking; of large ranges, only the
+        first blocks."""
         ahead = self._own_ahead()
         for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             key = (file.identity, number)
@@ -143,7 +143,7 @@ class BlockCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(damage_hash(block).digest() + block)
             unfinished.replace(path)
-        except OSError as error:  # the training that reads goes on without it
+        except OSError as error:  # training continues without it
             if not self._complained:
                 logger.warning(
                     "cannot write to the data cache %s: %s; what is read of remote files is "

@@ -4,7 +4,7 @@
     cache/remote/trees/HASH/bucket/web/…    links to the copies of one listing, at their paths,
                                             so that messages name them
 
-A copy has its name when it is whole. A copy that was interrupted continues where it was.
+A copy gets its name when it is complete. An interrupted copy continues where it stopped.
 """
 
 import glob

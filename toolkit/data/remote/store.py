@@ -3,15 +3,15 @@
     files = list_files("s3://bucket/web/*.jsonl")      # one listing, nothing is downloaded
     data = read_range(files[0], 0, 4096)               # one request, tried again on failures
 
-`RemoteFile.identity` changes with the contents, as the store reports them: what is made of a
-file is recognised by it without reading the file. A read fails where the file has changed since
-it was listed. `toolkit.data.remote.blocks.BlockCache` keeps what was read on this machine.
+`RemoteFile.identity` changes with the contents, as the store reports them: data derived from a
+file is identified by it without reading the file. A read fails if the file has changed since it
+was listed. `toolkit.data.remote.blocks.BlockCache` caches it on this machine.
 
-A failure that may pass (time-outs, lost connections, 5xx, fewer bytes than asked for) is tried
-again, with exponentially growing pauses, and counted in `RETRIES`; a missing file, a refused
-login or a missing package is one error at once. Credentials come from where the store's own
-library takes them (environment, profile, machine), never from a recipe. A process that was
-forked may use everything here: connections belong to the process that made them.
+A transient failure (time-outs, lost connections, 5xx, fewer bytes than requested) is retried
+with exponential backoff and counted in `RETRIES`; a missing file, refused credentials or a
+missing package is an error immediately. Credentials come from where the store's own library
+takes them (environment, profile, machine), never from a recipe. A process that was forked may
+use everything here: connections belong to the process that made them.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ _FINAL = (
 _FINAL_NAMES = (
     "Credential", "Token", "Login", "Profile", "Auth", "Validation", "Invalid", "FileExpired",
 )  # fmt: skip
-"""In the names of what libraries raise where they cannot log in, or do not understand."""
+"""Parts of the names of exceptions about refused credentials or unsupported requests."""
 _FINAL_CODES = (errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG)
 PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
@@ -68,7 +68,7 @@ PACKAGES = {
 
 
 class Retries:
-    """Counts failed reads of this process that were tried again."""
+    """Counts failed reads of this process that were retried."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -184,7 +184,7 @@ class RemoteStream(io.RawIOBase):
 
 def check_package(url: str) -> None:
     """Raise where the package that reads such a URL is missing (BackendUnavailable), or there
-    is none (DataError). Asks nothing of the network."""
+    is none (DataError). Does not use the network."""
     import fsspec
 
     scheme = urlsplit(url).scheme.lower()
@@ -228,7 +228,7 @@ def _file_system(root: str, process: int) -> Any:
     scheme = root.partition(":")[0]
     if scheme in ("s3", "s3a"):
         config = dict(conf.get(scheme, {}).get("config_kwargs", {}))
-        # Failures are tried again here, where they are counted.
+        # Failures are retried here, where they are counted.
         config["retries"] = {"total_max_attempts": 1}
         options["config_kwargs"] = _S3_CONFIG | config
     system = url_to_fs(root, skip_instance_cache=True, **options)[0]
@@ -261,7 +261,7 @@ def _range_of_hub(url: str, start: int, stop: int) -> bytes:
 
 
 def _identity(info: Mapping[str, Any]) -> str:
-    """What the store says of the contents, else of their time."""
+    """The store's checksum of the contents, otherwise their time."""
     for field in _CONTENT:
         if info.get(field):
             return fingerprint_of([info["size"], field, str(info[field])])
@@ -279,7 +279,7 @@ def _changed(url: str) -> DataError:
 
 
 def _retried(url: str, action: Callable[[], Result]) -> Result:
-    """The result of `action`, which is tried again where it fails and may yet succeed."""
+    """The result of `action`, which is retried after transient failures."""
     for attempt in range(1, _TRIES + 1):
         try:
             return action()

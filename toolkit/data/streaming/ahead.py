@@ -1,10 +1,10 @@
-"""Processes of each machine that tokenise chunks before training needs them.
+"""Processes on each machine that tokenise chunks before training needs them.
 
-`AheadWorkers` is the side of the run. Each process (`python -m toolkit.data.streaming.ahead`)
-reads from its standard input, pickled, the sources and then lists of chunks, the newest of
-which counts, and prints a line for each read that failed and is tried again. It shares nothing
-with the run but the cache: one that is killed is replaced, and meanwhile the ranks tokenise
-what they need. It ends when its input closes or its parent is gone, whatever either is doing.
+`AheadWorkers` is the run's side. Each process (`python -m toolkit.data.streaming.ahead`) reads
+pickled data from its standard input, first the sources and then lists of chunks, of which only
+the newest is used, and prints a line for each retried read. It shares only the cache with the
+run: a killed process is replaced, and meanwhile the ranks tokenise what they need. It exits
+when its input closes or its parent exits.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _NICENESS = 10
-"""The cores are first of all for the ranks."""
+"""Low priority: the ranks come first."""
 _END_S = 10.0
 
 Wanted: TypeAlias = list[tuple[int, int]]
@@ -44,7 +44,7 @@ class AheadWorkers:
         workers: int,
         upcoming: Callable[[], Wanted],
     ) -> None:
-        """`upcoming` says which chunks are wanted; it is asked in a thread of its own."""
+        """`upcoming` returns the wanted chunks; it is called in a separate thread."""
         self._sources, self._workers, self._upcoming = sources, workers, upcoming
         self._asked, self._closing = threading.Event(), False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -66,7 +66,7 @@ class AheadWorkers:
             _end(process)
 
     def want(self) -> None:
-        """Let the processes know that training has come further; waits for nothing."""
+        """Notify the processes of training progress, without blocking."""
         self._asked.set()
 
     def _serve(self) -> None:
@@ -143,7 +143,7 @@ class _Mailbox:
 
 
 def _receive(box: _Mailbox) -> None:
-    """Take lists from the run; end the process with it."""
+    """Receive lists from the run; exit with it."""
     try:
         while True:
             box.put(pickle.load(sys.stdin.buffer))
@@ -152,7 +152,7 @@ def _receive(box: _Mailbox) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End the process when `parent` is gone: another child of it may hold the pipe open."""
+    """Exit when `parent` is gone: another child of it may hold the pipe open."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(0)
@@ -179,7 +179,7 @@ def main() -> None:
             try:
                 if one not in failed:
                     source.tokenise_ahead(chunk)
-            except (DmtError, OSError):  # the rank that needs it says so
+            except (DmtError, OSError):  # the rank that needs it reports it
                 failed.add(one)
 
 

@@ -1,8 +1,8 @@
 """The files of a source of text in chunks of about equal size, known from a listing alone.
 
-A chunk is what is tokenised at once: several small files, or a byte range of a large one. A
-line belongs to the range in which it begins, a row group of a Parquet file to the range that
-holds its middle, so that nothing has to be read to know how many chunks there are.
+A chunk is tokenised as one unit: several small files, or a byte range of a large one. A line
+belongs to the range in which it begins, a row group of a Parquet file to the range that holds
+its middle, so that nothing has to be read to know how many chunks there are.
 """
 
 import os
@@ -51,7 +51,7 @@ class ListedFile:
 
     @classmethod
     def of(cls, path: Path) -> "ListedFile":
-        """What the file system says now. Raises DataError when there is no such file."""
+        """The file's current metadata. Raises DataError if there is no such file."""
         try:
             found = path.stat()
         except OSError as error:
@@ -86,9 +86,8 @@ class FileRange:
 
 
 def identities(files: Sequence[ListedFile]) -> list[tuple[str, int, int | str]]:
-    """What the files are recognised by: name in the folder they share, size and time of the
-    last modification, or what a store says of the contents. They are not read for it, and
-    their folder may be moved."""
+    """The identity of the files: name in their common folder, size and time of the last
+    modification, or the store's checksum. They are not read, and their folder may be moved."""
     # Paths and URLs share none.
     alike = len({file.remote is None for file in files}) == 1
     shared = os.path.commonpath([file.path.parent for file in files]) if alike else ""

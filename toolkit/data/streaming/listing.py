@@ -1,7 +1,7 @@
-"""Which files a source that is streamed consists of, in order; no text is read for it.
+"""Lists the files of a streamed source, in order, without reading text.
 
-A folder of MDS shards or of `save_to_disk` names its files. Which files a split of a hub id, or
-of a folder of data files, has is asked of `datasets`.
+A folder of MDS shards or of `save_to_disk` names its files. The files of a split of a hub id,
+or of a folder of data files, are determined by `datasets`.
 """
 
 import json
@@ -55,7 +55,7 @@ def list_files(source: TextSource | HfSource, base: Path) -> tuple[ListedFile, .
 
 
 def needs_datasets(source: HfSource, base: Path) -> bool:
-    """Is `datasets`, and maybe the hub, to be asked which files the source has?"""
+    """Whether the source's files are determined by `datasets`, which may use the hub."""
     folder = base / Path(source.path).expanduser()
     if folder.is_dir():
         return not any((folder / name).is_file() for name in (*SAVED, MDS_INDEX))

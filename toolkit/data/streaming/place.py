@@ -1,4 +1,4 @@
-"""Where a streamed source is: what a checkpoint keeps of it."""
+"""The position of a streamed source, as stored in a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from toolkit.recipe.schema import Count
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where a window of a source begins: what a run needs to continue in it."""
+    """The beginning of a window of a source, from which a run can resume."""
 
     epoch: Count
     """Passes over the source before."""

@@ -175,7 +175,7 @@ def _check_names(source: HfSource, block: bytes) -> None:
     reading = json.ReadOptions(use_threads=False, block_size=len(block) + 1)
     try:
         schema = json.read_json(BytesIO(block), reading).schema
-    except pa.ArrowInvalid:  # other columns differ in type, which matters to nobody
+    except pa.ArrowInvalid:  # other columns may differ in type, which does not matter
         return
     check_column(source, arrow_kinds(schema))
 

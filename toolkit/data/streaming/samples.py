@@ -1,10 +1,10 @@
-"""The samples of a streamed source, in the order in which they are seen.
+"""The samples of a streamed source, in training order.
 
-A pass over a source sees its chunks in an order of its own. Consecutive chunks of that order
-are a *window*: all of its samples are shuffled together. The first windows of a pass are small,
-so that training begins after one chunk. Which samples a window has is known once its chunks are
-tokenised; sample *i* of the source therefore needs the counts of the windows before it and
-nothing else, and a checkpoint keeps the place of one window (`StreamPlace`) to continue from.
+Each pass over a source has its own order of chunks. Consecutive chunks of that order are a
+*window*: all of its samples are shuffled together. The first windows of a pass are small, so
+that training begins after one chunk. The number of samples of a window is known once its chunks
+are tokenised; sample *i* of the source therefore depends only on the counts of the previous
+windows, and a checkpoint stores the position of one window (`StreamPlace`) to resume from.
 """
 
 import time
@@ -30,7 +30,7 @@ _OPEN_WINDOWS = 2
 
 @dataclass(frozen=True)
 class OpenedWindow:
-    """What a run reports of a window when it reaches it."""
+    """A run's report on a window when it reaches it."""
 
     source: str
     epoch: int
@@ -40,7 +40,7 @@ class OpenedWindow:
     dropped_tokens: int
     """Behind the last whole sample of each chunk."""
     seconds: float
-    """How long its tokens were waited for, by the rank that reports."""
+    """Time that the reporting rank waited for its tokens."""
 
 
 Pack: TypeAlias = Callable[[ChunkedSource, int], PackedDataset]
@@ -87,7 +87,7 @@ class StreamedSamples:
         return ENDLESS
 
     def rows(self, index: int) -> Sequence[Row]:
-        """See `Samples.rows`. Tokenises what is not tokenised yet, or waits for it."""
+        """See `Samples.rows`. Tokenises missing chunks, or waits for them."""
         place = self._place_of(index)
         window = self._window(place)
         return window.samples.rows(int(window.order[index - place.samples]))
@@ -107,13 +107,13 @@ class StreamedSamples:
         self._place_of(index)
 
     def place_at(self, index: int) -> StreamPlace:
-        """A window that begins at sample `index` or little before; nothing is waited for."""
+        """A window that begins at or shortly before sample `index`, without blocking."""
         known = self._places
         return known[bisect_right(known, index, key=lambda place: place.samples) - 1]
 
     @property
     def beginning(self) -> PackedDataset:
-        """The samples, not shuffled, of the first chunk that has any: what people look at.
+        """The samples, not shuffled, of the first chunk that has any, for previews.
 
         Raises DataError when no chunk has one.
         """
@@ -144,7 +144,7 @@ class StreamedSamples:
         return {chunk for place in [*self._open] for chunk in self._chunks(place)}
 
     def _place_of(self, index: int) -> StreamPlace:
-        """The window of sample `index`; opens those before it that nobody has asked for."""
+        """The window of sample `index`; opens previous windows that are not open yet."""
         self._reached = index
         while index >= self._places[-1].samples:
             last, began = self._places[-1], time.perf_counter()
@@ -214,7 +214,7 @@ class _Window:
 
     samples: JoinedSamples[PackedDataset]
     order: UInt64Array
-    """Which of them is seen first, second, …"""
+    """Their order."""
 
 
 def _window_sizes(n_chunks: int, shuffled: int) -> Iterator[int]:

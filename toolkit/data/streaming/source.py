@@ -1,4 +1,4 @@
-"""A source of text that is tokenised chunk by chunk: which chunks, and their tokens."""
+"""A source of text that is tokenised chunk by chunk."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class ChunkedSource:
 
     @property
     def is_bounded(self) -> bool:
-        """Has it tokens in the cache that may be removed?"""
+        """Whether it has tokens in the cache that may be removed."""
         return self.folder.is_dir() and not (self.folder / PREPARED).exists()
 
     def prefix(self, chunk: int) -> Path:
@@ -62,14 +62,14 @@ class ChunkedSource:
         return self.folder / f"{chunk % _LOCKS}.lock"
 
     def tokens(self, chunk: int) -> IndexedTokens:
-        """The tokens of a chunk: from the cache, or tokenised now, by this process or the one
-        that is at it."""
+        """The tokens of a chunk: from the cache, or tokenised now, by this or another
+        process."""
         prefix = self.prefix(chunk)
         return cached_tokens(prefix, lambda: self._write(chunk), lock=self.lock(chunk))
 
     def tokenise_ahead(self, chunk: int) -> bool:
-        """Tokenise a chunk, unless it is in the cache or another process is at it; whether this
-        one did."""
+        """Tokenise a chunk, unless it is in the cache or another process does it; returns
+        whether this one did."""
         from filelock import FileLock, Timeout
 
         if idx_path(self.prefix(chunk)).exists():

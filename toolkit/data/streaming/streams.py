@@ -1,5 +1,5 @@
-"""All streamed sources of a run: what a checkpoint keeps of them, what is tokenised next, and
-what is removed from the cache."""
+"""All streamed sources of a run: their checkpointed positions, the chunks to tokenise next, and
+eviction from the cache."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ class Streams:
         return [None if part is None else part.source for part in self.parts]
 
     def places_at(self, samples: int) -> tuple[StreamPlace | None, ...]:
-        """What a checkpoint of so many samples keeps of each source."""
+        """The position of each source after this many samples, for a checkpoint."""
         counts = self._counts(samples).tolist()
         return tuple(
             None if part is None else part.place_at(count)
@@ -46,7 +46,7 @@ class Streams:
         )
 
     def continue_at(self, places: Sequence[StreamPlace | None]) -> None:
-        """Continue from what `places_at` gave."""
+        """Resume from the result of `places_at`."""
         for part, place in zip(self.parts, places, strict=True):
             if part is not None and place is not None:
                 part.continue_at(place)
@@ -68,7 +68,7 @@ class Streams:
     def advance(self) -> list[tuple[int, int]]:
         """Source and number of the chunks that are needed next, the most urgent first.
 
-        Removes from the cache what is passed, beyond `keep_gib`.
+        Evicts chunks of completed steps beyond `keep_gib` from the cache.
         """
         wanted = sorted(
             (ahead / share, source, chunk)
@@ -94,7 +94,7 @@ class Streams:
     def _evict(self, kept: Sequence[tuple[int, int]]) -> None:
         """Remove the oldest chunks, beyond `keep_gib`, that are neither open nor to be `kept`.
 
-        What `dmt data prepare` tokenised stays. Raises DataError when files cannot be removed.
+        The output of `dmt data prepare` stays. Raises DataError if files cannot be removed.
         """
         found: list[_Entry] = []
         try:

@@ -1,4 +1,4 @@
-"""What the self-test reports, and where it works."""
+"""The self-test's report entries and its folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from toolkit.doctor.calibrate import Machine
 from toolkit.errors import RunFailed
 
 CheckVerdict = Literal["ok", "measured", "skipped", "failed"]
-"""measured: there is nothing that it must be."""
+"""measured: without a bound."""
 ATTENTION_FILE = "attention.json"
 """In a rehearsed layout's folder: the attention kernels that computed it."""
 LIMIT_S = 900.0
@@ -28,7 +28,7 @@ class Check:
     found: str
     """One line: numbers, or why it failed or was not run."""
     bound: str = ""
-    """What `found` must keep."""
+    """The bound of `found`."""
     log: str = ""
     """Where the whole output of a failed part is, relative to the self-test's folder."""
     tail: str = ""
@@ -43,7 +43,7 @@ class Workplace:
 
     machine: Machine
     folder: Path
-    """Every part has a folder of its own in it."""
+    """It has a separate folder for every part."""
 
     @property
     def on_gpu(self) -> bool:

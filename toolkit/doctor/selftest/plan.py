@@ -1,4 +1,4 @@
-"""The self-test of a machine: its steps, one after the other, whatever becomes of one."""
+"""The self-test of a machine: its steps, one after the other, also if one fails."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence

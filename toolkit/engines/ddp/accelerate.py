@@ -1,4 +1,4 @@
-"""Engine `ddp` in Accelerate: what it does with several processes unless it is given more."""
+"""Engine `ddp` in Accelerate: its default with several processes."""
 
 from toolkit.engines.in_accelerate import InAccelerate
 from toolkit.layout import Layout

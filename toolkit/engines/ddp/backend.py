@@ -1,4 +1,4 @@
-"""Engine `ddp` for everyone who does not train with it."""
+"""Backend of engine `ddp`: everything except training."""
 
 from toolkit.backend import Backend, Precision, Rehearsed, Support
 from toolkit.engines.ddp.accelerate import DdpInAccelerate
@@ -8,11 +8,11 @@ from toolkit.plan.cost.stages import StageShare
 
 
 class DdpCost(EngineCost):
-    """DistributedDataParallel in fp32, FSDP2's copies of single shards in 16 bits."""
+    """DistributedDataParallel in fp32, replicated FSDP2 in 16 bits."""
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """The 16-bit copy that is computed with, and of what is reduced at once (a layer, or
-        the vocabulary) the gradient in 16 bits and in fp32."""
+        """The 16-bit copy of the weights, and the gradients of the largest unit that is reduced
+        at once (a layer, or the vocabulary) in 16 bits and in fp32."""
         if width == FP32_BYTES:
             return 0.0
         unit = max((share.dense + share.experts) / share.layers, share.trained.output)

@@ -1,8 +1,8 @@
 """Engine `ddp`: the plain baseline, a whole copy of the model on every rank, and AdamW.
 
 Weights that are updated, gradients and moments are fp32. In fp32 the copies are torch's
-DistributedDataParallel. In 16 bits, where its gradients would be summed in 16 bits or, under
-autocast, its residual stream be fp32, they are FSDP2's, each of a single shard.
+DistributedDataParallel. In 16 bits, where it would sum gradients in 16 bits or, under autocast,
+keep the residual stream in fp32, they are FSDP2's replicas with a single shard each.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def build(setup: EngineSetup) -> DataParallelEngine:
 
 
 class HalfDdpEngine(FsdpEngine):
-    """Copies that compute in 16 bits, and are updated in fp32."""
+    """Replicas that compute in 16 bits and are updated in fp32."""
 
     def __init__(self, setup: EngineSetup) -> None:
         layout = replace(setup.layout, zero_stage=2, replicate=setup.ranks.world)
@@ -43,12 +43,12 @@ class HalfDdpEngine(FsdpEngine):
         super().__init__(replace(setup, engine_config=rendered))
 
     def replicated_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.replicated_weights`: those that are updated."""
+        """See `Engine.replicated_weights`: the fp32 weights."""
         return ((name, local(parameter)) for name, parameter in self.shards.items())
 
 
 class DdpEngine(DataParallelEngine):
-    """Copies in fp32."""
+    """Replicas in fp32."""
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
@@ -76,11 +76,11 @@ class DdpEngine(DataParallelEngine):
         self.bind_optimizer()
 
     def _settle_buckets(self) -> None:
-        """Do one backward pass without effect.
+        """Run one backward pass without effect.
 
-        DDP reorders its gradient buckets after the first one, and with them the sums over
-        ranks: the first step of a resumed run would differ from the uninterrupted run's in the
-        last digits.
+        DDP reorders its gradient buckets, and thus the sums over ranks, after the first one:
+        otherwise, the first step of a resumed run would differ from the uninterrupted run in
+        the last digits.
         """
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         with compiled.eager():
@@ -108,7 +108,7 @@ class DdpEngine(DataParallelEngine):
         yield from self.model.named_parameters()
 
     def state(self) -> Iterator[StateShard]:
-        """See `Engine.state`. Every rank holds all of it; they share out the writing."""
+        """See `Engine.state`. Every rank holds all of it; each writes a part."""
         for index, (name, parameter) in enumerate(hf.named_parameters(self.model)):
             yield StateShard(
                 parameter_blocks(name, parameter.shape),

@@ -1,7 +1,7 @@
 """Engine `deepspeed` in Accelerate: the complete JSON, in its plugin and in its file.
 
 Accelerate's own DeepSpeed keys (`zero_stage`, `gradient_clipping`, …) are not used: they cannot
-say all of it, and what they leave out DeepSpeed fills by defaults that change the loss
+express all settings, and DeepSpeed fills the missing ones with defaults that change the loss
 (clipping at 1.0, gradients of micro batches summed in bf16).
 """
 
@@ -27,11 +27,11 @@ _FILLED = (
     "bf16.enabled",
     "fp16.enabled",
 )
-"""Settings that are other fields of TrainingArguments, too: "auto", so that they agree."""
+"""Settings that are also other fields of TrainingArguments: "auto", so that they agree."""
 
 
 class DeepSpeedInAccelerate(InAccelerate):
-    """ZeRO as the JSON of engine deepspeed says it."""
+    """ZeRO as the JSON of engine deepspeed states it."""
 
     fields = ("deepspeed",)
     common = {
@@ -50,13 +50,13 @@ class DeepSpeedInAccelerate(InAccelerate):
         return "DEEPSPEED"
 
     def preset(self, layout: Layout) -> dict[str, Any]:
-        """What only a recipe can say stays "auto" there: Accelerate fills it."""
+        """Settings that only a recipe can state stay "auto" there: Accelerate fills them."""
         text = preset_path(preset_for(layout)).read_text(encoding="utf-8")
         found: dict[str, Any] = json.loads(text)
         return found
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
-        """The JSON as text, which Accelerate takes in place of a file's name.
+        """The JSON as text, which Accelerate accepts instead of a file name.
 
         Without `mixed_precision`: Accelerate refuses it next to the JSON, which states it.
         """
@@ -71,7 +71,7 @@ class DeepSpeedInAccelerate(InAccelerate):
 
     def prepare_process(self) -> None:
         """DeepSpeed adopts the process group: a model that ZeRO-3 shards while it is loaded is
-        made before the engine, and would take the run for one of a single process."""
+        created before the engine, and would otherwise assume a single process."""
         import torch
 
         from toolkit.engines.deepspeed.models import import_deepspeed
@@ -81,8 +81,8 @@ class DeepSpeedInAccelerate(InAccelerate):
         _complete_optimizers()
 
     def accelerator(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `InAccelerate`. Accelerate forgets DeepSpeed when it is given a CPU; the backend
-        alone may say so."""
+        """See `InAccelerate`. Accelerate drops DeepSpeed if the device is set to CPU; only the
+        backend may request it."""
         import torch
         from accelerate import DeepSpeedPlugin
         from accelerate.utils import InitProcessGroupKwargs
@@ -109,7 +109,7 @@ class DeepSpeedInAccelerate(InAccelerate):
 
 
 def script_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's JSON for a script that brings its own optimizer, as Accelerate wants it.
+    """DeepSpeed's JSON for a script with its own optimizer, as Accelerate requires it.
 
     Accelerate refuses a torch optimizer next to an `optimizer` block.
     """

@@ -1,4 +1,4 @@
-"""Engine `deepspeed` for everyone who does not train with it."""
+"""Backend of engine `deepspeed`: everything except training."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -44,14 +44,14 @@ class DeepSpeedCost(EngineCost):
     overlap = "overlap.deepspeed"
 
     def builds_whole(self, model: ModelName) -> bool:
-        """megatron-core builds all that a tensor-parallel rank computes with; only then does
-        DeepSpeed shard or offload it. transformers' models are sharded while they are built."""
+        """megatron-core builds a tensor-parallel rank's whole model before DeepSpeed shards or
+        offloads it. transformers' models are sharded while they are built."""
         return model == "megatron"
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Reduce buckets (two where communication overlaps), the one that is reduced in fp32,
-        gathered weights, and their second copy. Stage 1 keeps a micro batch's gradients until
-        the next one's."""
+        """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
+        weights, and their second copy. Stage 1 keeps a micro batch's gradients until the next
+        one's."""
         elements = min(BUCKET, share.trained.parameters)
         bucket, cast = width * elements, FP32_BYTES * elements if width < FP32_BYTES else 0
         if layout.zero_stage == 0 or layout.dp * layout.cp == 1:
@@ -64,7 +64,7 @@ class DeepSpeedCost(EngineCost):
         return (2 if layout.zero_stage == 1 else 3) * bucket + cast
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Stages 1 and 2 have their buckets in the backward pass alone."""
+        """Stages 1 and 2 have their buckets in the backward pass only."""
         if layout.zero_stage not in (1, 2) or layout.dp * layout.cp == 1:
             return self.buffers(layout, width, share)
         keeps = layout.zero_stage == 1 and layout.gradient_accumulation > 1
@@ -74,7 +74,7 @@ class DeepSpeedCost(EngineCost):
 class DeepSpeedBackend(Backend):
     """ZeRO and offload, for a model of either implementation.
 
-    In 16 bits its stage 0 sums micro batches in 16 bits: only where it is asked for.
+    In 16 bits its stage 0 sums micro batches in 16 bits: only on request.
     """
 
     name = "deepspeed"
@@ -122,11 +122,12 @@ class DeepSpeedBackend(Backend):
     cost = DeepSpeedCost()
 
     def adopt(self, recipe: Recipe) -> Recipe:
-        """Take stage and offload of the recipe's own DeepSpeed file where it leaves them open.
+        """Take stage and offload from the recipe's own DeepSpeed file if the recipe does not
+        set them.
 
-        `parallel.zero.config` names that file. What the recipe states itself stays, and must
-        agree with the file (`render` checks that). Raises RecipeError where
-        `parallel.zero.extra` is wrong.
+        `parallel.zero.config` names that file. Values that the recipe states stay, and must
+        agree with the file (`render` checks that). Raises RecipeError if `parallel.zero.extra`
+        is invalid.
         """
         zero = recipe.parallel.zero
         if zero.config is None and not zero.extra:
@@ -202,13 +203,13 @@ class DeepSpeedBackend(Backend):
         )
 
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
-        """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which no
-        longer says that the tensor is split: each rank clips by its own norm."""
+        """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which is no
+        longer marked as tensor-parallel: each rank clips by its own norm."""
         yield from _quantized(job)
         if model == "hf":
             return
         precision, tensor = job.training.precision, job.parallel.tensor
-        # An open degree is settled where this allows it: at 1, but not under sequence parallel.
+        # An open degree becomes 1 if this allows it, but not with sequence parallel.
         splits = job.parallel.sequence is True or (known(tensor) or 1) > 1
         if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
             yield Problem(
@@ -222,9 +223,9 @@ class DeepSpeedBackend(Backend):
     def approximations(
         self, plan: Plan, precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """AdamW on the CPU, and what is rounded to be sent.
+        """AdamW on the CPU, and rounding for communication.
 
-        `data_types.grad_accum_dtype` is only that of each rank's own sum.
+        `data_types.grad_accum_dtype` only applies to each rank's own sum.
         """
         if plan.layout.offload_optimizer != "none":
             yield (
@@ -249,7 +250,7 @@ class DeepSpeedBackend(Backend):
 
 
 def _quantized(job: PlanRequest) -> Iterator[Problem]:
-    """What DeepSpeed's quantizer cannot do, or does wrong silently.
+    """What DeepSpeed's quantizer does not support, or silently computes incorrectly.
 
     It is a CUDA operator (`QuantizerBuilder`). Weights are cast to fp16 before it, gradients
     are not: csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads their bits as fp16.

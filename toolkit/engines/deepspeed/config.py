@@ -1,8 +1,8 @@
 """From a layout to the JSON that DeepSpeed reads: a preset with every `"auto"` filled.
 
-A preset (or the user's own file) says how DeepSpeed works: buckets, prefetch, aio. What
-to train is the recipe's: the settings of `OWNED`. Where the file states one of
-them otherwise, nobody can know which of the two is meant, so it is refused.
+A preset (or the user's own file) configures how DeepSpeed works: buckets, prefetch, aio. The
+recipe decides what to train: the settings of `OWNED`. If the file disagrees with the recipe on
+one of them, it is refused, because either could be meant.
 """
 
 import copy
@@ -34,11 +34,11 @@ DEFAULTS: Mapping[str, object] = {
     "fp16.loss_scale_window": 1000,
     "fp16.hysteresis": 2,
     "fp16.min_loss_scale": 1,
-    # Progress and timing are the training loop's to print.
+    # The training loop prints progress and timing.
     "steps_per_print": 1_000_000_000,
     "wall_clock_breakdown": False,
 }
-"""Written where the file does not state them."""
+"""Written if the file does not state them."""
 
 OWNED: Mapping[str, str] = {
     "train_batch_size": "training.global_batch_size",
@@ -63,7 +63,7 @@ OWNED: Mapping[str, str] = {
     f"{OFFLOAD_PARAMETERS}.device": "parallel.zero.offload_parameters",
     f"{OFFLOAD_PARAMETERS}.nvme_path": "parallel.zero.nvme_path",
 }
-"""Settings whose value is the recipe's, and the recipe key that decides each."""
+"""Settings that the recipe decides, and the recipe key of each."""
 
 REQUIRED: Mapping[str, object] = {
     "optimizer.params.adam_w_mode": True,
@@ -85,10 +85,10 @@ ABSENT: Mapping[str, object] = {
     f"{ZERO}.zero_quantized_weights": False,
     f"{ZERO}.zero_quantized_gradients": False,
 }
-"""Settings of `OWNED` whose value need not be written where it is DeepSpeed's own."""
+"""Settings of `OWNED` that need not be written if their value is DeepSpeed's default."""
 
 MAX_LISTED = 12
-"""Blocks with no more keys than this have all of them named in an error."""
+"""For blocks with at most this many keys, an error lists all of them."""
 
 MAX_FLOAT = sys.float_info.max
 
@@ -98,7 +98,7 @@ AUTO_IS_A_VALUE = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages
 
 @dataclass(frozen=True)
 class DeepSpeedRequest:
-    """What the renderer needs to know about a run."""
+    """The renderer's inputs."""
 
     layout: Layout
     precision: Precision
@@ -113,12 +113,12 @@ class DeepSpeedRequest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`parallel.zero.extra`, checked."""
     loss_scale: float | None = None
-    """The plan's first loss scale, a power of two; None but in fp16."""
+    """The plan's initial loss scale, a power of two; None unless fp16."""
 
 
 @dataclass(frozen=True)
 class _Owned:
-    """A setting whose value is the recipe's."""
+    """A setting whose value the recipe decides."""
 
     value: object
     source: str
@@ -126,7 +126,7 @@ class _Owned:
 
     @property
     def needed(self) -> bool:
-        """Whether it must be written: no offload is also what an absent block means."""
+        """Whether it must be written: an absent block also means no offload."""
         return self.value not in (None, "none")
 
 
@@ -189,7 +189,7 @@ def open_config(config: str) -> JsonFile:
 def stage_of(file: JsonFile) -> Literal[0, 1, 2, 3] | None:
     """The ZeRO stage that a config states; None when it leaves it to the recipe.
 
-    Raises RecipeError when it states something that is no stage.
+    Raises RecipeError if it states an invalid stage.
     """
     stage = _stated(file, f"{ZERO}.stage")
     if stage is None:
@@ -201,17 +201,17 @@ def stage_of(file: JsonFile) -> Literal[0, 1, 2, 3] | None:
 
 
 def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
-    """Where a config puts optimizer states and parameters; None where it does not say.
+    """Where a config puts optimizer states and parameters; None if it does not state it.
 
-    Raises RecipeError when it states something that is no device.
+    Raises RecipeError if it states an invalid device.
     """
     return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
 
 
 def zero_plus_of(file: JsonFile) -> dict[str, int | bool]:
-    """What a config states of ZeRO++, by the recipe's names.
+    """ZeRO++ settings of a config, by the recipe's names.
 
-    Raises RecipeError when it states something of another type.
+    Raises RecipeError for a value of the wrong type.
     """
     found: dict[str, int | bool] = {}
     for key, default in ABSENT.items():
@@ -275,7 +275,7 @@ def _offloads(layout: Layout) -> tuple[tuple[str, Placement, str], ...]:
 
 
 def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
-    """Settings that follow from the layout where the file does not state them."""
+    """Settings that follow from the layout if the file does not state them."""
     settings: dict[str, object] = {}
     adamw = request.optimizer.name == "adamw"
     if adamw and request.layout.offload_optimizer == "none":
@@ -286,23 +286,24 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
     if request.precision == "bf16" and request.layout.zero_stage > 0:
-        # Otherwise micro batches are summed in bf16. Stage 0 knows no other way.
+        # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
         settings["data_types.grad_accum_dtype"] = "fp32"
     fp32 = sends_fp32(request.precision, request.layout.zero_stage)
     if fp32 and not request.quantized_gradients:
-        # Otherwise the ranks' gradients are summed in 16 bits. Quantizing takes only those.
+        # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
+        # those.
         settings["communication_data_type"] = "fp32"
     return settings
 
 
 def sends_fp32(precision: str, zero_stage: int) -> bool:
-    """Whether gradients of 16 bits are reduced in fp32, as the other engines do it; stage 0
-    keeps them in 16 bits anyway."""
+    """Whether 16-bit gradients are reduced in fp32, as in the other engines; stage 0 keeps them
+    in 16 bits anyway."""
     return precision != "fp32" and zero_stage > 0
 
 
 def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
-    """fp16's dynamic loss scale, whose first value is the plan's."""
+    """fp16's dynamic loss scale, starting from the plan's value."""
     if request.loss_scale is None:
         return {}
     power = int(math.log2(request.loss_scale))
@@ -310,7 +311,7 @@ def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
 
 
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
-    """Keys that DeepSpeed would drop silently, or not accept."""
+    """Keys that DeepSpeed would silently drop or not accept."""
     for block, known in KNOWN_KEYS.items():
         value = _get(file.values, block) if block else file.values
         if value is None:
@@ -351,7 +352,7 @@ def _disagreements(
 
 
 def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Problem]:
-    """Blocks that would take over what the recipe does itself."""
+    """Blocks that would replace what the recipe decides."""
     if file.values.get("optimizer") is not None and optimizer.name != "adamw":
         yield file.problem(
             "optimizer",
@@ -373,7 +374,8 @@ def _not_ours_to_run(file: JsonFile, optimizer: OptimizerSection) -> Iterator[Pr
 
 
 def _unfilled(file: JsonFile, owned: Mapping[str, _Owned]) -> Iterator[Problem]:
-    """`"auto"` where the recipe has nothing to say; DeepSpeed would drop it silently."""
+    """`"auto"` for a setting that the recipe does not fill; DeepSpeed would silently drop
+    it."""
     for key in file.lines:
         left = key not in owned and key not in AUTO_IS_A_VALUE
         if left and _get(file.values, key) == "auto" and not key.endswith(".nvme_path"):
@@ -400,7 +402,7 @@ def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Probl
 
 
 def _stated(file: JsonFile, key: str) -> object:
-    """What the file says at `key`; None for nothing or `"auto"`."""
+    """The file's value of `key`; None if absent or `"auto"`."""
     value = _get(file.values, key)
     return None if value == "auto" else value
 

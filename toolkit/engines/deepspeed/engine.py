@@ -53,8 +53,8 @@ class DeepSpeedEngine:
         self.stage = setup.layout.zero_stage
         deepspeed = import_deepspeed()
         if self.device.type == "cuda":
-            # The GPU that it takes. A scheduler may show each rank one only, as number 0; Open
-            # MPI's variable must be equal.
+            # The GPU that DeepSpeed uses. A scheduler may expose one GPU per rank, as device 0;
+            # Open MPI's variable must be equal.
             os.environ["LOCAL_RANK"] = str(self.device.index)
             os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
         deepspeed.init_distributed(
@@ -74,7 +74,7 @@ class DeepSpeedEngine:
             mpu=self.model.mpu,
         )
         self.plain = self.stage == 0 and setup.precision == "fp32"
-        """The optimizer is torch's own; every other one is wrapped by DeepSpeed."""
+        """True if the optimizer is torch's own; DeepSpeed wraps every other one."""
         if self.plain:
             let_skip(self.optimizer)
         elif self.stage == 0:
@@ -84,19 +84,19 @@ class DeepSpeedEngine:
         self.engine.train()
 
     def _new_optimizer(self, groups: list[dict[str, Any]]) -> OwnerOptimizer | None:
-        """The optimizer that DeepSpeed is to wrap; None: the one of its own configuration."""
+        """The optimizer that DeepSpeed wraps; None for the one in its configuration."""
         if self.setup.optimizer.name not in RULES:
             return None
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-        if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others it takes with a warning
+        if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others give a warning
             ZERO_SUPPORTED_OPTIMIZERS.append(OwnerOptimizer)
         placed = ((parameter, place.blocks) for parameter, place in self.model.placed())
         return new_optimizer(groups, placed, self.setup.optimizer)
 
     def _bind_optimizer(self) -> None:
-        """Let an optimizer with owners find out what this rank holds; from stage 1 on a group
-        is one flat tensor, or several, which DeepSpeed updates one after the other."""
+        """Bind an optimizer with owners to the tensors of this rank; from stage 1 on a group is
+        one flat tensor, or several, which DeepSpeed updates one after the other."""
         optimizer = self._adam
         if isinstance(optimizer, OwnerOptimizer):
             owned = owned_by(optimizer)
@@ -152,20 +152,22 @@ class DeepSpeedEngine:
         return StepResult(mean_loss, norm, skipped, named)
 
     def _read(self, sums: Tensor, norm: float | None) -> list[float]:
-        """Loss, metrics and gradient norm; where the norm is on the GPU, too, in one wait."""
+        """Loss, metrics and gradient norm; with one synchronisation if the norm is also on the
+        GPU."""
         reported = self.engine.get_global_grad_norm() if norm is None else norm
         if isinstance(reported, Tensor):
             return torch.cat([sums, reported.to(sums).reshape(1)]).tolist()
         return [*sums.tolist(), float(reported or 0.0)]
 
     def _plain_norm(self) -> float:
-        """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor looks at."""
+        """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor checks."""
         norm = float(self.model.gradient_norm(self.engine.module))
         self.optimizer.overflow = not math.isfinite(norm)
         return norm
 
     def _loss_scale_of_norm(self) -> float:
-        """What the reported norm is too large by: in fp16, stage 0 leaves the loss scale in."""
+        """Factor by which the reported norm is too large: in fp16, stage 0 includes the loss
+        scale."""
         if self.stage > 0 or self.setup.precision != "fp16":
             return 1.0
         return float(self.optimizer.loss_scale_config.cur_scale)
@@ -212,10 +214,11 @@ class DeepSpeedEngine:
         return zeroed(shards) if fresh else shards
 
     def _allocate_swapped_moments(self) -> None:
-        """Make a step that changes no weight: moments on NVMe exist only after a first one."""
+        """Run a step that changes no weight: moments on NVMe exist only after the first
+        step."""
         tokens = torch.zeros(self.setup.layout.micro_batch, 2, dtype=torch.int64)
         batch = MicroBatch(tokens, tokens)
-        # The recipe's objective may read what this batch lacks.
+        # The recipe's objective may need fields that this batch lacks.
         self.objective = Pretrain()
         self.train_step([batch] * self.setup.layout.gradient_accumulation, 1, 0.0)
         self.objective = self.setup.objective

@@ -1,7 +1,7 @@
 """`parallel.zero.extra`: settings of DeepSpeed's `zero_optimization` in a recipe.
 
-The names and types are DeepSpeed's own (`keys.py`). What the recipe has a key for stays that
-key's, and blocks of their own belong in a JSON file of `parallel.zero.config`.
+The names and types are DeepSpeed's own (`keys.py`). Settings that have a recipe key are
+refused, and nested blocks belong in a JSON file named by `parallel.zero.config`.
 """
 
 import json
@@ -24,7 +24,7 @@ _RECIPE_KEYS: Mapping[str, str] = {
     "zero_quantized_weights": "parallel.zero.quantized_weights",
     "zero_quantized_gradients": "parallel.zero.quantized_gradients",
 }
-"""What the recipe decides, and its key for it."""
+"""Settings that the recipe decides, and its key for each."""
 
 
 def checked_extra(zero: ZeroSection) -> dict[str, bool | int]:
@@ -41,7 +41,7 @@ def checked_extra(zero: ZeroSection) -> dict[str, bool | int]:
 
 
 def _plain(name: str, value: object) -> bool | int | None:
-    """The value in the key's type; None where it is no value of it."""
+    """The value converted to the key's type; None if it is not valid for it."""
     if name in ZERO_SWITCHES:
         return value if isinstance(value, bool) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -56,7 +56,7 @@ def _least(name: str) -> int:
 
 
 def _wrong(extra: Mapping[str, Any], values: Mapping[str, object]) -> Iterator[Problem]:
-    """Keys and values that cannot be used, whatever else is stated."""
+    """Keys and values that are never valid, independently of other settings."""
     plain = ZERO_SWITCHES | ZERO_SIZES
     for name, value in extra.items():
         key, required = f"{_KEY}.{name}", REQUIRED.get(f"{ZERO}.{name}")
@@ -89,7 +89,7 @@ def _shown(value: object) -> str:
 
 
 def _stated_twice(values: Mapping[str, object], config: str | None) -> Iterator[Problem]:
-    """Settings to which the user's own file gives another value; a preset has defaults only."""
+    """Settings with another value in the user's own file; a preset has only defaults."""
     if config is None or config in PRESETS:
         return
     file = open_config(config)

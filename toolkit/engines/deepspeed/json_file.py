@@ -1,4 +1,4 @@
-"""A JSON file that a user wrote: read strictly, every setting known with its line."""
+"""A JSON file written by a user: parsed strictly, with the line of every setting."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class JsonFile:
     """1-based line of each dotted key, e.g. `zero_optimization.stage`."""
 
     def place(self, key: str) -> str:
-        """`FILE:LINE` of a setting; the file alone where its line is not known."""
+        """`FILE:LINE` of a setting; only the file if its line is unknown."""
         line = self.lines.get(key, 0)
         return f"{self.path}:{line}" if line else str(self.path)
 

@@ -1,7 +1,7 @@
-"""Which keys DeepSpeed's config knows: in known_keys.json, so that `check` needs no DeepSpeed.
+"""Keys that DeepSpeed's config accepts: in known_keys.json, so that `check` needs no DeepSpeed.
 
 DeepSpeed drops unknown keys silently at the top level and in some blocks. A test compares the
-file with the installed DeepSpeed's own classes, and writes it where DMT_UPDATE_GOLDEN is set.
+file with the installed DeepSpeed's own classes, and rewrites it if DMT_UPDATE_GOLDEN is set.
 """
 
 import json
@@ -21,4 +21,4 @@ ZERO_POSITIVE = _TABLES.pop("positive")
 """Those of the integers that may not be 0."""
 KNOWN_KEYS: Mapping[str, frozenset[str]] = _TABLES
 """Keys of each checked block; "" is the top level. `optimizer.params` holds those of AdamW.
-Old spellings that DeepSpeed still translates (`cpu_offload`, …) are left out on purpose."""
+Old spellings that DeepSpeed still translates (`cpu_offload`, …) are deliberately omitted."""

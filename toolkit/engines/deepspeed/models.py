@@ -1,4 +1,4 @@
-"""What the engine `deepspeed` trains: a transformers model, or one rank's part of a Megatron
+"""Models of the engine `deepspeed`: a transformers model, or one rank's part of a Megatron
 model.
 
 Both are one `nn.Module` to DeepSpeed. They differ in how they are built and filled, in
@@ -38,10 +38,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, quietly: its own INFO lines are not for our users.
+    """DeepSpeed without its INFO log lines.
 
-    It would probe every operator with the compiler, and on a CPU compile a shared-memory
-    all-reduce at its first use, silently, for a minute or more. gloo does that work.
+    By default, it probes every operator with the compiler, and on a CPU silently compiles a
+    shared-memory all-reduce at its first use, for a minute or more. gloo is used instead.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -53,7 +53,7 @@ def import_deepspeed() -> Any:
 
 
 class TrainedModel(Protocol):
-    """What the engine asks of either."""
+    """The interface that the engine uses."""
 
     module: nn.Module
     mpu: Any
@@ -63,7 +63,7 @@ class TrainedModel(Protocol):
     balance: Balance
 
     def seed_dropout(self) -> None:
-        """Let the random streams of the coming step follow from torch's seed."""
+        """Seed the random streams of the next step from torch's seed."""
         ...
 
     def log_probs(self, engine: nn.Module, batch: MicroBatch) -> Tensor:
@@ -75,7 +75,7 @@ class TrainedModel(Protocol):
         ...
 
     def restore_buffers(self, module: nn.Module) -> None:
-        """Give buffers that DeepSpeed cast to 16 bits their fp32 values again."""
+        """Restore the fp32 values of buffers that DeepSpeed cast to 16 bits."""
         ...
 
     def biases(self) -> Iterator[StateShard]:
@@ -175,7 +175,7 @@ class MegatronShard:
         rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
         self.chunks = model.build_chunks(self.model, **rendered, loss=setup.layout.loss)
         self.module = self.chunks[0]
-        self.balance = Balance(setup)  # of nothing: with experts the engine is another
+        self.balance = Balance(setup)  # None: models with experts use another engine
         attach(self.chunks, setup.lora)
         weights.fill(self.chunks, self.model, setup.weights)
         weights.freeze(self.chunks, self.model, setup.frozen)
@@ -185,11 +185,11 @@ class MegatronShard:
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Sum over the tensor group what each of its ranks has only a part of.
+        """Sum partial gradients over the tensor group.
 
-        Under sequence parallel these are the gradients of norms and biases; norms of query
-        and key heads always, because each rank has other heads. The hook runs before
-        DeepSpeed takes the gradient.
+        With sequence parallel these are the gradients of norms and biases; norms of query and
+        key heads always, because each rank has different heads. The hook runs before DeepSpeed
+        takes the gradient.
         """
         if self.tensor_group.size() == 1:
             return
@@ -262,7 +262,7 @@ class MegatronShard:
 
 
 def _mpu() -> SimpleNamespace:
-    """The functions by which DeepSpeed asks for Megatron's groups."""
+    """The functions through which DeepSpeed gets Megatron's groups."""
     from megatron.core import parallel_state
 
     functions = {}
@@ -276,7 +276,7 @@ def _mpu() -> SimpleNamespace:
 
 
 def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextManager[None]:
-    """A block in which parameters that ZeRO-3 sharded are whole; collective."""
+    """Context in which parameters sharded by ZeRO-3 are gathered; collective."""
     deepspeed = import_deepspeed()
     sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     block: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded, **kwargs)
@@ -284,7 +284,7 @@ def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextMa
 
 
 def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
-    """The model with its initial weights, sharded from the start under stage 3."""
+    """The model with its initial weights, sharded from the start with stage 3."""
     config, weights = setup.model_config, setup.weights
     dtype = DTYPES[setup.precision]
     if setup.layout.zero_stage < 3:
@@ -298,8 +298,8 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
         model = hf.new_model(config, dtype)
         inject(model, setup.lora)
     model.tie_weights()
-    # Which experts work differs between ranks, and DeepSpeed knows few such modules by itself:
-    # inside of others its ranks would gather different weights, and wait for ever.
+    # Ranks use different experts, and DeepSpeed recognises only few such modules: inside
+    # others, ranks would gather different weights and deadlock.
     if names := [name for name, part in model.named_modules() if _routes(name, part)]:
         deepspeed.utils.set_z3_leaf_modules_by_name(model, names)
     for name, parameter in hf.named_parameters(model):
@@ -308,7 +308,7 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
 
 
 def _routes(name: str, part: nn.Module) -> bool:
-    """Does this module call some of its experts only, or hold their stacked weights?"""
+    """Whether this module calls only some of its experts, or holds their stacked weights."""
     stacked = any(len(p.ds_shape) == 3 for p in part.parameters(recurse=False))  # type: ignore[attr-defined]
     listed = isinstance(getattr(part, "experts", None), nn.ModuleList)
     return listed or (stacked and "expert" in name)

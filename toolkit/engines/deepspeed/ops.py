@@ -4,10 +4,8 @@ DeepSpeed compiles an op at its first use, on every rank, silently, through
 `torch.utils.cpp_extension`. That has three traps: a missing compiler shows as a traceback in
 the middle of start-up; a build takes minutes in silence; and a build that was killed
 leaves a `lock` file behind, for which later runs wait indefinitely. So ops are checked and
-built before the run starts.
-
-Nothing here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed.ops OP`, in a
-process of its own, is what builds.
+built before the run starts. Nothing here imports torch or DeepSpeed: `python -m
+toolkit.engines.deepspeed.ops OP` builds in a separate process.
 """
 
 import glob
@@ -53,16 +51,16 @@ BUILDERS = {
 """DeepSpeed's builder class of each op that a rendered config can need."""
 
 BUILD_LIMIT_S = 1800.0
-"""A build that takes longer has gone wrong: the slowest, async_io, takes minutes."""
+"""Time limit of a build: the slowest, async_io, takes minutes."""
 
 OLD_LOCK_S = 600.0
-"""Age at which a lock counts as left behind where its holder cannot be looked up."""
+"""Age at which a lock counts as stale if its holder cannot be determined."""
 
 TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
 ON_GPU = ("fused_adam", "async_io", "quantizer")
-"""Ops that are built against CUDA; those of CPUs are not, whatever the machine has."""
+"""Ops that are built against CUDA; CPU ops never are."""
 
 _POLL_S = 0.2
 _GRACE_S = 3.0
@@ -110,8 +108,8 @@ def preflight(ops: Sequence[str]) -> None:
 def put_ninja_on_path() -> None:
     """Let this process and its children use the `ninja` installed next to this Python.
 
-    A `dmt` started by its full path, without the environment activated, would find none,
-    or the system's: what one version of ninja has built, another builds again.
+    A `dmt` started by its full path, without the environment activated, would find none, or the
+    system's, and another version of ninja rebuilds what the first one built.
     """
     scripts = sysconfig.get_path("scripts")
     path = os.environ.get("PATH", os.defpath)
@@ -126,11 +124,10 @@ def build(
     *,
     limit_s: float = BUILD_LIMIT_S,
 ) -> None:
-    """Build those of `ops` that are not built yet, telling `report` about each.
+    """Build those of `ops` that are not built yet, calling `report` for each.
 
-    Waits for a build of the same op that another process is at. Raises
-    BackendUnavailable when a build fails or takes longer than `limit_s` seconds; its log
-    is kept and named.
+    Waits for another process that builds the same op. Raises BackendUnavailable when a build
+    fails or takes longer than `limit_s` seconds; its log is kept and named.
     """
     for op in compiled_at_start(ops) if ops else ():
         _wait_for_others(op, report, limit_s)
@@ -138,7 +135,7 @@ def build(
             report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
             start = time.monotonic()
             _build(op, limit_s)
-            # Up to date for ninja, perhaps, yet older than the packages: now it is newer.
+            # It may be up to date for ninja, but older than the packages: now it is newer.
             (build_folder(op) / f"{op}.so").touch()
             report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
@@ -206,7 +203,7 @@ def compiled_at_start(ops: Sequence[str]) -> list[str]:
 
 
 def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
-    """Compiler, ninja and headers that are not there."""
+    """Missing compiler, ninja and headers."""
     yield from missing_compiler(CPP, "CXX", ("c++",))
     if shutil.which("ninja") is None:
         yield Missing("ninja", "the build tool ninja is not on PATH", "pip install ninja")
@@ -230,7 +227,7 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
 
 
 def cuda_compiler() -> str | None:
-    """CUDA's compiler, found as `torch.utils.cpp_extension` finds it; None where it is not."""
+    """CUDA's compiler, found as `torch.utils.cpp_extension` finds it; None if missing."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc") if home is None else None
     return found or shutil.which(Path(home or "/usr/local/cuda") / "bin" / "nvcc")
@@ -247,7 +244,7 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
 
 
 def _libaio_header() -> bool:
-    """Whether libaio's header lies where compilers look: where there is none to ask."""
+    """Whether libaio's header is in a default include path; used without a compiler."""
     named = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
     folders = os.pathsep.join([*named, "/usr/local/include", "/usr/include"])
     return any((Path(folder) / "libaio.h").is_file() for folder in folders.split(os.pathsep))
@@ -269,7 +266,7 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
 def _is_held(lock: Path) -> bool:
     """Whether a live build holds the lock: torch keeps the file open while it builds.
 
-    Where the lock is another user's, or there is no /proc, its age decides.
+    If the lock is another user's, or there is no /proc, its age decides.
     """
     try:
         status = lock.stat()
@@ -294,7 +291,7 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
     announced = False
     while lock.exists():
         if not _is_held(lock):
-            if lock.exists():  # else it was released between the two looks
+            if lock.exists():  # otherwise it was released between the two checks
                 preflight([op])
             return
         if time.monotonic() > deadline:
@@ -310,7 +307,7 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
 
 
 def _build(op: str, limit_s: float) -> None:
-    """Compile one op in a process of its own; its log is removed only on success."""
+    """Compile one op in a separate process; its log is removed only on success."""
     descriptor, name = tempfile.mkstemp(prefix=f"dmt-build-{op}-", suffix=".log")
     log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
@@ -339,10 +336,10 @@ def _build(op: str, limit_s: float) -> None:
 
 
 def _end_session(leader: "subprocess.Popen[bytes]") -> None:
-    """End a build with all its compilers.
+    """Terminate a build with all its compilers.
 
-    ninja gives each compiler a process group of its own, and ends them when it gets
-    SIGTERM; what is left after a while is killed.
+    ninja gives each compiler its own process group and terminates them on SIGTERM; remaining
+    ones are killed after a while.
     """
     below = psutil.Process(leader.pid).children(recursive=True)
     os.killpg(leader.pid, signal.SIGTERM)

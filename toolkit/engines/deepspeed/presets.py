@@ -30,9 +30,8 @@ def preset_path(name: str) -> Path:
 def preset_for(layout: Layout) -> str:
     """The preset that a layout starts from when the recipe names none.
 
-    Offload presets are made for one stage each. Where an offload goes with another
-    stage or another mix of devices, the stage's plain preset is the start and the
-    renderer adds the offload blocks.
+    Offload presets are made for one stage each. For another combination of offload, stage and
+    devices, it is the stage's plain preset, and the renderer adds the offload blocks.
     """
     offload = (layout.zero_stage, layout.offload_optimizer, layout.offload_parameters)
     complete = {

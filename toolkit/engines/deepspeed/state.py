@@ -10,7 +10,7 @@ from toolkit.checkpoint.shards import QUANTITIES, PlacedParameter, StateShard, c
 from toolkit.engines import optimizer as adam
 
 SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""DeepSpeed's names for a shard's states where it swaps them to NVMe."""
+"""DeepSpeed's names for a shard's states that are swapped to NVMe."""
 
 Placed = Iterator[tuple[nn.Parameter, PlacedParameter]]
 
@@ -28,7 +28,7 @@ def whole_parameters(
 
 
 def _stage_0_masters(optimizer: Any) -> Callable[[nn.Parameter], Any]:
-    """Parameter → where its fp32 weight lies, and the tensors that hold it and its moments."""
+    """Parameter → position of its fp32 weight, and the tensors that hold it and its moments."""
     inner = getattr(optimizer, "optimizer", optimizer)
     found: dict[int, Any] = {}
     if hasattr(optimizer, "fp32_groups_flat"):  # 16 bits with a fused AdamW
@@ -57,12 +57,13 @@ def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
 
 
 def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterator[StateShard]:
-    """Stages 1 and 2: of each parameter this rank holds a run of elements, or none; of a frozen
-    one all `copies` replicas hold all, and replica `copy` writes its share of them."""
+    """Stages 1 and 2: this rank holds a range of each parameter's elements, or none; all
+    `copies` replicas hold whole frozen parameters, and replica `copy` writes its share of
+    them."""
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if masters is None:  # stage 1 in bf16 has an optimizer of its own
+    if masters is None:  # stage 1 in bf16 has a separate optimizer
         masters = optimizer.fp32_groups_flat_partition
-    for weight in masters:  # also one whose padding alone this rank holds: its step counts
+    for weight in masters:  # also one of which this rank holds only padding: its step counts
         adam.moments(optimizer.optimizer, weight)
     for index, (parameter, place) in enumerate(placed):
         if not parameter.requires_grad:
@@ -111,7 +112,7 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
 
 
 def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
-    """The same shards with the moments of an optimizer that has not made a step."""
+    """The same shards with the moments of an optimizer before its first step."""
     for shard in shards:
         for quantity in shard.quantities[1:]:
             shard.put(quantity, torch.zeros_like(shard.get(quantity)))
@@ -121,8 +122,8 @@ def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
 class SwappedShard(StateShard):
     """A stage-3 shard whose states are on NVMe outside the step, read and written one by one.
 
-    DeepSpeed's own checkpoints do not bring back what was swapped: a resumed run would
-    silently continue with other weights.
+    DeepSpeed's own checkpoints do not restore swapped states: a resumed run would silently
+    continue with other weights.
     """
 
     in_memory = False
@@ -150,7 +151,7 @@ class SwappedShard(StateShard):
 
 class FrozenShard(StateShard):
     """A stage-3 shard of a weight that does not train; where it is offloaded to NVMe, read from
-    there. What is put into it is what the model was built with."""
+    there. Values written to it are ignored: the model was built with them."""
 
     in_memory = False
     quantities = QUANTITIES[:1]
@@ -163,7 +164,7 @@ class FrozenShard(StateShard):
         """See `StateShard.get`; a copy."""
         assert quantity in self.quantities
         shard = self._parameter.ds_tensor
-        # What stands for a shard that is away has another type.
+        # The placeholder of a swapped shard has another type.
         values = torch.empty(shard.ds_numel, dtype=self._parameter.dtype)
         if shard.status.name == "AVAILABLE":
             values.copy_(shard.detach().view(-1))
@@ -183,7 +184,7 @@ def loss_scale(optimizer: Any) -> dict[str, Any]:
 
 
 def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Continue with the saved scale, and with its counts where they are of the same kind."""
+    """Restore the saved scale, and its counts if they are of the same kind."""
     scaler = _scaler(optimizer)
     if saved["detail"].keys() == loss_scale(optimizer)["detail"].keys():
         vars(scaler).update(saved["detail"])
@@ -197,7 +198,7 @@ def _scaler(optimizer: Any) -> Any:
 
 @torch.no_grad()
 def undo_first_step(optimizer: Any) -> None:
-    """Take back the AdamW step that DeepSpeed's 16-bit stage 0 does while it is built.
+    """Undo the AdamW step that DeepSpeed's 16-bit stage 0 runs in its constructor.
 
     Its constructor steps once on zero gradients to allocate the states, which decays the
     weights and leaves the bias correction one step ahead of every other stage.

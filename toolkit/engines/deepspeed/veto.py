@@ -1,11 +1,10 @@
-"""Makes DeepSpeed skip a step that it would do.
+"""Makes DeepSpeed skip a step that it would otherwise apply.
 
-Every optimizer of DeepSpeed refuses, on all ranks alike, a step whose gradient norm is not
-finite, and cleans up after itself: fp16 could not train without that. So a veto makes one
-gradient of the last micro batch NaN. It is decided on the device. Without a limit for finite
-losses, each rank judges its own loss: a NaN in its gradient becomes one in everybody's norm.
-With one, the global loss decides, late in the backward pass: until then the losses are summed
-over the ranks without anybody waiting for it.
+Every optimizer of DeepSpeed skips, on all ranks, a step whose gradient norm is not finite, and
+cleans up afterwards, because fp16 needs that. So a veto sets one gradient of the last micro
+batch to NaN. It is decided on the device. Without a limit for finite losses, each rank checks
+its own loss: a NaN in its gradient makes the global norm NaN. With a limit, the global loss
+decides, late in the backward pass, while the losses are summed over the ranks asynchronously.
 """
 
 import math
@@ -23,10 +22,10 @@ class Veto:
 
     def __init__(self, module: nn.Module) -> None:
         self._loss: Callable[[], Tensor] | None = None
-        """The loss to judge, and what follows it; None outside the last micro batch."""
+        """The loss to check, and the values after it; None outside the last micro batch."""
         self._max_loss = math.inf
         self._scaler: dict[str, Any] = {}
-        """fp16's loss scale and counts as they were before this step."""
+        """fp16's loss scale and counts before this step."""
         _always_used(module).register_hook(self._spoil)  # type: ignore[no-untyped-call]
 
     def _spoil(self, gradient: Tensor) -> Tensor | None:
@@ -39,18 +38,18 @@ class Veto:
     def judge(
         self, mine: Tensor, joint: Callable[[], Tensor], max_loss: float, optimizer: Any
     ) -> None:
-        """Call after the last forward: may its backward be trusted? `mine` is this rank's part
-        of loss and metrics, the loss first; `joint` returns the global ones, and is called late
-        in the backward."""
+        """Decide after the last forward pass whether the step is vetoed. `mine` is this rank's
+        part of loss and metrics, the loss first; `joint` returns the global ones, and is called
+        late in the backward pass."""
         self._loss = joint if max_loss < math.inf else lambda: mine
         self._max_loss = max_loss
         self._scaler = dict(_scaler_state(optimizer))
 
     def end_step(self, refused: bool, applied: bool, optimizer: Any) -> None:
-        """Call after the step, which must not have been `applied` when it was `refused`.
+        """Check after the step that it was not `applied` if it was `refused`.
 
-        What was refused for its loss says nothing about fp16's loss scale, which is put
-        back. Raises RunFailed when DeepSpeed did the step nevertheless.
+        A step refused because of its loss must not change fp16's loss scale, which is restored.
+        Raises RunFailed if DeepSpeed applied the step nevertheless.
         """
         self._loss = None
         if refused and applied:
@@ -63,7 +62,7 @@ class Veto:
 
 
 def let_skip(optimizer: torch.optim.Optimizer) -> None:
-    """Give a plain optimizer (fp32, stage 0) what DeepSpeed's own have: where its attribute
+    """Add to a plain optimizer (fp32, stage 0) what DeepSpeed's own have: if its attribute
     `overflow` is true, a step does nothing."""
     step = optimizer.step
     optimizer.overflow = False  # type: ignore[attr-defined]
@@ -76,9 +75,9 @@ def let_skip(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _always_used(module: nn.Module) -> nn.Parameter:
-    """A small parameter through which every loss goes: the first norm or bias."""
+    """A small parameter that every loss depends on: the first norm or bias."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    # Under ZeRO-3 a parameter's own shape is empty.
+    # With ZeRO-3 a parameter's own shape is empty.
     small = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) == 1]
     return (small or parameters)[0]
 

@@ -1,4 +1,4 @@
-"""Engine `megatron` for everyone who does not train with it."""
+"""Backend of engine `megatron`: everything except training."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -75,9 +75,9 @@ class MegatronBackend(Backend):
     def shown(
         self, target: str, recipe: Recipe, plan: Plan
     ) -> tuple[str, Sequence[str]] | None:
-        """`megatron.json`, or the model's sections of it where another engine trains
-        megatron-core's model, with every field checked against the installed version; or the
-        arguments of Megatron-LM's pretrain_gpt.py."""
+        """`megatron.json`, or only its model sections if another engine trains megatron-core's
+        model, with every field checked against the installed version; or the arguments of
+        Megatron-LM's pretrain_gpt.py."""
         mine = plan.engine == self.name
         if not (mine if target in self.tools else plan.model in self.supports):
             return None
@@ -95,9 +95,9 @@ class MegatronBackend(Backend):
         return json.dumps(found, indent=2), ()
 
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
-        """optimizer/__init__.py gives the experts that are spread over ranks an optimizer of
-        their own, and each optimizer a dynamic loss scale: all skip a step that overflows,
-        but only the one in which it did lowers its scale."""
+        """optimizer/__init__.py gives expert-parallel experts a separate optimizer, and each
+        optimizer a dynamic loss scale: all skip a step that overflows, but only the one that
+        overflowed lowers its scale."""
         if job.training.precision == "fp16" and (known(job.parallel.expert) or 1) > 1:
             yield Problem(
                 "training.precision",

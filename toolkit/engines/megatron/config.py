@@ -1,7 +1,7 @@
 """Renders a plan as megatron-core's arguments: the content of `megatron.json`.
 
-Plain data in megatron-core's own spelling, one section per class that it configures.
-Renderers translate; what is decided here is nothing.
+Plain data with megatron-core's field names, one section per class that it configures. Renderers
+translate; nothing is decided here.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     precision, overlap = recipe.training.precision, recipe.parallel.overlap == "auto"
     sections = render_model(model, layout, precision, recipe.training.deterministic)
     if overlap and layout.vpp > 1:
-        # What is still being sent must not be freed: gloo would send what comes after it, and
-        # megatron-core waits for a send on NCCL's stream only.
+        # Outputs must not be freed while they are sent: gloo would send the reused memory,
+        # because megatron-core waits for a send on NCCL's stream only.
         sections["transformer"] |= {
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
@@ -51,7 +51,7 @@ def render_model(
 
 
 def trained_config(model: ModelSection) -> dict[str, Any]:
-    """The Hugging Face config that is trained: dropout is 0 unless the recipe states it."""
+    """The Hugging Face config used for training: dropout is 0 unless the recipe sets it."""
     config = dict(model_config(model))
     known = family_of(config["model_type"]).keys
     stated = model.config or {}
@@ -61,8 +61,8 @@ def trained_config(model: ModelSection) -> dict[str, Any]:
 def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronModel:
     """The model of a loaded Hugging Face config, which must be the planned one.
 
-    A recipe may state only a part of a pretrained model's config. Raises PlanError when
-    the whole config means another model, or one that megatron-core cannot compute.
+    A recipe may state only a part of a pretrained model's config. Raises PlanError if the whole
+    config describes another model, or one that megatron-core does not support.
     """
     loaded, planned = megatron_model(config), megatron_model(trained_config(section))
     for ours, theirs in ((planned.transformer, loaded.transformer), (planned.gpt, loaded.gpt)):
@@ -78,7 +78,7 @@ def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronMo
 
 def ddp_arguments(layout: Layout, overlap: bool) -> dict[str, Any]:
     """Fields of DistributedDataParallelConfig. Gradients are summed in fp32; with `overlap`
-    alongside the backward pass, and updated weights are gathered alongside the forward pass."""
+    during the backward pass, and updated weights are gathered during the forward pass."""
     overlap, sharded = overlap and layout.dp * layout.cp > 1, layout.zero_stage == 1
     return {
         "grad_reduce_in_fp32": True,
@@ -108,8 +108,8 @@ def optimizer_arguments(
 
 
 def _loss_scaling(layout: Layout, training: TrainingSection) -> dict[str, float]:
-    """First and smallest scale of the sum over tokens that is the loss here, where the plan's
-    scale is that of their mean. Powers of two, which round nothing."""
+    """Initial and smallest loss scale. The loss here is the sum over tokens, while the plan's
+    scale is for their mean. Powers of two, which cause no rounding."""
     loss_scale, length = first_loss_scale(training.precision), training.sequence_length
     if loss_scale is None:
         return {}

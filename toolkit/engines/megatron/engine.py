@@ -46,12 +46,12 @@ from toolkit.models.megatron.model import (
 )
 
 _Terms = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Of a micro batch and the last chunk's output: its summed loss, a count that is not used, and
-what is logged."""
+"""Loss function of a micro batch, given the last chunk's output: returns the summed loss, an
+unused count, and the logged values."""
 
 
 class MegatronEngine:
-    """A GPTModel spread over tensor, pipeline, expert and data-parallel ranks."""
+    """A GPTModel sharded over tensor, pipeline, expert and data-parallel ranks."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
@@ -92,7 +92,7 @@ class MegatronEngine:
         return replicas
 
     def _build_optimizer(self) -> Any:
-        """megatron-core's AdamW, or our optimizer in its place, with the groups of
+        """megatron-core's AdamW, or our optimizer instead, with the groups of
         `adam.parameter_groups`."""
         arguments = self.setup.engine_config["optimizer"]
         dtype = getattr(torch, arguments["params_dtype"])
@@ -114,7 +114,7 @@ class MegatronEngine:
         return optimizer
 
     def _group_overrides(self) -> dict[ParamKey, dict[str, float]]:
-        """Every optimizer group's multipliers that are not 1, as megatron-core wants them."""
+        """Every optimizer group's multipliers that are not 1, in megatron-core's format."""
         overrides = {}
         tensors = weights.tensors_of(self.chunks, self.model)
         settings, layers = self.setup.optimizer, self.setup.layers
@@ -126,7 +126,7 @@ class MegatronEngine:
         return overrides
 
     def _owned_overrides(self) -> dict[ParamKey, Any]:
-        """What puts the parameters of a `UpdateRule` into groups of their own."""
+        """Marker that puts the parameters of an `UpdateRule` into separate groups."""
         if self.setup.optimizer.name not in RULES:
             return {}
         rule = RULES[self.setup.optimizer.name](self.setup.optimizer)
@@ -139,10 +139,10 @@ class MegatronEngine:
         return {ParamKey(predicate=taken): {"owned": True}}
 
     def _use_own(self, optimizer: Any) -> None:
-        """Give every part of the chain our optimizer with the same groups.
+        """Replace every optimizer of the chain by ours, with the same groups.
 
-        The chain has other parts on ranks with experts, and none where nothing trains; the
-        exchange is one for all ranks, before any part makes its step.
+        The chain differs on ranks with experts, and is empty where nothing trains; all ranks
+        take part in one exchange, before any optimizer steps.
         """
         owned: dict[Tensor, OwnerOptimizer] = {}
         for part in optimizer.chained_optimizers:
@@ -161,7 +161,7 @@ class MegatronEngine:
         optimizer.step_with_ready_grads = exchange_and_step
 
     def _configure_schedule(self) -> None:
-        """Tell the schedules how to reduce gradients and scale the loss."""
+        """Configure how the schedules reduce gradients and scale the loss."""
         config = self.chunks[0].config
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
@@ -178,7 +178,7 @@ class MegatronEngine:
         """Our optimizer with the groups of megatron-core's."""
         empty = [{"owned": False, **group, "params": []} for group in groups]
         optimizer = OwnerOptimizer(empty, self.setup.optimizer)
-        # fp32 shards are views of the model's weights, and no leaves: torch would refuse them.
+        # fp32 shards are views of the model's weights, not leaves: torch would refuse them.
         for new, old in zip(optimizer.param_groups, groups, strict=True):
             new["params"] = old["params"]
         return optimizer
@@ -221,7 +221,7 @@ class MegatronEngine:
     ) -> None:
         """Reduce the gradients, and divide them by the global count.
 
-        megatron-core would sum a count of its own over the ranks, as an integer.
+        megatron-core would sum its own count over the ranks, as an integer.
         """
         finalize_model_grads(chunks, None, **groups)
         if self._count:
@@ -231,7 +231,7 @@ class MegatronEngine:
     def _gradient_sum(self) -> Tensor:
         """Sum of this rank's gradients, which is finite exactly where all of them are.
 
-        In fp16 it is 0: a gradient that overflows is the loss scaler's to find.
+        In fp16 it is 0: overflow detection is left to the loss scaler.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.setup.precision != "fp16":
@@ -257,8 +257,9 @@ class MegatronEngine:
         return sums.cpu()
 
     def _gather_weights(self) -> None:
-        """Complete the weights that the next step's forward pass would gather; collective where
-        they are not complete. Others are left alone: a replica's error would be overwritten."""
+        """Gather the weights that the next step's forward pass would gather; collective if some
+        are not gathered yet. Others are not touched, because that would overwrite a replica's
+        error."""
         if self._ungathered and self.setup.engine_config["ddp"]["overlap_param_gather"]:
             for replica in self.replicas:
                 replica.start_param_sync(force_sync=True)
@@ -278,8 +279,8 @@ class MegatronEngine:
     def _run(
         self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> tuple[EvalResult, float]:
-        """Run the pipeline schedule; on all ranks, loss and metrics of the global batch, and a
-        sum of all gradients (0 without a backward)."""
+        """Run the pipeline schedule; returns, on all ranks, loss and metrics of the global
+        batch, and a sum of all gradients (0 without a backward pass)."""
         sums = self._schedule(micro_batches, self._terms, forward_only=forward_only)
         # Only the last stage has losses, and every tensor-parallel rank has the same ones.
         objective = self.setup.objective
@@ -296,7 +297,8 @@ class MegatronEngine:
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], terms: _Terms, *, forward_only: bool
     ) -> list[Tensor]:
-        """Run the pipeline schedule; on the last stage, what `terms` logs of each batch."""
+        """Run the pipeline schedule; returns, on the last stage, what `terms` logs for each
+        batch."""
         micro_batch, length = micro_batches[0].input_ids.shape
         logged: list[Tensor] = get_forward_backward_func()(
             forward_step_func=partial(self._forward, terms),
@@ -316,7 +318,8 @@ class MegatronEngine:
     def _forward(
         self, terms: _Terms, batches: Iterator[MicroBatch], chunk: nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        """One micro batch through one chunk: its output, and what makes a loss of the last."""
+        """Run one micro batch through one chunk: its output, and the loss function of the last
+        chunk."""
         batch = next(batches)
         with self.balance.observing(batch) if chunk.training else nullcontext():
             output = chunk(
@@ -335,7 +338,7 @@ class MegatronEngine:
         return losses.sum(), unused, sums
 
     def _terms(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss of a micro batch, a count that is not used, and what is logged."""
+        """The summed loss of a micro batch, an unused count, and the logged values."""
         objective = self.setup.objective
         loss, parts = totals.terms(objective, log_probs(losses, batch), batch)
         unused = torch.zeros((), dtype=torch.int, device=self.device)
@@ -356,7 +359,7 @@ class MegatronEngine:
     def counters(self) -> Counters:
         """See `Engine.counters`."""
         steps = adam.steps_of(megatron_state.adams(self.optimizer))
-        # Where all of a pipeline stage is frozen, its ranks count nothing.
+        # If a pipeline stage is completely frozen, its ranks have no counts.
         most = torch.tensor(steps, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return Counters(int(most), megatron_state.loss_scale(self.optimizer))

@@ -1,8 +1,9 @@
 """Renders a plan as arguments of Megatron-LM's own script, `pretrain_gpt.py`.
 
 The content of `megatron.json` as Megatron-LM's flags, one to a line and quoted, so
-that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is dropped: what would
-change the training and has no flag is a Problem; what only surrounds it is a note to the user.
+that `xargs torchrun … pretrain_gpt.py < args.txt` runs it. Nothing is silently dropped: a
+setting that affects training and has no flag is a Problem; other settings become notes to the
+user.
 
 Flags and their meaning are those of `megatron/training/arguments.py` in Megatron-LM
 core_v0.16.1. Its default `--transformer-impl transformer_engine` stays: without Apex, `local`
@@ -67,7 +68,7 @@ TRANSFORMER_VALUES = {
     "recompute_method": "--recompute-method",
     "recompute_num_layers": "--recompute-num-layers",
 }
-"""Fields of TransformerConfig that a flag takes as they are."""
+"""Fields of TransformerConfig with a flag that takes the same value."""
 
 TRANSFORMER_SWITCHES = {
     "gated_linear_unit": (True, "--swiglu"),
@@ -87,10 +88,10 @@ TRANSFORMER_SWITCHES = {
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
     "persist_layer_norm": (False, "--no-persist-layer-norm"),
 }
-"""Fields of TransformerConfig → the value that a flag stands for, and that flag."""
+"""Fields of TransformerConfig → the value that a flag implies, and that flag."""
 
 _TRANSFORMER_OTHERS = frozenset(
-    # `_model_arguments`, `_pipeline_arguments` and `_fusion_arguments` say these ...
+    # `_model_arguments`, `_pipeline_arguments` and `_fusion_arguments` handle these ...
     ("num_query_groups", "window_size", "window_attn_skip_freq", "moe_layer_freq",
      "no_rope_freq", "recompute_modules", "activation_func", "batch_p2p_comm",
      "bias_activation_fusion",
@@ -109,7 +110,7 @@ GPT_SWITCHES = {
     "share_embeddings_and_output_weights": (False, "--untie-embeddings-and-output-weights"),
 }
 _GPT_OTHERS = frozenset(("max_sequence_length", "rotary_base", "rope_parameters"))
-"""Said by `_model_arguments`; `rope_parameters` are llama 3.1's scaling or refused."""
+"""Handled by `_model_arguments`; `rope_parameters` are llama 3.1's scaling or refused."""
 
 _OPTIMIZER_VALUES = {
     "optimizer": "--optimizer",
@@ -137,18 +138,18 @@ ROPE_SCALING = {
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""What `--use-rope-scaling` stands for: Llama 3.1's, of which `pretrain_gpt.py` passes on no
-number."""
+"""The meaning of `--use-rope-scaling`: Llama 3.1's scaling, whose constants `pretrain_gpt.py`
+fixes."""
 
 
 @dataclass(frozen=True)
 class ArgumentList:
-    """Arguments for `pretrain_gpt.py`, and what the user must still see to."""
+    """Arguments for `pretrain_gpt.py`, and what the user still has to do."""
 
     arguments: tuple[tuple[str, ...], ...]
     """Flags, each with its values."""
     notes: tuple[str, ...]
-    """One sentence per matter that the arguments leave open."""
+    """One sentence per topic that the arguments do not cover."""
 
     @property
     def text(self) -> str:
@@ -185,7 +186,7 @@ def _values(section: Mapping[str, Any], flags: Mapping[str, str]) -> Arguments:
 
 
 def _switches(section: Mapping[str, Any], flags: Mapping[str, tuple[bool, str]]) -> Arguments:
-    """The flags of the fields that have the value that the flag stands for."""
+    """The flags of the fields whose value the flag implies."""
     for name, (value, flag) in flags.items():
         if section.get(name) is value:
             yield (flag,)
@@ -213,14 +214,14 @@ def _model_arguments(config: Mapping[str, Any], sequence_length: int) -> Argumen
     yield from _switches(gpt, GPT_SWITCHES)
     if "rotary_base" in gpt:
         yield "--rotary-base", str(int(gpt["rotary_base"]))
-    # Rotary positions may reach further than the config's; Megatron-LM wants them to be said.
+    # Rotary positions may exceed the config's; Megatron-LM requires the number.
     positions = max(gpt["max_sequence_length"], sequence_length)
     yield "--max-position-embeddings", str(positions)
     yield "--make-vocab-size-divisible-by", "1"  # times the tensor-parallel degree
 
 
 def _pipeline_arguments(transformer: Mapping[str, Any], layout: Layout) -> Arguments:
-    """How layers fall on stages: evenly, else by megatron-core's layout string.
+    """How layers are assigned to stages: evenly, otherwise by megatron-core's layout string.
 
     In that string every chunk lists its parts: E embedding, t layer, L loss.
     """
@@ -249,7 +250,7 @@ def _fusion_arguments(transformer: Mapping[str, Any]) -> Arguments:
 
 
 def _model_problems(model: MegatronModel, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """What of the model `pretrain_gpt.py` cannot express."""
+    """Parts of the model that `pretrain_gpt.py` cannot express."""
     transformer, gpt = config["transformer"], config["gpt"]
 
     def problem(found: str, allowed: str) -> Problem:

@@ -1,7 +1,7 @@
-"""The arguments of Megatron-LM's `pretrain_gpt.py` besides model and optimizer.
+"""The other arguments of Megatron-LM's `pretrain_gpt.py`, without model and optimizer: batch,
+schedule, data and intervals, and notes to the user.
 
-Batch, schedule, data and intervals, and the notes on what surrounds a run. Megatron-LM's
-arguments are those of core_v0.16.1.
+Megatron-LM's arguments are those of core_v0.16.1.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ WSD_DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}
 
 
 def run_problems(recipe: Recipe) -> Iterator[Problem]:
-    """What of the run `pretrain_gpt.py` cannot express."""
+    """Parts of the run that `pretrain_gpt.py` cannot express."""
     if recipe.total_steps() is None:
         yield Problem(
             "training.epochs",
@@ -150,7 +150,7 @@ def schedule_arguments(
 ) -> Arguments:
     """The learning rates of `toolkit.train.schedule`, the same at every step.
 
-    Its warm-up begins at the rate of the first step: ours, where its own default is 0. So it is
+    Its warm-up is set to begin at our rate of the first step instead of its default 0, so it is
     one step shorter.
     """
     before = max(schedule.warmup_steps - 1, 0)
@@ -172,7 +172,7 @@ def _init_std(recipe: Recipe) -> float:
 
 def _tokenizer_arguments(tokenizer: str) -> Arguments:
     if tokenizer == "bytes":
-        # Token numbers below 256 and one more that ends a text.
+        # Token ids below 256 and one more that ends a text.
         yield "--tokenizer-type", "NullTokenizer"
         yield "--vocab-size", "256"
     else:
@@ -210,7 +210,7 @@ def _logging_arguments(logging: LoggingSection, name: str) -> Arguments:
 
 
 def run_notes(recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """What the user must add, and what Megatron-LM does in its own way."""
+    """What the user must add, and what Megatron-LM does differently."""
     cluster, data = recipe.cluster, recipe.data
     yield (
         f"start it with: xargs torchrun --nnodes {cluster.nodes} --nproc-per-node "

@@ -19,18 +19,19 @@ from toolkit.models.megatron.model import GPTChunk
 
 @dataclass(frozen=True)
 class _Master:
-    """The fp32 weights of a parameter, or of the run of its elements that this rank updates."""
+    """The fp32 weights of a parameter, or of the range of its elements that this rank
+    updates."""
 
     adam: torch.optim.Optimizer
     weight: Tensor
     start: int
     """The first element, in the flattened parameter."""
     distributed: bool
-    """Every data-parallel rank has other elements."""
+    """Every data-parallel rank has different elements."""
 
 
 def adams(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The AdamWs of this rank; one that has nothing to update is left out."""
+    """The AdamW optimizers of this rank, without those that have nothing to update."""
     parts = optimizer.chained_optimizers
     return [part.optimizer for part in parts if part.optimizer is not None]
 
@@ -61,7 +62,7 @@ def state(
 
 
 def _buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[StateShard]:
-    """The correction biases, which no optimizer has."""
+    """The correction biases, which no optimizer updates."""
     tensor = parallel_state.get_tensor_model_parallel_rank()
     copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for buffer, block in weights.buffers(chunks, model):
@@ -69,7 +70,7 @@ def _buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[State
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, _Master]]:
-    """The model's parameters and what this rank's optimizer updates in their place."""
+    """The model's parameters and what this rank's optimizer updates instead of them."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
@@ -100,8 +101,8 @@ def _whole_masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
     """The dynamic loss scaler's state under fp16; None otherwise.
 
-    The scale is that of the mean loss over a rank's tokens, as other engines save it: ours is
-    of a sum (`config.py`), and smaller by `min_scale`.
+    The scale is saved for the mean loss over a rank's tokens, as in other engines: here it is
+    for a sum (`config.py`), and smaller by `min_scale`.
     """
     scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
     if scaler is None:
@@ -111,7 +112,7 @@ def loss_scale(optimizer: Any) -> dict[str, Any] | None:
 
 
 def set_loss_scale(optimizer: Any, saved: dict[str, Any], device: torch.device) -> None:
-    """Continue with the saved scale, and with its counts where megatron-core saved them."""
+    """Restore the saved scale, and its counts if megatron-core saved them."""
     scaler = optimizer.chained_optimizers[0].grad_scaler
     scaler._scale = torch.tensor([saved["scale"]], device=device) * scaler.min_scale
     if saved["detail"].keys() == {"growth", "hysteresis"}:

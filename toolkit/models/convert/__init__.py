@@ -1,9 +1,9 @@
-"""Between a Hugging Face folder and a Megatron checkpoint, in both directions.
+"""Converts between a Hugging Face folder and a Megatron checkpoint, in both directions.
 
 A piece of one tensor is in memory at a time. The Megatron side is megatron-core's `torch_dist`
-format, whose tensors are whole: one checkpoint serves every TP, PP and EP. What the Megatron
-side has no place for (config, tokenizer, names of tensors) is kept next to it in `hf/`, so that
-the way back restores the folder.
+format, whose tensors are unsharded: one checkpoint serves every TP, PP and EP. What the
+Megatron format cannot store (config, tokenizer, names of tensors) is kept next to it in `hf/`,
+so that the reverse conversion restores the folder.
 
 The result appears under its name when it is complete; before that it is a hidden folder
 next to it.
@@ -22,7 +22,8 @@ __all__ = ["appearing", "check_destination"]
 
 
 def check_destination(src: Path, dst: Path, nbytes: int) -> None:
-    """Refuse a folder that cannot take its place or has no room. Raises DataError."""
+    """Refuse an output folder that cannot be created or has not enough space. Raises
+    DataError."""
     if dst.is_symlink() or os.path.ismount(dst):
         kind = "a symbolic link" if dst.is_symlink() else "a mount point"
         raise DataError(

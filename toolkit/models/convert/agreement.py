@@ -1,4 +1,4 @@
-"""Logits of two models that should be one, and the difference that is still rounding."""
+"""Compares the logits of two models that should be equal up to rounding."""
 
 import sys
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Agreement:
         return cls(difference, largest, tolerance * max(1.0, largest))
 
     def check(self, written: Path, source: Path) -> None:
-        """Raise RunFailed where `written` computes something else than `source`."""
+        """Raise RunFailed if `written` computes something different from `source`."""
         if not self.max_abs_difference <= self.bound:
             raise RunFailed(
                 f"{written} is written, but its logits differ from those of {source} by "

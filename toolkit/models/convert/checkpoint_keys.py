@@ -1,9 +1,9 @@
-"""Under which key of a distributed checkpoint a Megatron tensor lies, and where inside.
+"""The key of a distributed checkpoint under which a Megatron tensor is stored, and its position
+inside.
 
 megatron-core stacks the layers of a model in one global tensor, and the experts of a layer
-in a second axis; where layers differ (some with experts) each has a key of its own. Norms
-have the names of Transformer Engine's layers, which hold them inside the linear layer that
-follows.
+in a second axis; if layers differ (some with experts), each has a separate key. Norms have the
+names of Transformer Engine's layers, which hold them inside the linear layer that follows.
 """
 
 import re
@@ -32,7 +32,8 @@ class TensorLocation:
 
     @property
     def extra_state(self) -> str | None:
-        """Key of the object that megatron-core's linear layers save besides their weight."""
+        """Key of the object that megatron-core's linear layers save in addition to their
+        weight."""
         if not re.search(r"\.linear_\w+\.weight$", self.key):
             return None
         offset = ".".join(map(str, self.index or (0,)))
@@ -41,7 +42,7 @@ class TensorLocation:
 
 
 def written_place(model: MegatronModel, instance: Instance) -> TensorLocation:
-    """Where megatron-core looks for a tensor of this model."""
+    """Where megatron-core expects a tensor of this model."""
     stacked = "moe_layer_freq" not in model.transformer
     return next(_places(model, instance, stacked=stacked))
 
@@ -49,7 +50,7 @@ def written_place(model: MegatronModel, instance: Instance) -> TensorLocation:
 def found_place(
     model: MegatronModel, instance: Instance, keys: Container[str]
 ) -> TensorLocation | None:
-    """Where a checkpoint with these keys holds the tensor; None when it does not."""
+    """Where a checkpoint with these keys holds the tensor; None if it does not."""
     for stacked in (True, False):
         for place in _places(model, instance, stacked=stacked):
             if place.key in keys:
@@ -60,7 +61,7 @@ def found_place(
 def _places(
     model: MegatronModel, instance: Instance, *, stacked: bool
 ) -> Iterator[TensorLocation]:
-    """Where the tensor may lie, the place that DMT writes first."""
+    """Possible positions of the tensor, the one that DMT writes first."""
     key = instance.tensor.name
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ def _places(
 
 
 def _is_fused(model: MegatronModel, layer: int | None, norm: str) -> bool:
-    """Does a single linear layer follow this norm, which can hold it?"""
+    """Whether a single linear layer follows this norm and can hold it."""
     if "mlp" in norm:
         return layer not in model.moe_layers
     latent = "multi_latent_attention" in model.transformer

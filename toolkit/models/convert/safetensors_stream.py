@@ -43,7 +43,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor to write: its form now, its values when their turn comes."""
+    """A tensor to write: its shape immediately, its values lazily."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class TensorToWrite:
         return prod(self.shape) * self.dtype.itemsize
 
     def telling(self, tick: Callable[[int], None]) -> "TensorToWrite":
-        """The same tensor, telling `tick` of each piece's bytes when it has been written."""
+        """The same tensor, calling `tick` with each piece's bytes when it has been written."""
 
         def pieces() -> Iterator[Tensor]:
             for piece in self.pieces():
@@ -88,7 +88,7 @@ def write_model(
 def in_files(
     entries: Iterable[TensorToWrite], limit: int = LARGEST_FILE_BYTES
 ) -> list[list[TensorToWrite]]:
-    """Fill files in order; a tensor larger than the limit has one of its own."""
+    """Fill files in order; a tensor larger than the limit has its own file."""
     files: list[list[TensorToWrite]] = [[]]
     size = 0
     for entry in entries:
@@ -103,7 +103,7 @@ def in_files(
 def write_file(
     path: Path, entries: Iterable[TensorToWrite], digest: "_Hash | None" = None
 ) -> None:
-    """Write one safetensors file to disk for good; `digest` sees all its bytes."""
+    """Write and sync one safetensors file; `digest` gets all its bytes."""
     # The order of the safetensors library, in which every tensor is aligned to its elements.
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -134,7 +134,7 @@ def write_file(
 def read_entries(stored: SafetensorsFolder, names: Iterable[str]) -> Iterator[TensorToWrite]:
     """Tensors of safetensors files; their values stay on disk until they are written.
 
-    Raises DataError for a damaged file or a dtype that is not known here.
+    Raises DataError for a damaged file or an unknown dtype.
     """
     dtypes = {text: dtype for dtype, text in _NAMES.items()}
     for name in names:

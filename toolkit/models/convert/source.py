@@ -1,4 +1,4 @@
-"""What is to be converted: a Hugging Face folder or a Megatron checkpoint, looked at only."""
+"""The source of a conversion: a Hugging Face folder or a Megatron checkpoint, read-only."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +18,9 @@ from toolkit.untrusted import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron-LM's name for weights that belong to no training step."""
+"""Megatron-LM's name for weights without a training step."""
 KEPT = "hf"
-"""Folder next to the iterations, with what belongs to the Hugging Face side alone."""
+"""Folder next to the iterations, with the files that only Hugging Face needs."""
 NAMES_FILE = "tensors.json"
 """In `KEPT`: the names of the tensors in the Hugging Face files."""
 UNMAPPED_FILE = "unmapped.safetensors"
@@ -51,7 +51,7 @@ class ConvertibleModel:
     """The folder with config.json and the other files that hold no weights; None where only
     the config is known."""
     config: dict[str, Any]
-    """What transformers reads of config.json, dropout left out."""
+    """The config that transformers reads, without dropout."""
     model: MegatronModel
     notes: tuple[str, ...]
     """What the user should know."""
@@ -81,7 +81,7 @@ class ConvertibleModel:
 
 
 def whole_blocks(instance: Instance) -> list[Block]:
-    """The blocks that a whole Megatron tensor is made of, padding left out."""
+    """The blocks that a whole Megatron tensor consists of, without padding."""
     return blocks(instance.tensor, 0, 1, layer=instance.layer, expert=instance.expert)
 
 
@@ -107,10 +107,10 @@ def companion_files(folder: Path) -> Iterator[Path]:
 
 
 def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
-    """Find out what `src` is and which model it holds.
+    """Determine the format and the model of `src`.
 
-    Raises DataError or CheckpointError when it is neither form, or not a model that both
-    sides compute alike.
+    Raises DataError or CheckpointError if it has neither format, or is not a model that both
+    sides compute identically.
     """
     if not src.is_dir():
         raise DataError(
@@ -142,7 +142,7 @@ def open_source(src: Path, config_file: Path | None = None) -> ConvertibleModel:
 
 
 def _iteration_folder(src: Path) -> Path | None:
-    """The folder with the data of a Megatron checkpoint; None when `src` is none."""
+    """The folder with the data of a Megatron checkpoint; None if `src` is not one."""
     folder, backend = src, _backend(src)
     if backend is None:
         tracker = src / TRACKER
@@ -163,9 +163,9 @@ def _iteration_folder(src: Path) -> Path | None:
 
 
 def _backend(folder: Path) -> object:
-    """The format of a Megatron checkpoint; None for a folder that is none.
+    """The format of a Megatron checkpoint; None for other folders.
 
-    A Hugging Face folder may have a metadata.json of its own.
+    A Hugging Face folder may have its own metadata.json.
     """
     file = folder / FORMAT_FILE
     if not file.is_file():
@@ -191,7 +191,7 @@ def _config_beside(src: Path, iteration: Path) -> Path:
 
 
 def _load_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A config that the Megatron model computes exactly, and notes on what was left out."""
+    """A config that the Megatron model computes exactly, and notes on omitted settings."""
     try:
         stated = read_json(path)
     except (OSError, ValueError) as error:
@@ -231,8 +231,8 @@ def _with_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """The config with rotary keys outside the rotary map moved into it.
 
     transformers' models do so: `original_max_position_embeddings` replaces what the map
-    says, `partial_rotary_factor` stands where the map is silent. The latter is not read in
-    gpt_neox, which has a name of its own for the share that turns.
+    says, `partial_rotary_factor` applies if the map does not state it. The latter is not read
+    in gpt_neox, which has another name for the rotated share.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}

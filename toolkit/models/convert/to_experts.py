@@ -1,4 +1,4 @@
-"""Upcycling: a dense model becomes a mixture whose experts all begin as its MLP.
+"""Upcycling: converts a dense model into a mixture of experts that are copies of its MLP.
 
 Komatsuzaki et al., "Sparse Upcycling" (arXiv:2212.05055). The weights of the chosen experts add
 up to 1, so before training the mixture computes the dense model's function, whichever experts
@@ -28,7 +28,7 @@ _MLP = re.compile(r"(.*layers\.(\d+)\.mlp)\.((gate|up|down)_proj\.weight)")
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a dense family becomes."""
+    """The mixture family of a dense family."""
 
     model_type: str
     architecture: str
@@ -49,7 +49,7 @@ MIXTURES = {
 class ToExperts:
     """The conversion of one Hugging Face folder into one of a mixture of `experts` experts.
 
-    Routers are drawn from `seed`. Raises DataError where no family of mixtures has the dense
+    Routers are drawn from `seed`. Raises DataError if no mixture family supports the dense
     model's other settings.
     """
 

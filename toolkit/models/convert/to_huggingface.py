@@ -1,4 +1,4 @@
-"""A Megatron checkpoint, saved by any layout, becomes a Hugging Face folder again."""
+"""Converts a Megatron checkpoint, saved in any layout, to a Hugging Face folder."""
 
 import re
 import shutil
@@ -28,9 +28,9 @@ from toolkit.models.weights import TIED_HEAD, is_of_stack
 from toolkit.untrusted import read_json
 
 PIECE_ELEMENTS = 1 << 25
-"""Largest piece of a tensor that is put together: 64 MiB in 16 bits."""
+"""Largest piece of a tensor that is assembled: 64 MiB in 16 bits."""
 _TRAINING_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|.*\._extra_state")
-"""Keys of tensors that are no weights; all others of a checkpoint must be the model's."""
+"""Keys of tensors that are not weights; all others of a checkpoint must belong to the model."""
 _MEGATRON_LM_MULTIPLES = tuple(128 * tp for tp in range(1, 65))
 """The multiple to which Megatron-LM pads the vocabulary by default: 128 for each TP rank."""
 
@@ -38,8 +38,8 @@ _MEGATRON_LM_MULTIPLES = tuple(128 * tp for tp in range(1, 65))
 class ToHuggingFace:
     """The conversion of one checkpoint.
 
-    `vocab_multiple`: its vocabulary may be padded to this, besides Megatron-LM's defaults.
-    Raises CheckpointError when config and keys differ, or a file is damaged.
+    `vocab_multiple`: its vocabulary may be padded to this, in addition to Megatron-LM's
+    defaults. Raises CheckpointError when config and keys differ, or a file is damaged.
     """
 
     def __init__(self, source: ConvertibleModel, vocab_multiple: int = 128) -> None:
@@ -73,7 +73,7 @@ class ToHuggingFace:
         return folder / name if folder is not None and (folder / name).is_file() else None
 
     def _find(self) -> Mapping[Instance, TensorLocation]:
-        """Where the checkpoint holds each tensor of the model; no weight may be left over."""
+        """Where the checkpoint holds each tensor of the model; all weights must be used."""
         keys = self.reader.tensors
         places: dict[Instance, TensorLocation] = {}
         for instance in self.source.model.instances(buffers=True):
@@ -98,10 +98,10 @@ class ToHuggingFace:
             raise self._misfit(f"{place.key} has shape {found}, the model needs {wanted}")
 
     def _check_padding(self, key: str, rows: int) -> None:
-        """Leave out the rows from `rows` on only where they can be padding.
+        """Drop the rows from `rows` on only if they can be padding.
 
-        Zeros can always be. Megatron-LM draws its padding at random like any row, so that
-        rows with values can be padding when a usual multiple explains their number.
+        Zeros always can. Megatron-LM initialises its padding randomly like any row, so rows
+        with values can be padding if a usual multiple explains their number.
         """
         padded, columns = self.reader.tensors[key].size
         extra = padded - rows
@@ -162,7 +162,7 @@ class ToHuggingFace:
             yield self._entry(stored, experts, (len(experts), *shape_of(experts[0])))
 
     def _unmapped(self) -> Iterator[TensorToWrite]:
-        """Tensors that the Hugging Face folder had besides the model's."""
+        """Additional tensors of the Hugging Face folder that are not the model's."""
         kept = self._kept(UNMAPPED_FILE)
         if kept is not None:
             stored = SafetensorsFolder(kept.parent, only=kept.name)
@@ -181,7 +181,7 @@ class ToHuggingFace:
         return TensorToWrite(name, dtype, shape, pieces)
 
     def _pieces(self, parts: Sequence[TensorBlock]) -> Iterator[Tensor]:
-        """One checkpoint tensor, some rows at a time where its rows lie together."""
+        """One checkpoint tensor, some rows at a time if its rows are contiguous."""
         ordered = sorted(parts, key=lambda part: part.block.rows)
         if any(part.block.transposed or part.block.steps[0] > 1 for part in ordered):
             yield self._whole(ordered)

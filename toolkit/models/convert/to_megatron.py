@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a Megatron checkpoint that every TP, PP and EP can load."""
+"""Converts a Hugging Face folder to a Megatron checkpoint that every TP, PP and EP can load."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 class ToMegatron:
     """The conversion of one folder.
 
-    Raises DataError when a tensor is missing, misshapen or not what the config says.
+    Raises DataError if a tensor is missing, has a wrong shape or does not match the config.
     """
 
     notes: tuple[str, ...] = ()
@@ -54,10 +54,10 @@ class ToMegatron:
         self.names = {name: self.weights.stored_name(name) for name in shapes}
         if TIED_HEAD not in shapes:
             copy = self.weights.stored_copy(TIED_HEAD, embedding)
-            # Only its name is kept: the way back writes the embedding under both.
+            # Only its name is kept: the reverse conversion writes the embedding under both.
             self.names |= {TIED_HEAD: copy} if copy else {}
         self.unmapped = list(read_entries(self.weights.stored, self.weights.buffers))
-        """Kept aside for the way back."""
+        """Kept for the reverse conversion."""
         files = {source.folder / file for file in self.weights.files.values()}
         self.nbytes = sum(file.stat().st_size for file in files)
 

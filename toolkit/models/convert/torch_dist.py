@@ -1,9 +1,9 @@
 """megatron-core's `torch_dist` checkpoint format, written and read one rectangle at a time.
 
-A checkpoint is a folder of data files and a `.metadata` that says which rectangle of which
-global tensor lies at which byte. Ranks of any layout read what they need from it, because a
-global tensor does not depend on who wrote it. torch's own writer holds tensors until a file
-is done, so here the bytes go straight to the file; the format is that of
+A checkpoint is a folder of data files and a `.metadata` file with the byte offset of every
+rectangle of every global tensor. Ranks of any layout read what they need from it, because a
+global tensor does not depend on the layout that wrote it. torch's own writer holds tensors
+until a file is complete, so here the bytes are written directly; the format is that of
 `torch.distributed.checkpoint` (torch 2.10 and later) with the three small files that
 `megatron.core.dist_checkpointing` adds (0.15 and later).
 """
@@ -47,11 +47,12 @@ FORMAT = {
 }
 LARGEST_INDEX_BYTES = 1 << 30
 CACHE_BYTES = 128 << 20
-"""Rectangles kept by a reader: the parts of a fused tensor are asked for one after another."""
+"""Rectangles cached by a reader: the parts of a fused tensor are requested one after
+another."""
 
 
 class Writer:
-    """Writes a checkpoint folder; nothing is a checkpoint before `finish`."""
+    """Writes a checkpoint folder, which is valid only after `finish`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,7 +62,7 @@ class Writer:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def __enter__(self) -> Self:
-        # No reader of torch's looks at the checksums, which take twice as long as writing.
+        # torch's readers ignore the checksums, which take twice as long as writing.
         self._checksums = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         return self
@@ -89,7 +90,7 @@ class Writer:
         chunk = ChunkStorageMetadata(torch.Size(offset), part.shape)
         index = MetadataIndex(key, chunk.offsets, len(entry.chunks))
         entry.chunks.append(chunk)
-        # Saving a view would save all that lies under it.
+        # Saving a view would save its whole storage.
         owned = part.numel() == part.untyped_storage().nbytes() // part.element_size()
         self._write(
             index, part if owned and part.is_contiguous() else part.clone().contiguous()
@@ -119,7 +120,7 @@ def _save(value: object, file: SlicedFile) -> None:
     try:
         torch.save(value, file)
     except RuntimeError as error:
-        # torch's writer hides what went wrong with the file, such as a full disk.
+        # torch's writer hides errors of the file, such as a full disk.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from error
         raise
@@ -136,7 +137,7 @@ class GlobalTensor:
 class Reader:
     """Reads rectangles of global tensors from a checkpoint that any layout saved.
 
-    Raises CheckpointError for a folder that is no such checkpoint or was tampered with.
+    Raises CheckpointError for a folder that is not such a checkpoint or was tampered with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +151,7 @@ class Reader:
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """The rectangle at `offset` of `size`, in as many dimensions as the tensor has.
 
-        It may be a view of what the reader keeps: not to be written to.
+        It may be a view of the reader's cache: do not write to it.
         """
         whole = self.tensors[key]
         result = torch.empty(tuple(size), dtype=whole.dtype)
@@ -227,7 +228,7 @@ _METADATA_CLASSES = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""What an index consists of, by module. Anything else in it could run code."""
+"""Classes of an index, by module. Any other class could run code."""
 
 
 _CHECKED: Mapping[bytes, Callable[[list[Any]], bool]] = {
@@ -237,7 +238,7 @@ _CHECKED: Mapping[bytes, Callable[[list[Any]], bool]] = {
     pickle.NEWOBJ: lambda stack: _is_plain(stack[-1]),
     pickle.BUILD: lambda stack: _may_be_built(*stack[-2:]),
 }
-"""Opcodes that hash, call or change an object, and what must hold of the stack before.
+"""Opcodes that hash, call or change an object, and their preconditions on the stack.
 
 Hashing a tuple of tuples that share their elements takes time that doubles with each level.
 """
@@ -276,7 +277,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _checked(opcode: bytes) -> Callable[[Any], None]:
-    """Carry out an opcode of `_CHECKED`."""
+    """Execute an opcode of `_CHECKED`."""
 
     def carry_out(self: Any) -> None:
         if not _CHECKED[opcode](self.stack):
@@ -296,7 +297,7 @@ def _is_key(key: object) -> bool:
 
 
 def _is_plain(arguments: object) -> bool:
-    """Are these values, or flat sequences of whole numbers?"""
+    """Whether these are scalars, or flat sequences of integers."""
     return isinstance(arguments, tuple) and all(
         all(type(number) is int for number in value)
         if isinstance(value, tuple | list)
@@ -306,7 +307,7 @@ def _is_plain(arguments: object) -> bool:
 
 
 def _may_be_built(instance: object, state: object) -> bool:
-    """Is this an object that the file has made, and none that Python has one of?"""
+    """Whether this object was created by the file and is not a Python singleton."""
     if not is_dataclass(instance) or isinstance(instance, type | Enum):
         return False
     if not isinstance(state, dict):
@@ -323,7 +324,7 @@ def _member(enumeration: Any, name: str) -> Enum:
 
 @dataclass(frozen=True)
 class _Index:
-    """What `.metadata` says, checked to be of the form that is read here."""
+    """The content of `.metadata`, checked to have the supported format."""
 
     tensors: dict[str, GlobalTensor]
     chunks: dict[str, list[ChunkStorageMetadata]]
@@ -383,7 +384,7 @@ def _checked_index(metadata: object) -> _Index:
 
 
 def _whole_numbers(values: Sequence[object]) -> tuple[int, ...]:
-    """A size or an offset. Raises ValueError when it is none."""
+    """A size or an offset. Raises ValueError otherwise."""
     numbers = tuple(value for value in values if type(value) is int and 0 <= value < 1 << 62)
     if len(numbers) != len(values):
         raise ValueError(f"it holds a {type(values).__name__} of something else for a size")

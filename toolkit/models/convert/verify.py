@@ -1,10 +1,10 @@
-"""Do a Hugging Face folder and a Megatron checkpoint compute the same logits?
+"""Checks that a Hugging Face folder and a Megatron checkpoint compute the same logits.
 
     python -m toolkit.models.convert.verify HF_FOLDER MEGATRON_FOLDER CONFIG_JSON
 
-prints {"max_abs_difference", "largest_logit", "bound"} as its last line. It is a program of its
-own because megatron-core's process groups belong to a whole process, and because it must not
-see a GPU: both models compute in fp32 on the CPU (CUDA_VISIBLE_DEVICES must be empty), one
+prints {"max_abs_difference", "largest_logit", "bound"} as its last line. It is a separate
+program because megatron-core's process groups belong to a whole process, and because it must
+not see a GPU: both models compute in fp32 on the CPU (CUDA_VISIBLE_DEVICES must be empty), one
 after the other, so the machine needs room for the weights in fp32.
 """
 
@@ -98,7 +98,7 @@ def main() -> None:
     found = megatron_logits(source.folder, source.config, tokens)
     print(json.dumps(asdict(Agreement.of(expected, found))), flush=True)
     sys.stderr.flush()
-    # Interpreter teardown with process groups aborts now and then.
+    # Interpreter teardown with process groups sometimes aborts.
     os._exit(0)
 
 

@@ -1,4 +1,5 @@
-"""Model families: what a Hugging Face config means, for the planner and for megatron-core.
+"""Model families: the interpretation of a Hugging Face config, for the planner and for
+megatron-core.
 
 One file per family; to add one, write it and list it here. Every other causal language model
 of transformers is `generic`. A `config` here is a dict for which `check_config` found no
@@ -44,7 +45,8 @@ FAMILIES: Mapping[str, Family] = {
         QWEN3_MOE, SMOLLM3,
     )
 }  # fmt: skip
-"""Every `model_type` with a family file: megatron-core's too, and planned without torch."""
+"""Every `model_type` with a family file: supported by megatron-core, and planned without
+torch."""
 
 __all__ = [
     "FAMILIES", "MegatronModel", "attention", "family_of", "mapped", "megatron_model",
@@ -53,18 +55,18 @@ __all__ = [
 
 
 def settings_of(config: Mapping[str, object]) -> Settings:
-    """The config with its family's defaults; only its `model_type` has to be right."""
+    """The config with its family's defaults; only its `model_type` must be valid."""
     return Settings(family_of(str(config["model_type"])), config)
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a `model_type`: its own file's, or what transformers says of it."""
+    """The family of a `model_type`: from its own file, or from transformers."""
     return FAMILIES.get(model_type) or generic(model_type)
 
 
 def published(config: dict[str, Any]) -> dict[str, Any]:
-    """A published config; of a type without a family file, less the keys that nothing in
-    transformers reads, since many carry such keys."""
+    """A published config; for a type without a family file, without the keys that transformers
+    does not read, since many configs contain such keys."""
     model_type = config.get("model_type")
     if model_type in FAMILIES or model_type not in model_types():
         return config
@@ -90,14 +92,15 @@ def unsupported(config: Mapping[str, object]) -> str | None:
 
 
 def megatron_model(config: Mapping[str, object]) -> MegatronModel:
-    """The config in megatron-core's words. Raises PlanError where it is `unsupported`."""
+    """The config in megatron-core's terms. Raises PlanError if it is `unsupported`."""
     if (reason := unsupported(config)) is not None:
         raise PlanError(f"parallel.model: {reason}", fix="set parallel.model to hf")
     return mapped(config)
 
 
 def mapped(config: Mapping[str, object]) -> MegatronModel:
-    """The map of the model's tensors; its other fields count where nothing is `unsupported`."""
+    """The map of the model's tensors; its other fields are valid if nothing is
+    `unsupported`."""
     settings = settings_of(config)
     family = settings.family
     model = family.model(shape(settings), settings)

@@ -1,8 +1,8 @@
-"""What a model family states about itself, and a config read with its help.
+"""The description of a model family, and a config interpreted with it.
 
-A family file answers four questions: which keys its Hugging Face config has, what of the
-model no key says, which megatron-core model computes the same function, and what
-megatron-core cannot express. It is data and arithmetic: no torch, no megatron-core.
+A family file defines which keys its Hugging Face config has, the traits of the model that no
+key states, which megatron-core model computes the same function, and what megatron-core cannot
+express. It is data and arithmetic: no torch, no megatron-core.
 """
 
 import re
@@ -30,7 +30,7 @@ class Settings:
     """The config as given."""
 
     def __getitem__(self, name: str) -> Any:
-        """The stated value under any spelling, else the default; None when neither."""
+        """The stated value under any spelling, otherwise the default; None without either."""
         own = self.family.name_of(name)
         key = self.family.keys.get(own)
         for spelling in (own, *self.family.spellings_of(own)):
@@ -41,27 +41,27 @@ class Settings:
 
     @property
     def head_dim(self) -> int:
-        """Features of one head; the hidden size over the heads where no key says it."""
+        """Features of one head; the hidden size divided by the heads if no key states it."""
         stated = self["head_dim"] or self["hidden_size"] // self["num_attention_heads"]
         return int(stated)
 
     def spelling(self, name: str) -> str:
-        """How to call the standard key `name` in a message to this user."""
+        """The name of the standard key `name` in a message to this user."""
         return name if name in self.stated else self.family.name_of(name)
 
 
 @dataclass(frozen=True)
 class ChunkedLayers:
-    """Attention of which layers differ, as llama4_text has it. Layers are counted from 0."""
+    """Attention that differs between layers, as in llama4_text. Layers are counted from 0."""
 
     size: int
     """Tokens of a chunk."""
     chunked: frozenset[int]
-    """Layers whose queries see no other chunk than their own."""
+    """Layers whose queries see only their own chunk."""
     normed: frozenset[int]
-    """Layers that divide queries and keys, turned by positions, by their root mean square."""
+    """Layers that divide rotated queries and keys by their root mean square."""
     tempered: frozenset[int]
-    """Layers that multiply the query at place p of a row by 1 + growth · log(1 + ⌊(p + 1) /
+    """Layers that multiply the query at position p of a row by 1 + growth · log(1 + ⌊(p + 1) /
     floor⌋) (arXiv:2501.19399)."""
     floor: int
     growth: float
@@ -69,7 +69,7 @@ class ChunkedLayers:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A model in megatron-core's words, free of any layout and precision."""
+    """A model in megatron-core's terms, independent of layout and precision."""
 
     transformer: Mapping[str, Any]
     """Fields of TransformerConfig as plain values; `activation_func` is the name of the
@@ -80,10 +80,10 @@ class MegatronModel:
     """Every tensor; one with `{layer}` in its name stands for one of each layer that has
     it, one with `{expert}` for one of each expert."""
     parallel_residual: bool = False
-    """Attention and MLP both read the layer's input (gpt_neox); megatron-core's own layer
-    feeds the MLP with what attention returns."""
+    """Attention and MLP both read the layer's input (gpt_neox); in megatron-core's own layer,
+    the MLP reads the output of attention."""
     norms: Norms = "before"
-    """Where a layer has norms: before attention and MLP, on what they return, or both."""
+    """Where a layer has norms: before attention and MLP, on their outputs, or both."""
     norms_over_width: bool = False
     """Query and key norms are over all heads together, not over each."""
     score_cap: float | None = None
@@ -93,22 +93,23 @@ class MegatronModel:
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
     chunked_layers: ChunkedLayers | None = None
-    """None: all layers treat queries and keys alike, but for windows."""
+    """None: all layers treat queries and keys in the same way, except for windows."""
     embedding_scale: float = 1.0
-    """What token embeddings are multiplied by on their way into the first layer; a tied output
-    projection is not."""
+    """Factor of the token embeddings before the first layer; not of a tied output
+    projection."""
     residual_scale: float = 1.0
-    """What attention and MLP return is multiplied by before it is added to the residual."""
+    """Factor of the outputs of attention and MLP before they are added to the residual."""
     logits_divisor: float = 1.0
-    """What logits are divided by."""
+    """Divisor of the logits."""
     padding_token: int | None = None
     """Token whose input embedding gets no gradient; None when all are trained."""
     buffers: tuple[TensorMap, ...] = ()
-    """What checkpoints hold besides the tensors, and no gradient trains."""
+    """Buffers in checkpoints, in addition to the tensors, which are not trained by
+    gradients."""
 
     def instances(self, *, buffers: bool = False) -> Iterator["Instance"]:
-        """Every tensor of the model, layer by layer and expert by expert, and where asked
-        every buffer."""
+        """Every tensor of the model, layer by layer and expert by expert, and every buffer if
+        requested."""
         for tensor in (*self.tensors, *(self.buffers if buffers else ())):
             for layer in self._layers_of(tensor):
                 for expert in self._experts_of(tensor):
@@ -156,12 +157,13 @@ def all_layers(settings: Settings) -> range:
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: its config keys, its megatron-core model, what no key states."""
+    """One `model_type`: its config keys, its megatron-core model, and traits that no key
+    states."""
 
     model_type: str
     keys: Mapping[str, Key]
     model: Callable[[ModelSpec, Settings], MegatronModel]
-    """The map of its tensors also where the config is `unsupported`."""
+    """The map of its tensors, also if the config is `unsupported`."""
     unsupported: Callable[[ModelSpec, Settings], str | None]
     """Why megatron-core cannot compute this config exactly; None when it can."""
 
@@ -175,22 +177,23 @@ class Family:
     attention: Callable[[Settings], Attention] = lambda _: "sdpa"
     """The fastest implementation that computes this model's attention exactly."""
     shape: Callable[[Settings], ModelSpec] | None = None
-    """The model's shape; None where its keys and the traits below say it."""
+    """The model's shape; None if it follows from its keys and the traits below."""
     freezes_padding: bool = True
     """transformers does not train the input embedding of `pad_token_id`."""
     stacked_experts: bool = False
     """Published checkpoints hold a layer's experts in one tensor, as transformers does."""
     published_names: tuple[tuple[str, str], ...] = ()
-    """What published checkpoints name differently from transformers 5: pattern of the model's
+    """Names in published checkpoints that differ from transformers 5: pattern of the model's
     name → stored name."""
 
     # The model's shape, see ModelSpec. A bias that is False here follows the config's keys.
     rotary: bool = True
-    """Rotary positions, which need an even head size; else a learned table of them."""
+    """Rotary positions, which need an even head size; otherwise a learned table of
+    positions."""
     rope_types: tuple[str, ...] = tuple(ROPE_NEEDS)
     """Rotary variants that transformers computes for it."""
     rope_bases: Mapping[str, float] = field(default_factory=dict)
-    """Where layers of different `layer_types` turn differently: the base of each by default."""
+    """If layers of different `layer_types` rotate differently: the default base of each."""
     gated_mlp: bool = True
     mlp_bias: bool = False
     qkv_bias: bool = False
@@ -200,11 +203,11 @@ class Family:
     layer_norm: bool = False
     norms_per_layer: int = 2
     sliding: Callable[[Settings], Sequence[int]] = all_layers
-    """Layers that see only the sliding window, where one is on and no `layer_types` given."""
+    """Layers that see only the sliding window, if one is enabled and no `layer_types` given."""
 
     @property
     def rotary_share(self) -> str:
-        """Its key for the share of each head that positions turn; empty where it has none."""
+        """Its key for the rotated share of each head; empty if it has none."""
         names = ("partial_rotary_factor", "rotary_pct")
         return next((name for name in names if name in self.keys), "")
 

@@ -1,4 +1,4 @@
-"""What families have in common when they say a config in megatron-core's words."""
+"""Common parts of the families' translation of a config to megatron-core's terms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -66,7 +66,7 @@ def heads_of(spec: ModelSpec) -> Heads:
 
 
 def dropout(settings: Settings, key: str) -> float:
-    """A dropout probability: 0 unless stated, whatever transformers' default is."""
+    """A dropout probability: 0 unless stated, regardless of transformers' default."""
     return float(settings.stated.get(key, 0.0))  # type: ignore[arg-type]
 
 
@@ -91,7 +91,7 @@ def sliding_window(settings: Settings) -> dict[str, Any]:
 def rope_of(settings: Settings, layer_type: str = "full_attention") -> Mapping[str, Any]:
     """The map of rotary settings, under its old or its new name; empty when not stated.
 
-    In a family whose `layer_types` turn differently that of one type; there, the old name
+    In a family whose `layer_types` rotate differently, that of one type; there, the old name
     stands for `full_attention`.
     """
     stated: Mapping[str, Any] = settings["rope_parameters"] or settings["rope_scaling"] or {}
@@ -134,15 +134,15 @@ def rotary(
     """GPTChunk arguments of rotary positions; `theta` and `share` are the family's defaults,
     and `otherwise` the map of rotary settings.
 
-    `rope_parameters` is what transformers would compute the frequencies of, complete; it is
-    left out where every pair turns at the plain frequencies, which are megatron-core's own.
+    `rope_parameters` is the complete map from which transformers computes the frequencies; it
+    is omitted if every pair has the default frequencies, which are megatron-core's own.
     """
     rope = rope_of(settings) or otherwise or {}
     return _rotary(settings, rope, settings["rope_theta"] or theta, share)
 
 
 def layered_rotary(settings: Settings) -> dict[str, Any]:
-    """The same of a family whose sliding layers may turn differently from the others."""
+    """The same for a family whose sliding layers may rotate differently from the others."""
     bases = settings.family.rope_bases
     arguments = _rotary(
         settings, rope_of(settings), settings["rope_theta"] or bases["full_attention"]
@@ -164,7 +164,8 @@ def _rotary(
     arguments: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": theta,
-        # Of a proportional head the share says which pairs stand still; all are turned.
+        # For `proportional`, the share determines which pairs have frequency 0; all are
+        # rotated.
         "rotary_percent": 1.0 if rope_type == "proportional" else share,
     }
     if rope_type != "default":
@@ -181,7 +182,7 @@ def _rotary(
 
 
 def unsupported_biases(spec: ModelSpec) -> str | None:
-    """Why megatron-core cannot give exactly these layers a bias; None when it can."""
+    """Why megatron-core cannot have biases in exactly these layers; None if it can."""
     if spec.attention_output_bias == spec.mlp_bias and (spec.qkv_bias or not spec.mlp_bias):
         return None
     return (

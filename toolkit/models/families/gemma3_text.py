@@ -1,5 +1,5 @@
 """Gemma 3's text model: gemma2 with norms of query and key heads, and with five of six layers
-local, which turn by positions at a base of their own."""
+local, with a different rotary base."""
 
 from collections.abc import Mapping
 from dataclasses import replace

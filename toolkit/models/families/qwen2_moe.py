@@ -1,5 +1,5 @@
 """Qwen2-MoE: qwen3_moe with qwen2's biases instead of head norms, and in every layer with
-experts one more that all tokens pass through, weighted by a gate of its own."""
+experts an additional shared expert, weighted by its own gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace

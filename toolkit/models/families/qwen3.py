@@ -1,4 +1,4 @@
-"""Qwen3: qwen2 with query and key norms instead of biases and a head size of its own."""
+"""Qwen3: qwen2 with query and key norms instead of biases and its own head size."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""How one Megatron tensor is made of checkpoint tensors, and what a rank holds of it.
+"""How one Megatron tensor consists of checkpoint tensors, and which part a rank holds.
 
 Two facts describe every weight of every family:
 

@@ -1,7 +1,7 @@
-"""What a query sees of the past, and how it weights it: the core attentions of our layers.
+"""The core attentions of our layers.
 
-torch's fused attention, which is the plan's `sdpa`, and where its kernels lack something,
-matrix products with a softmax, which is `eager`.
+torch's fused attention (the plan's `sdpa`), or if its kernels lack a feature, matrix products
+with a softmax (`eager`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +26,7 @@ from toolkit.models.megatron.norms import local_device
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """softmax(q·k)·v over the past by torch's fused kernels, with an optional window."""
+    """Causal softmax(q·k)·v by torch's fused kernels, with an optional window."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window: int | None = config.window_size[0] if windowed else None
-        """Positions before a query that it sees; None for all of them."""
+        """Number of previous positions that a query sees; None for all of them."""
 
     def forward(
         self,
@@ -59,8 +59,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         **_: object,
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
-        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None where a
-        row is one document."""
+        [sequence, batch, heads · size]. `attention_mask`: `document_masks`, or None if a row is
+        one document."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         length = q.shape[2]
         mask: Tensor | None
@@ -77,7 +77,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
     @property
     def limited(self) -> bool:
-        """Does a query see a part of the past alone?"""
+        """Whether a query sees only a part of the past."""
         return self.window is not None
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:
@@ -100,14 +100,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         )
 
     def _own_random_stream(self) -> AbstractContextManager[None]:
-        """A block in which each tensor-parallel rank, having other heads, draws its own
-        dropout; under sequence parallel the whole layer already does."""
+        """Context in which each tensor-parallel rank, which has different heads, draws its own
+        dropout; with sequence parallel the whole layer already does."""
         random = self.dropout > 0 and self.training and not self.config.sequence_parallel
         return get_cuda_rng_tracker().fork() if random else nullcontext()
 
 
 class EagerAttention(CausalAttention):
-    """The same where fused kernels lack something: the scores are kept."""
+    """The same for features that fused kernels lack: the scores are kept."""
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """See `CausalAttention._attend`; the softmax is in fp32."""
@@ -124,11 +124,11 @@ class EagerAttention(CausalAttention):
         return dropout(weights, self.dropout, self.training) @ v
 
     def _changed(self, scores: Tensor) -> Tensor:
-        """What goes into the softmax, before masks: [batch, heads, queries, keys]."""
+        """The input of the softmax, before masks: [batch, heads, queries, keys]."""
         return scores
 
     def _weights(self, scores: Tensor) -> Tensor:
-        """Masked scores, fp32 [batch, heads, queries, keys] → the weights of the keys."""
+        """Masked scores, fp32 [batch, heads, queries, keys] → attention weights."""
         return softmax(scores, dim=-1)
 
 
@@ -166,7 +166,7 @@ class SinkAttention(EagerAttention):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """What megatron-core's distributed checkpoints hold of it: each rank's heads."""
+        """Its part of megatron-core's distributed checkpoints: each rank's heads."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -179,8 +179,8 @@ class SinkAttention(EagerAttention):
 
 
 class ChunkedAttention(CausalAttention):
-    """Attention over the query's own chunk, of normed queries and keys, or of queries that grow
-    with their place: each where `ChunkedLayers` says so."""
+    """Attention within the query's own chunk, with normalised queries and keys, or with queries
+    scaled by their position: each as `ChunkedLayers` defines."""
 
     def __init__(
         self,
@@ -237,13 +237,13 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 def document_masks(
     segments: Tensor, positions: Tensor, config: TransformerConfig, chunk: int | None
 ) -> Tensor:
-    """The masks of a micro batch whose documents are isolated, in the compute precision:
-    [1 or 2, batch, 1, sequence, sequence], 0 where a query sees a key, else -inf.
+    """The masks of a micro batch whose documents are isolated, in the compute precision: [1 or
+    2, batch, 1, sequence, sequence], 0 where a query sees a key, otherwise -inf.
 
-    The first is that of layers that see all the past of a document, the second that of layers
+    The first is for layers with full causal attention inside a document, the second for layers
     with a window, or with chunks of `chunk` tokens, counted by the positions in it. All layers
-    share them: a boolean mask, and one made in each layer, would be kept for the backward pass
-    once per layer.
+    share them: a boolean mask, or one created in each layer, would be kept for the backward
+    pass once per layer.
     """
     length = segments.shape[1]
     same = segments[:, :, None] == segments[:, None, :]

@@ -1,7 +1,7 @@
 """The arguments of megatron-core's model classes for one layout: plain data, no torch.
 
-Every key is spelt as megatron-core spells it; the values that are not plain there (dtypes,
-activation functions) are named by text until `model.build_chunks` needs them.
+Keys have megatron-core's spelling; values that are not plain there (dtypes, activation
+functions) are strings until `model.build_chunks` needs them.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def _layout_arguments(model: MegatronModel, layout: Layout) -> dict[str, Any]:
     }
     if layout.pp > 1:
         arguments["pipeline_model_parallel_layout"] = pipeline_layout(layers, layout)
-        # Of what was sent, the backward pass needs no values.
+        # The backward pass does not need the values of sent outputs.
         arguments["deallocate_pipeline_outputs"] = True
         # With two stages the previous and the next rank are the same one, and the
         # interleaved schedule's batched messages are matched in the wrong order.
@@ -64,12 +64,12 @@ def _layout_arguments(model: MegatronModel, layout: Layout) -> dict[str, Any]:
 
 
 def expert_tensor(layout: Layout) -> int:
-    """Tensor-parallel degree inside an expert: none once experts are spread over ranks."""
+    """Tensor-parallel degree inside an expert: 1 with expert parallel."""
     return 1 if layout.ep > 1 else layout.tp
 
 
 def pipeline_layout(layers: int, layout: Layout) -> list[list[str]]:
-    """What each of the pp·vpp pipeline chunks holds, in the order of the model."""
+    """The content of each of the pp·vpp pipeline chunks, in the order of the model."""
     chunks = [["decoder"] * count for count in stage_layers(layers, layout.pp, layout.vpp)]
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")

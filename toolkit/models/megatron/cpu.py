@@ -1,10 +1,9 @@
 """megatron-core on a machine without CUDA, and without Transformer Engine on one with it.
 
-megatron-core allocates on "cuda", asks for CUDA's random state and waits for CUDA streams
-in places that have nothing to do with a GPU. Here those calls are sent to the CPU: inside
-megatron-core's modules the name `torch` stands for a view of torch whose CUDA calls work
-on the CPU; torch itself keeps all but `Tensor.cuda`. Where CUDA is available nothing of
-this happens.
+megatron-core allocates on "cuda", reads CUDA's random state and waits for CUDA streams in code
+that does not need a GPU. Here those calls are redirected to the CPU: inside megatron-core's
+modules the name `torch` is a view of torch whose CUDA calls work on the CPU; torch itself is
+not changed except for `Tensor.cuda`. If CUDA is available, nothing is changed.
 """
 
 import logging
@@ -22,7 +21,7 @@ _PACKAGE = "megatron.core"
 
 
 def redirect() -> None:
-    """Send megatron-core's CUDA calls to the CPU, where there is no CUDA.
+    """Redirect megatron-core's CUDA calls to the CPU if there is no CUDA.
 
     Covers the modules of megatron-core imported so far; further calls cover later ones.
     """
@@ -41,10 +40,10 @@ def redirect() -> None:
 
 
 def before_import() -> None:
-    """What must be settled before the rest of megatron-core is imported.
+    """Set-up before the rest of megatron-core is imported.
 
-    Its warnings about packages that it can do without are left out. Where there is no CUDA
-    its fused operators stay plain Python: compiling them takes seconds for nothing.
+    Its warnings about optional packages are suppressed. Without CUDA its fused operators stay
+    plain Python, because compiling them takes seconds without a benefit.
     """
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
     # Its optimizer looks for gradients of views, which have none.
@@ -64,15 +63,15 @@ def before_import() -> None:
 
 
 def _without_transformer_engine() -> None:
-    """Give the router a name that it reads although only Transformer Engine defines it."""
+    """Define a name that the router reads although only Transformer Engine defines it."""
     loaded = sys.modules.get(f"{_PACKAGE}.transformer.moe.moe_utils")
     if loaded is not None and not hasattr(loaded, "te_general_gemm"):
         loaded.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def _norm_without_waiting() -> None:
-    """megatron-core's own norm, instead of which it takes Transformer Engine's or Apex', waits
-    for the GPU once per parameter."""
+    """Replace megatron-core's own norm, which is used without Transformer Engine and Apex and
+    synchronises with the GPU once per parameter."""
     loaded = sys.modules.get(f"{_PACKAGE}.optimizer.clip_grads")
     own = getattr(loaded, "local_multi_tensor_l2_norm", None)
     if own is not None and loaded is not None and loaded.l2_norm_impl is own:
@@ -80,7 +79,7 @@ def _norm_without_waiting() -> None:
 
 
 def cuda_type_names() -> AbstractContextManager[None]:
-    """A block in which CPU tensors answer `type()` as CUDA tensors do.
+    """Context in which CPU tensors return CUDA types from `type()`.
 
     megatron-core's optimizers sort parameters by the names of CUDA types.
     """
@@ -103,7 +102,7 @@ def _typed_as_cuda() -> Iterator[None]:
 
 
 def _replace(module: str, name: str, value: object) -> None:
-    """Set a module's name, where the module was imported."""
+    """Set a name in a module, if the module was imported."""
     loaded = sys.modules.get(f"{_PACKAGE}.{module}")
     if loaded is not None:
         setattr(loaded, name, value)
@@ -132,7 +131,7 @@ def _on_cpu(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Event:
-    """A CUDA event that has always happened."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -144,7 +143,7 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream on which everything has been done."""
+    """A CUDA stream without pending work."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -212,6 +211,6 @@ def _l2_norm(
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes as numbers, which gloo's all-to-all wants; other tensors stay."""
+    """Split sizes as Python numbers, which gloo's all-to-all requires; other tensors stay."""
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

@@ -19,10 +19,10 @@ from toolkit.models.megatron.norms import local_device
 
 
 class ReplicatedLinear(nn.Module):
-    """A projection that every tensor-parallel rank holds whole, without bias.
+    """A projection without bias that is replicated on every tensor-parallel rank.
 
-    megatron-core's own layer that splits the rows has the keys' turned part gathered from all
-    ranks, and loses the gradient of the other ranks' heads on its way back.
+    megatron-core's own layer, which splits the rows, gathers the keys' rotated part from all
+    ranks, and loses the gradient of the other ranks' heads in the backward pass.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class ReplicatedLinear(nn.Module):
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """megatron-core's latent attention at the positions of a batch, which it does not know."""
+    """megatron-core's latent attention with the positions of a batch, which it does not
+    support."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -54,9 +55,10 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[sequence, batch, hidden] → the same, and its bias. `rotary_pos_emb` is no angles,
-        which this attention computes itself, but positions: int64 [sequence, batch]; None: 0,
-        1, 2, …. An argument is right where a layer is recomputed after the next batch, too."""
+        """[sequence, batch, hidden] → the same, and its bias. `rotary_pos_emb` contains
+        positions instead of angles, which this attention computes itself: int64 [sequence,
+        batch]; None: 0, 1, 2, …. As an argument, it is also correct if a layer is recomputed
+        after the next batch."""
         self._positions = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, *arguments, **options
@@ -74,8 +76,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def latent_attention(core_attention: type, norm: type) -> ModuleSpec:
-    """The specification of self-attention by latent vectors."""
-    # The one class beside its own that megatron-core accepts, by this name, as replicated.
+    """The specification of latent self-attention."""
+    # The only other class that megatron-core accepts, by this name, as replicated.
     multi_latent_attention.TELinear = ReplicatedLinear
     parts: dict[str, Any] = {
         "linear_q_proj": ColumnParallelLinear,

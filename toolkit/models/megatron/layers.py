@@ -55,7 +55,7 @@ class ExpertDown(RowParallelLinear):  # type: ignore[misc]
         group = options["tp_group"]
         self.adds = float(group.rank() == 0)
         # The gradients of a split expert are summed over its ranks. One that is not split is
-        # on one rank alone, though its bias is no part of a larger one.
+        # only on one rank, though its bias is not a part of a larger one.
         self.bias.sequence_parallel = group.size() > 1
         if group.size() == 1:
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)

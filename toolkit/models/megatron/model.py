@@ -1,4 +1,4 @@
-"""Building megatron-core's GPTModel on this rank, and asking it for log-probabilities."""
+"""Builds megatron-core's GPTModel on this rank, and computes log-probabilities with it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -66,9 +66,9 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         windowed_rope_parameters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`rope_parameters`: transformers' map of that name, for frequencies that are scaled;
-        `windowed_rope_parameters`: that of layers with a window, where it is another one; the
-        others are GPTModel's arguments."""
+        """`rope_parameters`: transformers' map of that name, for scaled frequencies;
+        `windowed_rope_parameters`: that of layers with a window, if it differs; the others are
+        GPTModel's arguments."""
         super().__init__(*arguments, **options)
         self._positions: Tensor | None = None
         self._scaled: ScaledRotary | None = None
@@ -87,8 +87,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
     def _rotate_by_positions(self, _: object, __: object, angles: Tensor) -> Tensor | None:
         """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size] for the positions
-        of the batch, which megatron-core itself gives to learned embeddings only. Where layers
-        with a window turn differently: two of them, [2, sequence, batch, 1, size]."""
+        of the batch, which megatron-core itself uses for learned embeddings only. If layers
+        with a window rotate differently, two of them: [2, sequence, batch, 1, size]."""
         positions = self._positions
         if positions is None and self._scaled is None and self._windowed is None:
             return None
@@ -103,7 +103,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         return angles
 
     def _preprocess(self, *arguments: Any, **options: Any) -> tuple[Any, ...]:
-        """Where other models hand their layers angles, latent attention gets positions."""
+        """Latent attention gets positions instead of angles."""
         embedded, angles, *others = super()._preprocess(*arguments, **options)
         if self.config.multi_latent_attention and self._positions is not None:
             angles = self._positions.T
@@ -118,9 +118,10 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         real: Tensor | None = None,
     ) -> Tensor:
         """`position_ids` None: 0, 1, 2, … in every row. `segments` as in `MicroBatch`. `real`:
-        bool [batch, sequence], which tokens are no padding; None: the routers are not seen.
+        bool [batch, sequence], which tokens are not padding; None: the routers are not
+        observed.
 
-        The cross entropy [batch, sequence] on the last stage, hidden states on others.
+        Returns the cross entropy [batch, sequence] on the last stage, hidden states on others.
         """
         self._positions = position_ids
         if position_ids is None:
@@ -135,8 +136,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         return output
 
     def _padding(self, real: Tensor | None) -> Tensor | None:
-        """megatron-core's mask of padding: under sequence parallel its first stage takes this
-        rank's positions of it, and later ones must be given these."""
+        """megatron-core's padding mask: with sequence parallel its first stage selects this
+        rank's positions, and later stages must be given these."""
         if real is None:
             return None
         if self.config.sequence_parallel and not self.pre_process:
@@ -148,8 +149,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     def _postprocess(
         self, hidden_states: Tensor, labels: Tensor | None, **options: Any
     ) -> Tensor:
-        """Under sequence parallel a rank has a run of the positions of its group; then a chunk
-        is a part of every rank's run."""
+        """With sequence parallel a rank has a contiguous range of its group's positions; then a
+        chunk is a part of every rank's range."""
         finish = partial(super()._postprocess, **options)
         chunks = 1
         if self.post_process and labels is not None:
@@ -200,10 +201,10 @@ def join_groups(layout: Layout, seed: int) -> None:
 
 
 def seed_dropout() -> None:
-    """Let the random streams of the coming step follow from torch's seed.
+    """Seed the random streams of the next step from torch's seed.
 
-    Tensor-parallel ranks, which hold different heads and under sequence parallel different
-    positions, draw apart from each other, and so do pipeline stages.
+    Tensor-parallel ranks, which hold different heads and with sequence parallel different
+    positions, have different streams, and so do pipeline stages.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31 + 100 * stage)
@@ -223,10 +224,10 @@ def build_chunks(
     gpt: Mapping[str, Any],
     loss: LossKernel = "whole",
 ) -> list[GPTChunk]:
-    """This rank's pipeline chunks (one without virtual stages), not yet filled.
+    """This rank's pipeline chunks (one without virtual stages), uninitialised.
 
-    `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`).
-    `join_groups` comes first.
+    `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`). Call
+    `join_groups` first.
     """
     config = transformer_config(transformer)
     if config.bias_activation_fusion:
@@ -245,7 +246,7 @@ def build_chunks(
             vp_stage=vp_stage,
             **gpt,
         )
-        chunk.to(local_device())  # megatron-core leaves routers where torch makes tensors
+        chunk.to(local_device())  # megatron-core leaves routers on torch's default device
         chunk.vocabulary, chunk.loss_kernel = model.gpt["vocab_size"], loss
         chunks_of = model.chunked_layers
         chunk.attention_chunk = None if chunks_of is None else chunks_of.size
@@ -263,8 +264,8 @@ def build_chunks(
 
 
 def _scale(embedding: VocabParallelEmbedding, factor: float) -> None:
-    """Multiply what the embedding returns by `factor`, rounded to the compute precision as
-    transformers does."""
+    """Multiply the embedding's output by `factor`, rounded to the compute precision as in
+    transformers."""
 
     def scaled(_: object, __: object, output: Tensor) -> Tensor:
         return output * output.new_tensor(factor)
@@ -286,10 +287,10 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
 
 
 def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
-    """Give the input embedding of `token` no gradient, as torch's `padding_idx` does.
+    """Zero the gradient of the input embedding of `token`, like torch's `padding_idx`.
 
-    What comes out is [batch, sequence, hidden], or this rank's part of [sequence, batch,
-    hidden] where sequence parallel scatters it.
+    The output is [batch, sequence, hidden], or with sequence parallel this rank's part of
+    [sequence, batch, hidden].
     """
 
     def stop_gradient(_: object, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -307,8 +308,8 @@ def _freeze_embedding_of(token: int, embedding: VocabParallelEmbedding) -> None:
 def transformer_config(arguments: Mapping[str, Any]) -> TransformerConfig:
     """megatron-core's own config object from rendered arguments.
 
-    Nothing is drawn: weights are filled from Hugging Face names. (Switched off altogether,
-    initialisation would not mark which parameters are split, and gradient norms be wrong.)
+    Nothing is drawn: weights are filled by their Hugging Face names. (If initialisation were
+    disabled, split parameters would not be marked, and gradient norms would be wrong.)
     """
     objects = dict(arguments)
     for name in ("init_method", "output_layer_init_method", "embedding_init_method"):

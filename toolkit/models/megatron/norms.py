@@ -1,4 +1,4 @@
-"""Norms of the Megatron model: torch's, and the places and widths that megatron-core lacks."""
+"""Norms of the Megatron model: torch's, at positions and widths that megatron-core lacks."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ from torch.nn import functional
 class Norm:
     """Builds an RMSNorm or torch's LayerNorm, marked for sequence parallel.
 
-    Under sequence parallel every tensor-parallel rank normalises other positions, so the
-    gradient of the (replicated) weight is a sum over ranks; the mark says so.
+    With sequence parallel every tensor-parallel rank normalises different positions, so the
+    gradient of the (replicated) weight is a sum over ranks, as the attribute marks.
     """
 
     def __new__(  # type: ignore[misc]
@@ -34,7 +34,7 @@ class Norm:
 
 
 class ZeroCenteredNorm(nn.RMSNorm):
-    """RMSNorm times 1 + weight, in fp32 up to there, as gemma has it."""
+    """RMSNorm times 1 + weight, computed in fp32, as in gemma."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → the same."""
@@ -48,7 +48,7 @@ def local_device() -> torch.device:
 
 
 class FullWidthNorm(nn.Module):
-    """RMSNorm of queries or keys over all heads together, of which a rank holds some.
+    """RMSNorm of queries or keys over all heads together; a rank holds some of them.
 
     The mean of the squares is over the heads of all tensor-parallel ranks, forward and
     backward. Each rank holds the whole weight and multiplies with its heads' part, so the
@@ -63,7 +63,7 @@ class FullWidthNorm(nn.Module):
         self.ranks = config.tensor_model_parallel_size
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.first = rank * heads // self.ranks * hidden_size
-        """Place of this rank's first head in the weight; ranks may share a key head."""
+        """Offset of this rank's first head in the weight; ranks may share a key head."""
         size = heads * hidden_size
         self.weight = nn.Parameter(
             torch.empty(size, device=local_device(), dtype=config.params_dtype)
@@ -74,7 +74,8 @@ class FullWidthNorm(nn.Module):
         full = x.float()
         square = full.square().mean((-2, -1), keepdim=True)
         if self.ranks > 1:
-            # Every rank has as many heads; key heads that are held twice count twice.
+            # Every rank has the same number of heads; key heads that are held twice count
+            # twice.
             square = copy_to_tensor_model_parallel_region(square)
             square = reduce_from_tensor_model_parallel_region(square) / self.ranks
         weight = self.weight[self.first : self.first + x.shape[-2] * x.shape[-1]]
@@ -90,14 +91,14 @@ class NormThenAdd(nn.Module):
         self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """The function that adds, as megatron-core's layer asks for it."""
+        """The add function in the form that megatron-core's layer expects."""
         return changed_then_added(self.norm, training, fused)
 
 
 def changed_then_added(
     change: Callable[[Tensor], Tensor], training: bool, fused: bool
 ) -> Callable[..., Tensor]:
-    """megatron-core's function residual + branch, for branches that are changed first."""
+    """megatron-core's function residual + branch, with a change of the branch first."""
     add = get_bias_dropout_add(training, fused)
 
     def add_changed(

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types whose frequencies follow from the longest sequence of the micro batch."""
+"""Types whose frequencies depend on the longest sequence of the micro batch."""
 
 
 class ScaledRotary:
@@ -43,8 +43,8 @@ class ScaledRotary:
         return frequencies, factor
 
     def angles(self, positions: Tensor) -> Tensor:
-        """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], as megatron-core's
-        attention turns by them."""
+        """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], in the form of
+        megatron-core's attention."""
         if self._type in LENGTH_DEPENDENT:
             self._frequencies, _ = self._compute(positions.max() + 1)
         self._frequencies = self._frequencies.to(positions.device)
@@ -55,8 +55,8 @@ class ScaledRotary:
 
 
 def choose_rotation(attention: nn.Module, factor: float) -> None:
-    """Let an attention layer take the second of two stacked tables of angles where it has a
-    window, with cosine and sine times `factor`, and the first where it has none."""
+    """Make an attention layer use the second of two stacked tables of angles if it has a
+    window, with cosine and sine times `factor`, and the first otherwise."""
     windowed = attention.core_attention.window is not None  # type: ignore[union-attr]
     if windowed:
         config = copy(attention.config)
@@ -72,10 +72,10 @@ def choose_rotation(attention: nn.Module, factor: float) -> None:
 
 
 def scale_rotation(config: TransformerConfig, factor: float) -> None:
-    """Let megatron-core's attention multiply cosine and sine by `factor`.
+    """Make megatron-core's attention multiply cosine and sine by `factor`.
 
-    It multiplies them by a function of three settings of the config, which it reads where
-    they exist: (0.1 · mscale · ln scaling + 1) / (0.1 · mscale_all_dim · ln scaling + 1).
+    It multiplies them by a function of three settings of the config, if they exist: (0.1 ·
+    mscale · ln scaling + 1) / (0.1 · mscale_all_dim · ln scaling + 1).
     """
     config.yarn_rotary_scaling_factor = math.e
     config.yarn_mscale = 10.0 * (factor - 1.0)

@@ -1,4 +1,4 @@
-"""Where the choices of megatron-core's routers are seen."""
+"""Observes the choices of megatron-core's routers."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +13,10 @@ from toolkit.models.routers import Observer, Routing
 def watch(
     chunks: Sequence[nn.Module], model: MegatronModel, observer: Observer
 ) -> dict[int, nn.Module]:
-    """Show `observer` what the routers of this rank's chunks do with batches whose padding is
-    stated (`GPTChunk.forward`); return them by layer.
+    """Call `observer` with the routing of this rank's chunks for batches whose padding is given
+    (`GPTChunk.forward`); return the routers by layer.
 
-    Under sequence parallel this rank holds a part of the tokens of each row.
+    With sequence parallel this rank holds a part of the tokens of each row.
     """
     layers, found = sorted(model.moe_layers), {}
     for chunk in chunks:
@@ -33,15 +33,15 @@ def _routing(
     logits: Tensor,
     padding_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """In place of `TopKRouter.routing`: logits [tokens, rows, experts] → weights and choice,
-    both [tokens · rows, experts].
+    """Replaces `TopKRouter.routing`: logits [tokens, rows, experts] → weights and choice, both
+    [tokens · rows, experts].
 
-    megatron-core hands on the mask [tokens, rows], to recomputed layers, too.
+    megatron-core passes the mask [tokens, rows], also to recomputed layers.
     """
     weights, chosen = routing(logits)
     if padding_mask is None:
         return weights, chosen
-    if logits.requires_grad:  # megatron-core takes a gradient in this order of memory only
+    if logits.requires_grad:  # megatron-core supports gradients in this memory order only
         logits.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     by_row = chosen.view(logits.shape).transpose(0, 1)
     seen = Routing(logits.transpose(0, 1), by_row, weights, ~padding_mask.T)

@@ -1,4 +1,4 @@
-"""Which parts of which Hugging Face tensors a rank's Megatron tensors are, and filling them."""
+"""Maps a rank's Megatron tensors to parts of Hugging Face tensors, and fills them."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ HEAD = "output_layer.weight"
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of this rank and the checkpoint rectangles that it is made of."""
+    """A parameter of this rank and the checkpoint rectangles that it consists of."""
 
     chunk: int
     name: str
@@ -35,7 +35,7 @@ class Shard:
     shared: bool
     """A second copy of the embedding, on the last pipeline stage of a tied model."""
     expert: bool
-    """Spread by expert parallelism, not copied over all data-parallel ranks."""
+    """Sharded by expert parallelism, not replicated over all data-parallel ranks."""
 
 
 def shards(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[Shard]:
@@ -55,7 +55,7 @@ def _shard(
     name: str,
     parameter: nn.Parameter,
 ) -> Shard:
-    """Find out which part of which checkpoint tensors a parameter is."""
+    """Determine which parts of which checkpoint tensors a parameter consists of."""
     layer = expert = None
     template = name
     if match := re.search(r"layers\.(\d+)\.", name):
@@ -91,8 +91,8 @@ def _tensor_place(*, of_expert: bool) -> tuple[int, int]:
 def fill(chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource) -> None:
     """Give every parameter its initial value; collective.
 
-    A rank reads only the rectangles that it holds. What several ranks of a replica hold
-    is read by one of them and handed on, so a replica reads no byte twice.
+    A rank reads only the rectangles that it holds. Parts that several ranks of a replica hold
+    are read by one of them and broadcast, so a replica reads no byte twice.
     """
     embedding = None
     for shard in shards(chunks, model):
@@ -115,7 +115,7 @@ def fill(chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource
 def fill_buffers(
     chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource
 ) -> None:
-    """Give the buffers their values, in fp32: `Float16Module` rounds them."""
+    """Set the buffers to their fp32 values: `Float16Module` rounds them."""
     for buffer, block in buffers(chunks, model):
         buffer.data = buffer.float()
         buffer.copy_(weights.read_block(block))
@@ -146,7 +146,7 @@ def _write(shard: Shard, weights: WeightSource) -> None:
 
 
 def _share_embedding(chunk: GPTChunk, embedding: nn.Parameter | None) -> None:
-    """Hand the first stage's embedding to the last stage's head in a tied model."""
+    """Copy the first stage's embedding to the last stage's head in a tied model."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     tied = chunk.share_embeddings_and_output_weights
     if tied and stages > 1 and parallel_state.is_rank_in_embedding_group():
@@ -164,7 +164,7 @@ def tensors_of(
 
 
 def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]) -> None:
-    """Keep the parameters from training that are made of these checkpoint tensors.
+    """Freeze the parameters that consist of these checkpoint tensors.
 
     Raises RecipeError for a parameter of which only a part is frozen.
     """
@@ -179,20 +179,21 @@ def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[s
 def _let_recompute(_: object, __: object, embedded: Tensor) -> None:
     """megatron-core's recompute is reentrant: layers whose input needs no gradient get none.
 
-    So what a frozen embedding returns is marked as if it needed one.
+    So the output of a frozen embedding is marked as requiring a gradient.
     """
     if torch.is_grad_enabled():
         embedded.requires_grad_()
 
 
 def saved_here(shard: Shard) -> bool:
-    """Does this rank save the shard, among the tensor and pipeline ranks that hold it?"""
+    """Whether this rank saves the shard, among the tensor and pipeline ranks that hold it."""
     first = not shard.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
     return first and not shard.shared
 
 
 def copies(shard: Shard) -> tuple[int, int]:
-    """How many data-parallel ranks hold the shard, and this one's number among them."""
+    """The number of data-parallel ranks that hold the shard, and this one's index among
+    them."""
     if shard.expert:
         return (
             parallel_state.get_expert_data_parallel_world_size(),

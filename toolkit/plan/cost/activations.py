@@ -1,8 +1,8 @@
-"""Activations of one transformer layer that wait for the backward pass, by part.
+"""Activations of one transformer layer that are kept for the backward pass, by part.
 
-What is stored follows from autograd: a matrix product keeps its input, a norm its input,
-an activation function its input, attention its query, key, value and output. In 16 bits
-and without parallelism a GPT layer keeps 34·s·b·h bytes and 5·a·s²·b for unfused attention
+What is stored follows from autograd: a matrix product keeps its input, a norm its input, an
+activation function its input, attention its query, key, value and output. In 16 bits and
+without parallelism a GPT layer keeps 34·s·b·h bytes and 5·a·s²·b for unfused attention
 (Korthikanti et al. 2022, arXiv:2205.05198, eq. 1); `tests/plan/test_memory.py` checks the
 paper's equations 1 to 6 against this module.
 """
@@ -16,8 +16,9 @@ from toolkit.plan.cost.workload import Workload
 MASK_BYTES = 1
 """One element of a dropout mask."""
 EAGER_RMS_NORM_BYTES = 4
-"""What an RMSNorm of single PyTorch operators keeps besides its output and the scaled copy that
-its weight multiplies, per element: the fp32 copy of its input, instead of its input."""
+"""Bytes per element that an RMSNorm of single PyTorch operators keeps in addition to its output
+and the scaled copy that its weight multiplies: the fp32 copy of its input, instead of its
+input."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a rank keeps per layer, and what it needs besides during one layer's backward."""
+    """What a rank keeps per layer, and what it also needs during one layer's backward pass."""
 
     stored: LayerActivations
     workspace: float
@@ -69,16 +70,16 @@ class _Sizes:
     """Of the residual stream, gathered over the tensor group."""
     query: float
     key: float
-    """Of the keys; as many values."""
+    """Of the keys, equal to that of the values."""
     scores: float
     rows: float
     """Rows of the score matrices: one softmax each."""
     inner: float
-    """Of one inner tensor of a dense MLP, or of the experts where all layers have them."""
+    """Of one inner tensor of a dense MLP, or of the experts if all layers have them."""
 
 
 def compute_bytes(workload: Workload) -> int:
-    """Bytes of an activation; fp8 layers hand bf16 on to each other."""
+    """Bytes of an activation element; fp8 layers pass bf16 to each other."""
     return FP32_BYTES if workload.precision == "fp32" else 2
 
 
@@ -98,7 +99,7 @@ def layer_activations(
         stored = _every_second_product(workload, sizes, tp)
     elif recompute == "selective":
         stored = _without_scores(workload, sizes, whole)
-    # The last recomputed layer is whole in memory again, alongside the gradients.
+    # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
     return Activations(stored, again + _gradients(workload, sizes))
 
@@ -106,7 +107,7 @@ def layer_activations(
 def _least(
     workload: Workload, sizes: _Sizes, stored: LayerActivations, recompute: Recompute
 ) -> float:
-    """What a layer that is recomputed keeps (not the mean with those that are not)."""
+    """What a recomputed layer keeps (not averaged with the others)."""
     return (_layer_input(workload, sizes) if recompute == "full" else stored).total
 
 
@@ -151,9 +152,9 @@ def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
 
 
 def _rotated(workload: Workload, sizes: _Sizes) -> float:
-    """Elements of rotated queries and keys where the values, a view of the product that all
-    three come from, keep the plain ones, too: megatron-core's, and some of transformers'.
-    GPT-NeoX also copies attention's output, but its two norms share their input."""
+    """Elements of rotated queries and keys in models where the values, a view of the fused
+    product, also keep the unrotated ones: megatron-core's, and some of transformers'. GPT-NeoX
+    also copies attention's output, but its two norms share their input."""
     spec = workload.spec
     rotary = not (spec.learned_positions or spec.latent)
     views = _single_megatron(workload) or (spec.fused_qkv and not workload.megatron_layers)
@@ -161,14 +162,14 @@ def _rotated(workload: Workload, sizes: _Sizes) -> float:
 
 
 def _single_megatron(workload: Workload) -> bool:
-    """megatron-core's layers of single operators?"""
+    """Whether these are megatron-core's layers of single operators."""
     return workload.megatron_layers and not workload.fused_elementwise
 
 
 def _latents(workload: Workload, sizes: _Sizes) -> float:
     """Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) normalises the latent
-    vectors and projects what comes out; in single operators a norm keeps its own copies of
-    its input."""
+    vectors and projects the result; in single operators a norm keeps its own copies of its
+    input."""
     width = compute_bytes(workload)
     norm = EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
     return (norm + width) * workload.spec.latent * sizes.stream / workload.spec.hidden
@@ -212,8 +213,8 @@ def _experts(workload: Workload, sizes: _Sizes, tp: int) -> float:
 
     Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
     fp32 probabilities; of shared experts, which all tokens pass through, the inner tensors.
-    megatron-core's single operators scale what goes into the last product by the probability,
-    and keep it unscaled, too.
+    megatron-core's single operators scale the input of the last product by the probability, and
+    also keep it unscaled.
     """
     spec, width = workload.spec, compute_bytes(workload)
     if not spec.moe_layers:
@@ -265,7 +266,8 @@ def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerAc
 
 
 def _gradients(workload: Workload, sizes: _Sizes) -> float:
-    """Gradients alive at once in a layer's backward: those of its largest part."""
+    """Gradients alive at the same time in a layer's backward pass: those of its largest
+    part."""
     width = compute_bytes(workload)
     products = 3 if workload.spec.gated_mlp else 2
     attention = 2 * (sizes.query + 2 * sizes.key)

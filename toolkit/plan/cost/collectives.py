@@ -14,24 +14,24 @@ from toolkit.plan.cost.efficiency import Efficiency
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and what joins them."""
+    """Ranks that communicate, and the links between them."""
 
     size: int
     islands: int
     """Nodes (or NVLink domains) that it spreads over."""
     near_bytes_per_s: float
-    """What one member reaches within its island."""
+    """Bandwidth and latency of one member within its island."""
     far_bytes_per_s: float
-    """What one member reaches through the network."""
+    """Bandwidth and latency of one member through the network."""
     near_latency_s: float
     far_latency_s: float
 
     @property
     def bytes_per_s(self) -> float:
-        """What passes between neighbours of a ring.
+        """The link between neighbours of a ring.
 
-        A ring over several islands leaves each of them through all members' adapters at once:
-        NCCL builds as many rings as there are, each with another member at the border.
+        A ring over several islands uses all members' adapters at once: NCCL builds as many
+        rings as there are adapters, each with another member at the border.
         """
         if self.islands == 1:
             return self.near_bytes_per_s
@@ -51,7 +51,7 @@ class Group:
         return self.all_gather_s(total_bytes)
 
     def all_reduce_s(self, total_bytes: float) -> float:
-        """A ring, or a tree where steps count more than bytes."""
+        """A ring, or a tree if latency dominates."""
         if self.size == 1:
             return 0.0
         ring = 2 * self.all_gather_s(total_bytes)
@@ -96,7 +96,7 @@ class Network:
         )
 
     def message_s(self, message_bytes: float, stride: int) -> float:
-        """One message to the rank that is `stride` ranks further."""
+        """One message to the rank at distance `stride`."""
         if stride < self.island:
             return message_bytes / self.near_bytes_per_s + self.near_latency_s
         return message_bytes / self.far_bytes_per_s + self.far_latency_s

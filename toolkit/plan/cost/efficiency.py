@@ -1,9 +1,9 @@
-"""How much of a peak real programs reach: the one table of the time model's constants.
+"""Shares of peak speeds that real programs reach: the only table of the time model's constants.
 
-Everything else is a data sheet (`toolkit.hardware`) or is counted from shapes
+Everything else comes from a data sheet (`toolkit.hardware`) or is counted from shapes
 (`toolkit.plan.cost.operators`). A constant belongs to a device, a link, a kernel or an engine,
 never to a model or to a source of measurements. `benchmarks/calibrate_planner.py` fits the
-calibrated ones and prints how well they predict sources that they have not seen.
+calibrated ones and prints how well they predict held-out sources.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class Constant(NamedTuple):
     origin: str
     """`calibrated: SOURCES`, `assumed: why`, or a document."""
     prior: float | None = None
-    """What one would take without measured steps; calibration begins there."""
+    """Prior value, used without measured steps; calibration starts there."""
     spread: float = 0.0
-    """How far calibration lets the value go: a standard deviation of its logarithm."""
+    """Width of the prior: a standard deviation of the logarithm."""
 
 
 _A100 = "calibrated: megatron_sc21, korthikanti, vtrain_multi, llm_foundry, torchtitan"
@@ -31,7 +31,7 @@ _CUDNN = "calibrated: dgxc_benchmarking (Transformer Engine with cuDNN)"
 
 TABLE: Mapping[str, Constant] = {
     # Share of the peak of large matrix products: clocks under load, instruction overhead.
-    # Priors: what cuBLAS is known to reach, 250 of 312 and 700 of 989 TFLOP/s.
+    # Priors: cuBLAS reaches 250 of 312 and 700 of 989 TFLOP/s.
     "matmul.v100-32gb": Constant(0.80, "assumed: as A100"),
     "matmul.a100-40gb": Constant(0.76, "calibrated: llm_foundry", 0.80, 0.1),
     "matmul.a100-40gb-pcie": Constant(0.68, "assumed: 250 W instead of 400 W"),
@@ -103,24 +103,24 @@ TABLE: Mapping[str, Constant] = {
     "link.shared": Constant(0.50, "assumed: gloo on one host"),
     "link.host": Constant(0.80, "assumed: pinned copies over PCIe"),
     "link.nvme": Constant(0.80, "assumed: large sequential reads and writes"),
-    # Seconds lost per second of traffic that runs alongside computation: NCCL's kernels take
+    # Seconds lost per second of traffic that overlaps with computation: NCCL's kernels take
     # multiprocessors and memory bandwidth, and units wait for each other.
     "overlap.megatron": Constant(0.27, "calibrated: dgxc_benchmarking", 0.3, 0.4),
     "overlap.fsdp": Constant(0.9, "calibrated: llm_foundry, torchtitan", 0.5, 0.4),
     "overlap.deepspeed": Constant(0.9, "assumed: as FSDP"),
     "overlap.ddp": Constant(0.27, "assumed: as Megatron"),
-    # What chunked overlap leaves of tensor parallel's collectives.
+    # Share of tensor parallel's collectives that chunked overlap does not hide.
     "overlap.tensor": Constant(0.73, "calibrated: dgxc_benchmarking, torchtitan", 0.5, 0.4),
     # Host and clock.
     "kernel.launch_s": Constant(6e-6, "assumed: one PyTorch operator on the host"),
     "kernel.gap_s": Constant(2e-6, "assumed: between two kernels of a stream"),
-    # On a CPU nothing runs alongside the host: the time to start an operator is added.
+    # On a CPU nothing overlaps with the host: the time to start an operator is added.
     "kernel.gap_s.cpu": Constant(12e-6, "measured: a transformers Llama layer on 8 tokens"),
     "step.host_s": Constant(5e-3, "assumed: data, clipping, schedule, logging"),
     # Standard deviation of the nodes' speed.
     "straggler": Constant(0.0055, "calibrated: all sources with several nodes", 0.005, 0.5),
     "host.memory": Constant(0.7, "assumed: CPU Adam's share of the host's memory bandwidth"),
-    # A CPU about which nothing is known: `dmt doctor --calibrate` measures it.
+    # An unknown CPU: `dmt doctor --calibrate` measures it.
     "cpu.flops": Constant(1e11, "assumed: a few cores with AVX2, fp32"),
     "cpu.bytes_per_s": Constant(2e10, "assumed: two channels of DDR4"),
 }
@@ -128,7 +128,7 @@ TABLE: Mapping[str, Constant] = {
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """The values of the table, or others in their place while they are calibrated."""
+    """The values of the table, or replacements during calibration."""
 
     values: Mapping[str, float]
 

@@ -1,4 +1,4 @@
-"""What an engine's own way of working costs: what the planner asks a `Backend`."""
+"""Engine-specific costs: the planner's interface to a `Backend`."""
 
 from typing import ClassVar, Literal
 
@@ -19,32 +19,34 @@ class EngineCost:
     """Weights that are updated, gradients and moments are fp32 at any precision; 16-bit copies
     of the weights are in `buffers`."""
     sharded_weights_from: ClassVar[int] = 3
-    """The ZeRO stage from which on a rank updates and stores only its shard of the weights."""
+    """The ZeRO stage from which a rank updates and stores only its shard of the weights."""
     whole_experts: ClassVar[bool] = False
-    """A rank's shard of a layer's experts, one tensor, is whole experts: fewer of them than
-    ranks are spread over as many ranks, and gathered with padding for the others."""
+    """A rank's shard of a layer's stacked experts consists of whole experts: if there are fewer
+    experts than ranks, only that many ranks hold one, and they are gathered with padding for
+    the others."""
     sends_fp32_weights: ClassVar[bool] = False
-    """Offloaded weights travel in fp32, those that are updated, and nothing besides."""
+    """Only the fp32 weights are transferred for offload."""
     cpu_update_bytes: ClassVar[int] = CPU_UPDATE_BYTES
     """Bytes that the optimizer moves on the host per parameter."""
     sums_whole_gradients: ClassVar[bool] = False
     """Gradients of micro batches are added to a whole fp32 sum on the device."""
     gathers_beside_forward: ClassVar[bool] = True
-    """With a sharded optimizer, weights are gathered while the next step's forward pass
-    computes; otherwise nothing runs meanwhile."""
+    """With a sharded optimizer, gathering weights overlaps with the next step's forward pass;
+    otherwise it does not overlap."""
     gathers_norms: ClassVar[bool] = False
-    """A norm's output that sequence parallel splits is kept gathered for the backward pass."""
+    """The output of a norm under sequence parallel is kept gathered for the backward pass."""
     megatron_kernels: ClassVar[bool] = False
-    """Norms are one kernel, and where elementwise operators are fused, attention is
-    Transformer Engine's."""
+    """Norms are one kernel, and if elementwise operators are fused, attention is Transformer
+    Engine's."""
     selective: ClassVar[Literal["attention", "products"]] = "attention"
-    """What `recompute: selective` repeats: attention (Megatron), or by operators every second
-    matrix product and all that is cheap (torchtitan)."""
+    """What `recompute: selective` recomputes: attention (Megatron), or per operator every
+    second matrix product and all cheap operators (torchtitan)."""
     overlap: ClassVar[str] = "overlap.ddp"
-    """The constant of `efficiency.py` for how far traffic slows computation down."""
+    """The constant of `efficiency.py` for the slow-down of computation by traffic."""
 
     def builds_whole(self, model: ModelName) -> bool:
-        """Is a tensor-parallel rank's model whole on the device before it is sharded?"""
+        """Whether a tensor-parallel rank's model is completely on the device before it is
+        sharded."""
         return False
 
     def whole_gradients(self, layout: Layout) -> bool:
@@ -53,17 +55,17 @@ class EngineCost:
         return layout.zero_stage < 2
 
     def reduce_bytes(self, precision: CostPrecision) -> int:
-        """Bytes per gradient element on the wire, where the workload states none."""
+        """Bytes per gradient element in communication, if the workload states none."""
         return FP32_BYTES
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """Bytes of logits and loss at their peak, per logit: PyTorch's cross entropy keeps the
-        fp32 log softmax and makes its gradient and the logits' next to it."""
+        fp32 log softmax and allocates its gradient and that of the logits in addition."""
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` bytes
-        per element are computed in. DDP's gradients are its buckets."""
+        """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` is
+        the compute dtype's bytes per element. DDP's gradients are its buckets."""
         return 0.0
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:

@@ -1,7 +1,7 @@
 """Model states from parameter counts alone, as published formulas define them.
 
-For models known only by their number of parameters, and to compare with the tools
-that print these figures. What a run of this toolkit needs is in `toolkit.plan.cost.memory`.
+For models known only by their number of parameters, and to compare with the tools that print
+these figures. The needs of this toolkit's runs are in `toolkit.plan.cost.memory`.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def zero_paper(parameters: float, stage: int, ranks: int) -> StateCounts:
 
 @dataclass(frozen=True)
 class EstimatorQuery:
-    """What DeepSpeed's memory estimators are asked (its documentation's memory.rst)."""
+    """The inputs of DeepSpeed's memory estimators (memory.rst in its documentation)."""
 
     parameters: float
     largest_layer: float

@@ -1,8 +1,8 @@
 """Memory of one rank, by part.
 
-Every pipeline stage is a sum of model states (weights, gradients, optimizer), activations
-that wait for their backward pass, the logits and the loss, buffers of communication, and the
-working memory of the layer that is computed. The fullest stage counts.
+Every pipeline stage is a sum of model states (weights, gradients, optimizer), activations kept
+for their backward pass, the logits and the loss, communication buffers, and the working memory
+of the current layer. The fullest stage counts.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from toolkit.units import GIB
 RESERVE_SHARE = 0.07
 """Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
 it: blocks are split, rounded up and not always reused. Calibrated on torchtitan's reserved
-peaks with torch.compile (Llama 3 8B on 8 and 128 H100). Where there is room it reserves more;
-what it cannot do without is below 1% in expandable segments (docs/gpu.md)."""
+peaks with torch.compile (Llama 3 8B on 8 and 128 H100). While there is room it reserves more;
+the minimum overhead is below 1% with expandable segments (docs/gpu.md)."""
 CONTEXT_BYTES = 1.0 * GIB
 """Outside PyTorch's allocator: the CUDA context with its kernels (about 0.5 GiB) and NCCL's
 channel buffers (10 MiB per channel and communicator)."""
@@ -50,10 +50,10 @@ class Memory:
     buffers: float
     """Communication: buckets, gathered weights, pipeline messages."""
     idle: float = 0.0
-    """Buffers of the backward pass, where the loss is the peak: the allocator keeps them in the
-    pools of their own streams, which nothing else can use while there is room."""
+    """Buffers of the backward pass if the loss is the peak: the allocator keeps them in the
+    pools of their own streams, which nothing else uses while there is room."""
     context: float = CONTEXT_BYTES
-    """What CUDA and NCCL hold outside the allocator."""
+    """Memory of CUDA and NCCL outside the allocator."""
 
     @property
     def model_states(self) -> float:
@@ -69,7 +69,7 @@ class Memory:
 
     @property
     def reserve(self) -> float:
-        """What the allocator holds beyond that."""
+        """Reserved memory beyond that."""
         return self.idle + RESERVE_SHARE * (self.allocated + self.idle)
 
     @property
@@ -79,12 +79,12 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All that the device needs."""
+        """Total memory of the device."""
         return self.reserved + self.context
 
 
 class _Step(NamedTuple):
-    """What one micro batch leaves and needs on every stage."""
+    """Memory that one micro batch keeps and needs on every stage."""
 
     stored: float
     """Activations of one layer."""
@@ -95,7 +95,7 @@ class _Step(NamedTuple):
     messages: float
     """Of tensor, pipeline and context parallel."""
     sent: float
-    """What a chunk of an interleaved pipeline has sent, where that is kept."""
+    """Sent outputs of a chunk of an interleaved pipeline, if they are kept."""
 
 
 def peak_memory(workload: Workload, layout: Layout) -> Memory:
@@ -138,7 +138,7 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
         workspace, buffers, idle = 0.0, at_loss, max(0.0, buffers - at_loss)
     else:
         logits = 0.0
-    # What owners exchange comes when they are gone.
+    # Owners exchange after these buffers are freed.
     exchange = _exchange(workload, layout, share) - activations - logits - workspace
     return Memory(
         stage=share.stage,
@@ -154,12 +154,12 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
 
 
 def _degrees(layout: Layout) -> tuple[int, int, int, int]:
-    """What a rank's share of the parameters depends on."""
+    """Quantities that determine a rank's share of the parameters."""
     return layout.tp, layout.ep, layout.pp, layout.vpp
 
 
 def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, LossKernel]:
-    """What one micro batch's memory on a rank depends on."""
+    """Quantities that determine one micro batch's memory on a rank."""
     return (
         layout.tp,
         layout.cp,
@@ -177,14 +177,14 @@ def _micro_batch(layout: Layout) -> tuple[int, int, int, bool, int, Recompute, L
 def model_states_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights, gradients and optimizer states on the fullest rank.
 
-    What is offloaded counts as away, although parts of it pass through the device.
+    Offloaded states are not counted, although parts of them pass through the device.
     """
     shares = _fullest_shares(workload, *_degrees(layout))
     return max(sum(_states(workload, layout, share)) for share in shares) / GIB
 
 
 def building_gib(workload: Workload, layout: Layout) -> float:
-    """GiB of weights on the fullest rank while the model is built, where that is whole."""
+    """GiB of weights on the fullest rank while the model is built, if it is built whole."""
     if not workload.cost.builds_whole(workload.model):
         return 0.0
     shares = _fullest_shares(workload, *_degrees(layout))
@@ -202,11 +202,10 @@ class StateBytes(NamedTuple):
 def state_bytes(workload: Workload) -> StateBytes:
     """Bytes per parameter of AdamW under an engine.
 
-    fp32, and FSDP2's mixed precision, which ddp computes in, too: 4 + 4 + 8. In 16 bits
-    otherwise: a weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the
-    distributed optimizer: 18 bytes, 6 + 12/d sharded; DeepSpeed with our presets'
-    `grad_accum_dtype`), and 12 for the optimizer: fp32 weight and two moments (ZeRO,
-    arXiv:1910.02054, figure 1).
+    fp32, and FSDP2's mixed precision, which ddp also uses: 4 + 4 + 8. In 16 bits otherwise: a
+    weight of 2, a gradient that is summed in fp32 (megatron-core's guide to the distributed
+    optimizer: 18 bytes, 6 + 12/d sharded; DeepSpeed with our presets' `grad_accum_dtype`), and
+    12 for the optimizer: fp32 weight and two moments (ZeRO, arXiv:1910.02054, figure 1).
     """
     if workload.precision == "fp32" or workload.cost.fp32_states:
         return _FP32_STATES
@@ -223,7 +222,7 @@ def _states(
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer states on a rank that holds `share`."""
     copies = layout.dp * layout.cp // layout.replicate
-    # An expert's states are spread over the ranks that hold this expert.
+    # An expert's states are sharded over the ranks that hold this expert.
     expert_copies = copies / _padding(workload, copies)
     if layout.ep > 1:
         expert_copies = max(1, copies * layout.tp // layout.ep)
@@ -242,7 +241,7 @@ def _states(
         saved = held(FP32_BYTES, updated_in_parts, trained._replace(vocabulary=0.0))
     elif updates:
         owned = trained
-        if updates.optimizer == "adamw_8bit":  # embeddings, a tied head too, keep two moments
+        if updates.optimizer == "adamw_8bit":  # embeddings, and a tied head, keep two moments
             untied = not workload.spec.tied_embeddings
             owned = trained._replace(vocabulary=trained.output if untied else 0.0)
         saved = held(2 * FP32_BYTES, updated_in_parts, owned)
@@ -259,7 +258,7 @@ def _states(
 
 
 def _padding(workload: Workload, ranks: int) -> float:
-    """How many times its even share of a layer's experts a rank's shard holds."""
+    """Ratio of a rank's shard of a layer's experts to its even share."""
     experts = workload.spec.experts
     if not (workload.cost.whole_experts and experts):
         return 1.0
@@ -276,11 +275,11 @@ def _fullest_shares(
     return [stage_share(workload.spec, tp, ep, pp, vpp, stage) for stage in stages]
 
 
-# What comes and goes within a step
+# Buffers within a step
 
 
 def _chunks_waiting(layout: Layout, share: StageShare) -> int:
-    """Forward passes of one model chunk whose backward pass is still to come.
+    """Forward passes of one model chunk whose backward pass has not run yet.
 
     1F1B: stage r of p holds p - r micro batches. Interleaved in v chunks, it begins with
     2·(p - r - 1) + (v - 1)·p forward passes of one chunk and then one more: on the first
@@ -295,8 +294,8 @@ def _chunks_waiting(layout: Layout, share: StageShare) -> int:
 def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
     """Bytes of the masks that isolate documents, of one micro batch in one chunk of layers.
 
-    megatron-core's layers share one in the compute precision, and one more where some have a
-    window. transformers' share a boolean one, of which attention keeps a copy in the compute
+    megatron-core's layers share one in the compute precision, and one more if some have a
+    sliding window. transformers' share a boolean one, and attention keeps a copy in the compute
     precision for each layer that is not recomputed.
     """
     if not workload.document_mask:
@@ -311,8 +310,8 @@ def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:
 
 
 def _exchange(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Bytes of what owners of whole tensors send and receive at once, each twice: the
-    rectangles that a rank holds and the tensors that it owns, at most all of its stage's."""
+    """Bytes that owners of whole tensors send and receive at once, each twice: the rectangles
+    that a rank holds and the tensors that it owns, at most all of its stage's."""
     trained, updates = share.trained, workload.updates
     if updates is None:
         return 0.0
@@ -356,7 +355,7 @@ def _step(
 def _bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
-    A fused kernel holds logits and gradients; otherwise it is the model's or the engine's.
+    A fused kernel holds logits and gradients; otherwise the model or the engine decides.
     """
     width = compute_bytes(workload)
     if workload.fused_loss:
@@ -366,11 +365,11 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     return workload.cost.logit_bytes(width, tp)
 
 
-# What leaves the device
+# Offload
 
 
 def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
-    """Host memory of one node for what is offloaded to the CPU, or passes through it.
+    """Host memory of one node for states that are offloaded to the CPU or pass through it.
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
     states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
@@ -396,7 +395,7 @@ def host_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 
 
 def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
-    """Disk of one node for what is offloaded to NVMe."""
+    """Disk space of one node for NVMe offload."""
     ranks = min(gpus_per_node, layout.world)
     each, (share, trained) = state_bytes(workload), _offloaded_parameters(workload, layout)
     held = 0.0
@@ -408,8 +407,8 @@ def nvme_bytes(workload: Workload, layout: Layout, gpus_per_node: int) -> float:
 
 
 def _offloaded_parameters(workload: Workload, layout: Layout) -> tuple[float, float]:
-    """Parameters, and those that train, whose states one rank keeps away: its ZeRO partition
-    of the first stage."""
+    """Parameters, and trained ones, whose states one rank offloads: its ZeRO partition of the
+    first stage."""
     share = stage_share(workload.spec, *_degrees(layout), 0)
     ranks = layout.dp if layout.zero_stage else 1
     return share.parameters / ranks, share.trained.parameters / ranks

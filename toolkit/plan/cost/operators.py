@@ -1,7 +1,8 @@
 """Seconds of a layer's operators on one rank, by roofline, from their shapes.
 
-A matrix product takes its FLOPs at a rate that depends on its shape, or its bytes at the
-memory's; everything elementwise takes its bytes. Collectives are not here.
+The time of a matrix product is its FLOPs at a rate that depends on its shape, or its bytes at
+the memory bandwidth; elementwise operators are limited by their bytes. Collectives are not
+included.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.workload import Workload
 
 SPLITS = (1, 2, 4, 8)
-"""Parts of the inner dimension that different multiprocessors sum where tiles are few."""
+"""Splits of the inner dimension over multiprocessors if there are few tiles (split-K)."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
 
@@ -29,12 +30,12 @@ class Device:
     """An accelerator's sustained rates under a workload."""
 
     matmul: float
-    """FLOP/s of large products in the workload's precision, the mean where some layers have
+    """FLOP/s of large products in the workload's precision, averaged if some layers have
     another one."""
     matmul_width: float
-    """Bytes of one of their operands' elements."""
+    """Bytes of an element of their operands."""
     plain_matmul: float
-    """FLOP/s of logits and attention, which fp8 leaves in 16 bits."""
+    """FLOP/s of logits and attention, which stay in 16 bits with fp8."""
     width: int
     """Bytes of an activation's element."""
     attention: float
@@ -47,14 +48,14 @@ class Device:
     half_sequence: float
     """Tokens at which the attention kernel reaches half of its rate."""
     gap_s: float
-    """Between two kernels, whatever the host does."""
+    """Gap between two kernels, independently of the host."""
     efficiency: Efficiency
 
 
 @lru_cache(maxsize=1024)
 def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
-    """The rates of `gpu`: measured, or a share of its peaks; a nominal CPU's where nothing is
-    known of one.
+    """The rates of `gpu`: measured, or a share of its peaks; those of a nominal CPU for an
+    unknown one.
 
     Raises PlanError for a precision that the accelerator lacks.
     """
@@ -153,7 +154,7 @@ class LayerTime:
     forward: Pass
     backward: Pass
     recompute: Pass
-    """What the backward pass repeats of the forward pass first."""
+    """The part of the forward pass that the backward pass recomputes first."""
 
 
 # Matrix products
@@ -161,11 +162,10 @@ class LayerTime:
 
 @lru_cache(maxsize=1 << 17)
 def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = False) -> float:
-    """Seconds of [m, k] · [k, n]: the best of some tilings, or the memory's limit.
+    """Seconds of [m, k] · [k, n]: the best of some tilings, or the memory limit.
 
-    Tiles are computed in waves, one per multiprocessor; the last wave and the tiles at the
-    border do less than they could. Along k, a tile spends as long as `half_k` products on its
-    start and its end.
+    Tiles are computed in waves, one per multiprocessor; the last wave and the border tiles are
+    not fully used. Along k, the start and end of a tile cost as much as `half_k` products.
     """
     rate = device.plain_matmul if plain else device.matmul
     width = device.width if plain else device.matmul_width
@@ -182,7 +182,7 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
 
 @lru_cache(maxsize=8)
 def _tiles(efficiency: Efficiency) -> tuple[tuple[int, int, float], ...]:
-    """Rows, columns and quality of the tiles, each lying and standing."""
+    """Rows, columns and quality of the tiles, each in both orientations."""
     shapes = ((256, 128), (128, 128), (128, 64))
     values = [efficiency[f"tile.{name}"] for name in (256, 128, 64)]
     lying = [(*shape, value) for shape, value in zip(shapes, values, strict=True)]
@@ -204,7 +204,7 @@ def _mlp_products(spec: ModelSpec, part: Slice, experts: bool) -> Iterator[tuple
         tokens *= spec.experts_per_token / count
         inner = spec.expert_intermediate
         if part.ep > 1:
-            tokens /= part.tp  # an expert is whole, and tokens of the tensor group spread
+            tokens /= part.tp  # experts are whole; the group's tokens are distributed
         else:
             inner /= part.tp
     yield count, tokens, (2 if spec.gated_mlp else 1) * inner, spec.hidden
@@ -249,7 +249,7 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
 
 
 def _mean_keys(spec: ModelSpec, sequence: int) -> float:
-    """Keys per query that mask and window leave, the mean over queries and layers."""
+    """Unmasked keys per query within the window, averaged over queries and layers."""
     span = min(sequence, spec.sliding_window or sequence)
     window = span * (1 - span / 2 / sequence)
     if spec.chunked:
@@ -289,7 +289,7 @@ def _elementwise_bytes(
         backward += rotated * (2 if fused else 12)
     if spec.mlp_bias:  # gradients of biases are sums over all tokens
         backward += inner + 2 * part.stream * spec.hidden
-    if workload.dropout:  # a mask of half an element; a kernel of its own backward
+    if workload.dropout:  # a mask of half an element; a separate kernel in the backward pass
         forward += part.stream * spec.hidden
         backward += 2 * 2.5 * part.stream * spec.hidden
     if experts:  # tokens are sorted by expert, and summed with their weights
@@ -307,7 +307,8 @@ def _accumulated_bytes(workload: Workload, parameters: float) -> float:
 
 
 def _cast_bytes(workload: Workload, products: list[tuple[float, ...]]) -> float:
-    """Bytes moved to turn the products' inputs into fp8, also transposed for the backward.
+    """Bytes moved to convert the products' inputs to fp8, also transposed for the backward
+    pass.
 
     Not fused, torchao 0.18 does it in five operators, some in fp32, that read and write 25
     bytes per element (`hp_tensor_to_float8_dynamic`), for the forward and for the backward.
@@ -342,7 +343,7 @@ def layer_time(
 
 
 def _mix(one: Pass, other: Pass, share: float) -> Pass:
-    """`share` of one and the rest of the other."""
+    """Weighted mean: `share` of one and the rest of the other."""
     kinds = ("matmul", "attention", "elementwise", "launch")
     return Pass(
         *(share * getattr(one, kind) + (1 - share) * getattr(other, kind) for kind in kinds)
@@ -387,7 +388,7 @@ def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass
 
 
 def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]]) -> float:
-    """Kernels of one layer's forward pass; an operator each where nothing is fused."""
+    """Kernels of one layer's forward pass; one per operator if nothing is fused."""
     others = 10.0 if workload.fused_elementwise else 36.0
     if workload.attention == "unfused":
         others += 6
@@ -399,7 +400,7 @@ def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]])
 def _timed(
     matmul: float, attention: float, elementwise: float, kernels: float, device: Device
 ) -> Pass:
-    """A pass whose kernels the host starts one by one."""
+    """A pass whose kernels the host launches one by one."""
     busy = matmul + attention + elementwise
     started = kernels * device.efficiency["kernel.launch_s"]
     launch = max(kernels * device.gap_s, started - busy)
@@ -411,7 +412,7 @@ def _timed(
 
 @dataclass(frozen=True)
 class Ends:
-    """What the first and the last stage do besides layers, forward and backward."""
+    """Time of the first and the last stage outside the layers, forward and backward."""
 
     embedding: tuple[Pass, Pass]
     head: tuple[Pass, Pass]
@@ -432,7 +433,7 @@ def _head_time(
 ) -> tuple[Pass, Pass]:
     """Logits and loss; in chunks, the backward pass repeats the forward pass.
 
-    Per logit and pass: a fused loss reads and writes it once; else it is cast to fp32, and
+    Per logit and pass: a fused loss reads and writes it once; otherwise it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
     """
     spec, tokens = workload.spec, float(part.tokens)

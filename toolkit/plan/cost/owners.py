@@ -1,5 +1,5 @@
 """Optimizers whose updates need whole tensors, each computed by one rank, its owner
-(`toolkit/engines/owners.py`): what the busiest owner of a pipeline stage computes."""
+(`toolkit/engines/owners.py`): the work of the busiest owner of a pipeline stage."""
 
 import heapq
 from collections import Counter
@@ -53,7 +53,7 @@ class OwnerUpdates:
     """Elements of the largest one."""
 
     def of_stage(self, chunks: Sequence[int], pp: int, stage: int) -> Counter[OwnedTensor]:
-        """Those of a pipeline stage, over all of its ranks; `chunks` count layers."""
+        """The tensors of a pipeline stage, over all of its ranks; `chunks` count layers."""
         bounds = list(accumulate(chunks, initial=0))
         held = {i for one in range(stage, len(chunks), pp) for i in range(*bounds[one:][:2])}
         held |= {-1} if stage == 0 else set()
@@ -64,7 +64,7 @@ class OwnerUpdates:
 def owner_updates(
     config: Mapping[str, object], freeze: Sequence[str], optimizer: OptimizerSection
 ) -> OwnerUpdates | None:
-    """Those of a model of this config; None with AdamW."""
+    """The tensors of a model with this config; None with AdamW."""
     if optimizer.name == "adamw":
         return None
     shapes = _shapes(config)
@@ -116,13 +116,13 @@ def owner_s(place: PlacedLayout, stage: int, device: Device) -> float:
 
 
 def by_replicas(layout: Layout) -> bool:
-    """Does every rank that holds a tensor hold all of it? Then only Muon sends any."""
+    """Whether every rank that holds a tensor holds all of it. Then only Muon communicates."""
     return layout.zero_stage == 0 and layout.tp == 1
 
 
 def owned_bytes(workload: "Workload", layout: Layout, stage: int) -> float:
-    """Bytes of owners' states on one rank of a stage, spread over the ranks. Adafactor's: a row
-    and a column of every matrix, a vector as it is. 8-bit AdamW's: codes and their scales, of
+    """Bytes of owners' states on one rank of a stage, distributed over the ranks. Adafactor: a
+    row and a column of every matrix, a whole vector. 8-bit AdamW: codes and their scales, for
     small tensors two moments."""
     assert workload.updates is not None
     chunks = tuple(stage_layers(workload.spec.layers, layout.pp, layout.vpp))
@@ -147,9 +147,9 @@ def _owner_s(
     updates: OwnerUpdates, chunks: Sequence[int], pp: int, stage: int, ranks: int, ep: int,
     device: Device,
 ) -> float:  # fmt: skip
-    """Every rank that holds a part of a tensor may own it: the stage's `ranks`, or of them the
-    ones that have this expert. Flat partitions (ZeRO 1 and 2, the distributed optimizer) cut
-    the model into runs, whose ranks hold fewer: they count as if every rank held a part.
+    """Every rank that holds a part of a tensor may own it: the stage's `ranks`, or those that
+    hold this expert. With flat partitions (ZeRO 1 and 2, the distributed optimizer) fewer ranks
+    hold a part of a tensor: they count as if every rank did.
     """
     tensors = updates.of_stage(chunks, pp, stage)
 
@@ -180,12 +180,12 @@ def newton_schulz_s(shape: Sequence[int], steps: int, device: Device) -> float:
 
 
 def busiest(costs: Mapping[float, int], ranks: int) -> float:
-    """The largest load where the most expensive tensors come first and each goes to the rank
-    with the least; `costs` with how many tensors have each."""
+    """The largest load if tensors are assigned in descending order of cost, each to the rank
+    with the least load; `costs` with the number of tensors of each."""
     loads, everywhere = [0.0] * ranks, 0.0
     for cost, count in sorted(costs.items(), reverse=True):
         left = count
-        if max(loads) - loads[0] <= cost:  # then equal ones go round
+        if max(loads) - loads[0] <= cost:  # then equal ones are assigned round-robin
             everywhere += cost * (count // ranks)
             left = count % ranks
         for _ in range(left):

@@ -1,4 +1,4 @@
-"""What a plan promises, to be compared with what a run measures."""
+"""A plan's predictions, to be compared with a run's measurements."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ class Prediction:
     memory_gib: float
     """Peak of what the framework's allocator hands out (torch.cuda.max_memory_allocated)."""
     basis: Basis
-    """What the step time rests on."""
+    """The basis of the step time."""
 
 
 def predict(memory: Memory, time: StepTime, cluster: Cluster) -> Prediction:
@@ -28,8 +28,8 @@ def predict(memory: Memory, time: StepTime, cluster: Cluster) -> Prediction:
 
 
 def basis(cluster: Cluster) -> Basis:
-    """What times on `cluster` rest on: speeds measured there, data sheets and the shares of
-    them that published runs reach, or a nominal processor, which no machine is."""
+    """The basis of times on `cluster`: speeds measured there, data sheets and the shares of
+    them that published runs reach, or a nominal CPU, which is no real machine."""
     if cluster.gpu.measured is not None:
         return "calibrated"
     nominal = cluster.gpu.generation == "cpu" and cluster.gpu.fp32 is None

@@ -25,14 +25,14 @@ class StageShare(NamedTuple):
     """Pipeline rank, from 0."""
     layers: int
     dense: float
-    """Parameters but for the experts' and the vocabulary's."""
+    """Parameters without those of the experts and the vocabulary."""
     experts: float
     vocabulary: float
-    """Parameters that embed tokens or make logits."""
+    """Parameters of the embedding and the output head."""
     output: float
-    """Those that make logits, also where they are the embedding's."""
+    """Parameters of the output head, also if tied to the embedding."""
     frozen: _Frozen | None = None
-    """What of these does not train; None: everything trains."""
+    """The frozen part of these; None: everything trains."""
 
     @property
     def trained(self) -> "StageShare":
@@ -59,8 +59,8 @@ def layers_of_stages(layers: int, pp: int, vpp: int) -> tuple[int, ...]:
 def stage_share(spec: ModelSpec, tp: int, ep: int, pp: int, vpp: int, stage: int) -> StageShare:
     """The share of one rank of pipeline rank `stage`.
 
-    Norms, routers and learned positions are whole on every tensor-parallel rank; one expert
-    is whole on its rank with expert parallel, else split like a dense MLP.
+    Norms, routers and learned positions are replicated on every tensor-parallel rank; an expert
+    is whole on its rank with expert parallel, otherwise split like a dense MLP.
     """
     parts = spec.parameters
     layers = layers_of_stages(spec.layers, pp, vpp)[stage]
@@ -92,7 +92,7 @@ def _frozen(
     tp: int,
     ep: int,
 ) -> _Frozen:
-    """What does not train of a stage that holds the layers `held`, split as its share is."""
+    """The frozen part of a stage that holds the layers `held`, split like its share."""
     split, whole, experts = (
         sum(counts[layer] for layer in held)
         for counts in (frozen.layers, frozen.whole, frozen.experts)

@@ -62,7 +62,7 @@ class StepTime:
     """Waiting for other pipeline stages."""
     optimizer_s: float
     offload_s: float
-    """Transfers to and from host and NVMe beyond what runs alongside computation."""
+    """Transfers to and from host and NVMe that do not overlap with computation."""
     overhead_s: float
     """Host work per step, and waiting for the slowest node."""
     stages: tuple[StageTime, ...]
@@ -129,7 +129,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Stages:
-    """What all stages have in common, and what the ends have besides."""
+    """What all stages have in common, and the additional parts of the first and last one."""
 
     layer: LayerTime
     traffic: LayerTraffic
@@ -159,7 +159,7 @@ def step_time(
 ) -> StepTime:
     """Seconds of one step of `workload` in `layout` on `cluster`.
 
-    Raises PlanError where the accelerator lacks the workload's precision.
+    Raises PlanError if the accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
     spec, pp = workload.spec, layout.pp
@@ -250,8 +250,8 @@ def _communication(
 def _pipeline_s(place: PlacedLayout, message_s: float) -> float:
     """Messages of a rank that computation waits for.
 
-    1F1B exchanges an activation and a gradient per micro batch and chunk; the interleaved
-    schedule of today's Megatron can do so alongside the next chunk's computation. Filling and
+    1F1B exchanges an activation and a gradient per micro batch and chunk; current Megatron's
+    interleaved schedule can overlap this with the next chunk's computation. Filling and
     draining the pipeline waits for every message.
     """
     layout = place.layout
@@ -274,8 +274,8 @@ def _overhead_s(place: PlacedLayout, computed_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, float]:
-    """FLOPs per token of training (mfu) and with what recompute repeats (hfu), attention
-    counted as masked (causal) or in full."""
+    """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
+    masked (causal) or in full."""
     spec, length = workload.spec, workload.sequence_length
     counted = {
         "causal": (spec.flops_per_token_causal, spec.forward_flops_per_token_causal),
@@ -292,7 +292,7 @@ def _flops_per_token(workload: Workload, recompute: Recompute) -> Mapping[str, f
 def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
     """FLOPs of one rank of a pipeline stage in a step, as its kernels compute them.
 
-    Attention counts every key, and its backward pass makes the scores again: 5 products after
+    Attention counts every key, and its backward pass recomputes the scores: 5 products after
     the forward pass's 2 (FlashAttention-2, arXiv:2307.08691, algorithm 2).
     """
     spec, length = workload.spec, workload.sequence_length
@@ -310,7 +310,7 @@ def rank_flops(workload: Workload, layout: Layout, stage: int) -> float:
 
 
 def _recomputed_flops(workload: Workload, recompute: Recompute, forward: float) -> float:
-    """Forward FLOPs per token that the backward pass repeats."""
+    """Forward FLOPs per token that the backward pass recomputes."""
     spec = workload.spec
     attention = forward - _weight_flops(spec)
     products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden

@@ -1,7 +1,7 @@
-"""What ranks send each other in a step, and how long computation waits for it.
+"""The communication of a step, and how long computation waits for it.
 
-Every function returns exposed seconds: what runs alongside computation counts only where it
-takes longer than that, or by the share that it slows computation down.
+Every function returns exposed seconds: overlapped communication counts only as far as it takes
+longer than computation, or slows computation down.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class PlacedLayout:
 
     @property
     def width(self) -> int:
-        """Bytes of an activation's element on the wire."""
+        """Bytes of an activation element in communication."""
         return 4 if self.workload.precision == "fp32" else 2
 
     @property
@@ -76,7 +76,7 @@ def layer_traffic(place: PlacedLayout, attention_s: float) -> LayerTraffic:
 
 
 def layer_tensor_s(place: PlacedLayout) -> float:
-    """Two all-reduces a pass, or a reduce-scatter and an all-gather in place of each
+    """Two all-reduces per pass, or a reduce-scatter and an all-gather instead of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2)."""
     layout = place.layout
     if layout.tp == 1:
@@ -94,8 +94,8 @@ def layer_tensor_s(place: PlacedLayout) -> float:
 def _backward_share(place: PlacedLayout) -> float:
     """Exposed tensor-parallel traffic of the backward pass relative to the forward pass.
 
-    The collectives of column-parallel products run alongside the gradients of their weights:
-    all of the backward pass without sequence parallel, half of it with it.
+    The collectives of column-parallel products overlap with the gradients of their weights: all
+    of the backward pass without sequence parallel, half of it with it.
     """
     if place.workload.tensor_overlap != "backward":
         return 1.0
@@ -104,7 +104,8 @@ def _backward_share(place: PlacedLayout) -> float:
 
 
 def _context_s(place: PlacedLayout, attention_s: float) -> float:
-    """Keys and values go round the context group while attention works on those at hand."""
+    """Keys and values circulate in the context group while attention processes the local
+    ones."""
     layout, spec = place.layout, place.workload.spec
     if layout.cp == 1:
         return 0.0
@@ -117,7 +118,7 @@ def _context_s(place: PlacedLayout, attention_s: float) -> float:
 
 
 def _expert_s(place: PlacedLayout) -> float:
-    """Tokens travel to their experts and back."""
+    """Tokens are sent to their experts and back."""
     layout, spec = place.layout, place.workload.spec
     if layout.ep == 1:
         return 0.0
@@ -159,7 +160,7 @@ def data_parallel_s(
 
 
 def _copies_s(place: PlacedLayout, share: StageShare, backward_s: float) -> float:
-    """Copies of the shards sum their gradients once a step, layer by layer."""
+    """Replicas of the shards sum their gradients once per step, layer by layer."""
     layout, layers = place.layout, max(1, share.layers)
     if layout.replicate == 1:
         return 0.0
@@ -174,8 +175,8 @@ def _sharded_s(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
     """ZeRO-3 and FSDP: for every micro batch, weights are gathered layer by layer for each
-    pass, one ahead, and gradients reduced. Where there is a second copy of the weights, all
-    passes but the first gather from that (ZeRO++, arXiv:2306.10209, section 3.2)."""
+    pass, one ahead, and gradients reduced. With a second copy of the weights, all passes except
+    the first gather from it (ZeRO++, arXiv:2306.10209, section 3.2)."""
     layout, layers = place.layout, max(1, share.layers)
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     weights = (place.workload.gather_bytes or place.width) * share.parameters / layers
@@ -196,9 +197,9 @@ def _sharded_s(
 def _replicated_s(
     place: PlacedLayout, share: StageShare, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """Gradients are reduced once a step, alongside the last micro batch's backward pass; with a
-    sharded optimizer, weights are then gathered alongside the first forward pass (DeepSpeed:
-    with no overlap)."""
+    """Gradients are reduced once per step, overlapping with the last micro batch's backward
+    pass; with a sharded optimizer, gathering the weights then overlaps with the first forward
+    pass (DeepSpeed: no overlap)."""
     layout, workload = place.layout, place.workload
     ring = place.group(layout.dp * layout.cp // layout.replicate, layout.tp)
     size = reduce_bytes(workload) * share.trained.parameters
@@ -219,7 +220,7 @@ def _replicated_s(
 
 
 def tied_embedding_s(place: PlacedLayout) -> float:
-    """The first and the last stage add up their gradients of a shared embedding."""
+    """The first and the last stage sum their gradients of a shared embedding."""
     layout, spec = place.layout, place.workload.spec
     frozen = spec.adapters or (spec.frozen and spec.frozen.embedding)
     if layout.pp == 1 or not spec.tied_embeddings or frozen:
@@ -231,5 +232,6 @@ def tied_embedding_s(place: PlacedLayout) -> float:
 
 
 def _exposed(sent: float, compute: float, slowed: float) -> float:
-    """Traffic that computation does not hide, or the time by which it slows computation."""
+    """Communication that computation does not hide, or the time by which it slows computation
+    down."""
     return max(sent - compute, slowed * sent)

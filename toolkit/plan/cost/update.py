@@ -1,4 +1,4 @@
-"""The optimizer's step, and what is kept away from the device: CPU and NVMe offload."""
+"""The optimizer's step, and CPU and NVMe offload."""
 
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
@@ -45,10 +45,10 @@ def offload_s(
 ) -> float:
     """Seconds per step that transfers to and from host and NVMe add.
 
-    Gradients leave alongside the backward passes and weights return after the update
-    (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states alongside the update
-    (ZeRO-Infinity, arXiv:2104.07857). Offloaded weights come back for every pass: in 16 bits,
-    but FSDP sends those that it updates, in fp32, and nothing besides.
+    Gradients are sent during the backward passes and weights return after the update
+    (ZeRO-Offload, arXiv:2101.06840); NVMe reads and writes states during the update
+    (ZeRO-Infinity, arXiv:2104.07857). Offloaded weights are loaded for every pass: in 16 bits,
+    while FSDP sends only its fp32 weights.
     """
     layout, efficiency = place.layout, place.efficiency
     host = place.cluster.host_link_bytes_per_s * efficiency["link.host"]

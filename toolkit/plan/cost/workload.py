@@ -1,4 +1,4 @@
-"""What is trained: all that memory and time depend on besides the layout and the cluster."""
+"""The workload: everything that memory and time depend on except the layout and the cluster."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +19,7 @@ TensorOverlap = Literal["none", "backward", "all"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model under an engine, free of any layout."""
+    """A model under an engine, independent of the layout."""
 
     spec: ModelSpec
     sequence_length: int
@@ -28,8 +28,8 @@ class Workload:
     rows_per_sample: int = 1
     """Sequences of a sample, which is what batch sizes count: 2 where it is a pair."""
     model: ModelName = "hf"
-    """Whose modules compute: transformers' (or another implementation on PyTorch's own
-    operators), or megatron-core's."""
+    """The model implementation: transformers' (or another one on PyTorch's own operators), or
+    megatron-core's."""
     attention: Attention = "fused"
     """fused: flash attention, which stores no scores; unfused: scores written to memory."""
     flash_version: Literal[1, 2] = 2
@@ -39,26 +39,26 @@ class Workload:
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
     fused_glu: bool = False
-    """Of what else runs as single operators, a gated activation function is one kernel, which
-    keeps only its input."""
+    """If other operators are not fused: a gated activation function is one kernel, which keeps
+    only its input."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
     reduce_bytes: float | None = None
-    """Bytes per gradient element on the wire; None: what the engine does by itself."""
+    """Bytes per gradient element in communication; None: the engine's default."""
     gather_bytes: float | None = None
-    """Bytes per element of gathered weights on the wire; None: those of the precision."""
+    """Bytes per element of gathered weights in communication; None: those of the precision."""
     tensor_overlap: TensorOverlap = "backward"
-    """Collectives of tensor and sequence parallel that run alongside matrix products. backward:
-    alongside the gradients of the weights (Megatron since 2022); all: also cut into pieces next
-    to the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
+    """Collectives of tensor and sequence parallel that overlap with matrix products. backward:
+    with the gradients of the weights (Megatron since 2022); all: also cut into pieces next to
+    the products that need them (Transformer Engine's user buffers, PyTorch's async tensor
     parallel)."""
     pipeline_overlap: bool = True
-    """Messages of the interleaved schedule run alongside the next chunk."""
+    """Messages of the interleaved schedule overlap with the next chunk."""
     keeps_sent: bool = False
-    """The interleaved schedule keeps what was sent for the backward pass, which needs no values
-    of it: megatron-core could free it while it is still being sent."""
+    """The interleaved schedule keeps sent outputs until the backward pass, which does not need
+    their values, because megatron-core could free them while they are being sent."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None
@@ -67,10 +67,10 @@ class Workload:
     dropout: bool = False
     """Dropout over attention scores and both branches of a layer, whose masks are stored."""
     document_mask: bool = False
-    """A mask isolates the documents of a sequence. torch then takes its memory-efficient
-    kernel, which computes the hidden scores as well."""
+    """A mask isolates the documents of a sequence. torch then uses its memory-efficient kernel,
+    which also computes the masked scores."""
     cudnn: bool = False
-    """Attention is cuDNN's, as Transformer Engine's is."""
+    """Attention uses cuDNN's kernel, as in Transformer Engine."""
     updates: "OwnerUpdates | None" = None
     """What an optimizer other than AdamW updates."""
     fused_loss: bool = False
@@ -84,16 +84,16 @@ class Workload:
 
     @property
     def megatron_layers(self) -> bool:
-        """Are its modules megatron-core's?"""
+        """Whether its modules are megatron-core's."""
         return self.model == "megatron"
 
     @property
     def cost(self) -> "EngineCost":
-        """What its engine's way of working costs."""
+        """The engine-specific costs."""
         return BACKENDS[self.engine].cost
 
     def in_layout(self, layout: Layout) -> "Workload":
-        """With what a layout decides of its operators: compiled layers are fused ones."""
+        """With the layout's choice of operators: compiled layers are fused."""
         if layout.compiles is None:
             return self
         return _fused(self, layout.compile == "layers")
@@ -118,10 +118,10 @@ def planned_workload(
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
-    Attention is torch's fused kernel (`cudnn`: that one); the other operators are single ones,
-    where no layout compiles them. Without `overlap`, gradients are reduced after
-    the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
-    mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
+    Attention is torch's fused kernel (`cudnn`: cuDNN's); the other operators are not fused
+    unless the layout compiles them. Without `overlap`, gradients are reduced after the backward
+    pass, and the pipeline waits for every message. `isolates`: documents are isolated by a
+    mask; the kernel is assumed to be as fast as FlashAttention's first generation, but was not
     measured.
     """
     if spec.every_expert and pair.model == "hf":

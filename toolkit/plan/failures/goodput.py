@@ -1,11 +1,11 @@
-"""How often to save, and how much of the time is left for training, when machines fail.
+"""The best checkpoint interval, and the share of productive time, when machines fail.
 
 A job alternates between training and restarting. Failures come at random with a constant
 rate (a Poisson process): the job's mean time between failures M is that of one GPU divided
-by the number of GPUs. A save stops training for δ seconds (`stall_s`) and is of use once it
-is committed, w seconds later (`commit_s`): zero where training waits for the disk. A failure
-costs the work since the last committed save, and R seconds (`restart_s`) until training goes
-on, which a further failure starts again.
+by the number of GPUs. A save stops training for δ seconds (`stall_s`) and is usable once it is
+committed, w seconds later (`commit_s`): zero if training waits for the disk. A failure costs
+the work since the last committed save, and R seconds (`restart_s`) until training continues;
+another failure in between starts these again.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum
@@ -20,7 +20,7 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures and saves cost one job. Seconds throughout."""
+    """The cost of failures and saves of one job, in seconds."""
 
     mtbf_s: float
     """Mean time between failures of the whole job, M."""
@@ -39,14 +39,14 @@ class Failures:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the time of a job goes; the shares add up to 1."""
+    """Shares of a job's time; they add up to 1."""
 
     goodput: float
-    """Training that is never done again."""
+    """Training that is never repeated."""
     saving: float
     """Training waits for saves."""
     replay: float
-    """Training that a failure undoes."""
+    """Training that is lost by a failure."""
     restart: float
     """Between a failure and training."""
 
@@ -57,7 +57,7 @@ def young_interval_s(job: Failures) -> float:
 
 
 def daly_interval_s(job: Failures) -> float:
-    """Seconds of training between saves that lose least time (Daly 2006).
+    """Seconds of training between saves that minimise the lost time (Daly 2006).
 
     A series in √(δ/2M), good to a few per cent for δ < M/2; M itself from δ = 2M on. It
     depends on neither R nor w, and neither does the exact optimum of `expected_shares`.
@@ -74,7 +74,7 @@ def best_interval_s(job: Failures) -> float:
 
 
 def expected_shares(job: Failures, interval_s: float) -> Shares:
-    """Where the time of a long job goes that saves after every `interval_s` of training.
+    """Shares of the time of a long job that saves after every `interval_s` of training.
 
     Exact for the process that the module describes. Between two restarts training runs for
     an exponential time of mean M; the k-th save counts if that is at least k(τ + δ) + w, so

@@ -1,4 +1,4 @@
-"""What saves and failures cost a planned recipe, from 8 to 100,000 accelerators."""
+"""The cost of saves and failures for a planned recipe, from 8 to 100,000 accelerators."""
 
 import math
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ BYTES_PER_PARAMETER = 12
 BYTES_PER_FROZEN_PARAMETER = 4
 """The weight alone."""
 BARRIER_S = 0.6
-"""What a save stops training for besides the copy: ranks wait for each other. 0.59 s of
-blocking were measured for 405B on 8,960 GPUs (ByteCheckpoint, arXiv:2407.20143, table 8)."""
+"""Seconds that a save stops training in addition to the copy: ranks wait for each other. 0.59 s
+of blocking were measured for 405B on 8,960 GPUs (ByteCheckpoint, arXiv:2407.20143, table 8)."""
 DEFAULT_GBPS = 1.0
 """GB/s of storage per node. Llama 3 had 2 TB/s for 2,048 nodes (arXiv:2407.21783, 3.3.1)."""
 DEFAULT_RESTART_MIN = 10.0
@@ -33,7 +33,7 @@ SIZES = (8, 64, 512, 1024, 4096, 16_384, 32_768, 100_000)
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no plan knows."""
+    """Inputs that are not part of a plan."""
 
     mtbf_hours: float
     """Mean time between failures of one accelerator with everything that it needs: its share
@@ -52,10 +52,10 @@ class GoodputRow:
     job: Failures
     interval_s: float
     interval_steps: int | None
-    """None where the plan says nothing of this size's step time."""
+    """None if the plan has no step time for this size."""
     shares: Shares
     synchronous_goodput: float
-    """If training waited for the disk, at the interval that is best then."""
+    """With synchronous saves, at their best interval."""
 
     def machine_output(self) -> dict[str, Any]:
         """For `--json`."""
@@ -88,7 +88,7 @@ class PlannedRun:
     step_s: float | None
     """Of the plan's step; None where it is unknown."""
     steps: int | None = None
-    """Of the whole run; None where that is not known before the data is."""
+    """Of the whole run; None if it depends on unread data."""
     every_steps: int | None = None
     """Between saves, as the recipe says; None for none before the end."""
     frozen: int = 0
@@ -113,7 +113,7 @@ def goodput_as_written(job: PlannedRun, assumed: Assumptions) -> float | None:
 
 
 def failures(job: PlannedRun, gpus: int, assumed: Assumptions) -> Failures:
-    """What a save and a failure cost when the same state is spread evenly over `gpus`.
+    """The cost of a save and a failure if the same state is spread evenly over `gpus`.
 
     DMT saves asynchronously: training waits while every accelerator copies its part to
     host memory, and continues while the nodes write.
@@ -141,7 +141,7 @@ def rows(job: PlannedRun, assumed: Assumptions) -> Iterator[GoodputRow]:
 
 
 def row(job: PlannedRun, gpus: int, assumed: Assumptions) -> GoodputRow:
-    """The best interval for one size; in whole steps where the plan knows their time."""
+    """The best interval for one size; in whole steps if the plan has their time."""
     there = failures(job, gpus, assumed)
     interval_s, steps = best_interval_s(there), None
     if gpus == job.cluster.gpus and job.step_s is not None:

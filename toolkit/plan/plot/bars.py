@@ -22,8 +22,7 @@ SUFFIXES = (".svg", ".png")
 SHOWN = 8
 """Candidates that a picture shows at most."""
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; greys for what is
-# neither work nor data.
+# Okabe and Ito's colour-blind-safe palette; greys for what is neither work nor data.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, RED, PINK = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#8C8C8C", "#E8E8E8"
@@ -177,7 +176,7 @@ def memory_parts(memory: Memory) -> list[BarSegment]:
 
 
 def step_parts(time: StepTime) -> list[BarSegment]:
-    """Where one step goes, in seconds; the parts add up to `time.total_s`."""
+    """The parts of one step, in seconds; they add up to `time.total_s`."""
     compute, sent = time.compute, time.communication
     layers = ("tensor", "context", "expert")
     return [
@@ -245,7 +244,7 @@ def _draw_steps(axes: "Axes", candidates: Sequence[PlottedLayout]) -> None:
 
 
 def _with_room(axes: "Axes", longest: float, inches: float) -> float:
-    """Where an axis ends that leaves so much room for text behind the longest bar."""
+    """The end of an axis that leaves this much room for text after the longest bar."""
     return longest / (1 - inches / _inches(axes))
 
 
@@ -254,14 +253,14 @@ def _inches(axes: "Axes") -> float:
 
 
 def label_seconds(axes: "Axes", longest_s: float, since: str = "") -> None:
-    """Name the unit of an axis of seconds: milliseconds where all of it is below one."""
+    """The unit of an axis of seconds: milliseconds if all of it is below one."""
     factor, unit = (1, "seconds") if longest_s >= 1 else (1e3, "milliseconds")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value * factor:,.10g}")
     axes.set_xlabel(f"{unit}{since}", loc="right" if since else "center")
 
 
 def _draw_stacks(axes: "Axes", stacks: Sequence[Sequence[BarSegment]]) -> None:
-    """One horizontal bar per stack, the first on top; parts that are nowhere are left out."""
+    """One horizontal bar per stack, the first on top; parts without any value are omitted."""
     largest = max(sum(part.size for part in parts) for parts in stacks)
     shown: dict[str, Any] = {}
     for row, parts in enumerate(stacks):

@@ -29,7 +29,8 @@ def timeline_inches(pp: int) -> float:
 def draw_timeline(
     figure: "Figure", where: "SubplotSpec", layout: Layout, time: StepTime
 ) -> None:
-    """Draw the passes of `layout`; many are cut in the middle, where they repeat themselves."""
+    """Draw the passes of `layout`; a long timeline is cut in the middle, where it is
+    periodic."""
     table = timetable(time.stages, layout.gradient_accumulation, layout.vpp)
     windows = _windows(table)
     lengths = [stop - start for start, stop in windows]
@@ -139,7 +140,7 @@ def _label(
 
 
 def _schedule(layout: Layout, time: StepTime, table: Timetable) -> str:
-    """The pipeline in words, and what all ranks do after its last pass."""
+    """A description of the pipeline, and the work of all ranks after its last pass."""
     idle = min(map(table.idle_s, range(layout.pp))) / table.total_s
     order = "1F1B" if layout.vpp == 1 else f"interleaved 1F1B with {layout.vpp} chunks a stage"
     pipeline = f"pipeline {order}, where the busiest stage is idle {idle:.1%} of the time"
@@ -155,7 +156,7 @@ def _schedule(layout: Layout, time: StepTime, table: Timetable) -> str:
 
 
 def _legend(layout: Layout, time: StepTime) -> Iterator[object]:
-    """A patch for each colour that is there."""
+    """A patch for each colour that occurs."""
     from matplotlib.patches import Patch
 
     again = "" if layout.recompute == "none" else " (with recompute)"

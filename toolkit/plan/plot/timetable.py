@@ -32,7 +32,7 @@ class Slot:
     start_s: float
     end_s: float
     sent_s: float
-    """When its result is with the neighbour; the rank waits for that."""
+    """When its result has arrived at the neighbour; the rank waits for that."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Timetable:
         return max(rank[-1].sent_s for rank in self.slots)
 
     def idle_s(self, rank: int) -> float:
-        """What `rank` waits for others: the bubble."""
+        """The time that `rank` waits for others: the bubble."""
         return self.total_s - sum(slot.sent_s - slot.start_s for slot in self.slots[rank])
 
 
@@ -104,7 +104,7 @@ def _chunks(pp: int, micro_batches: int, vpp: int) -> list[tuple[int, int]]:
 
 
 def _source(rank: int, one: _Pass, pp: int, vpp: int) -> tuple[int, _Pass] | None:
-    """The pass that makes the input of `one`; None for the first of a micro batch.
+    """The pass that produces the input of `one`; None for the first of a micro batch.
 
     Layers run through the ranks' first chunks, then through their second ones, and so on.
     """

@@ -1,7 +1,7 @@
 """Which of torch's attention kernels is tried first.
 
-torch asks its kernels in an order of its own, FlashAttention-2 first. The first that can
-compute what is asked for does it, so another order never fails.
+torch tries its kernels in a fixed order, FlashAttention-2 first, and uses the first that
+supports the inputs, so another order never fails.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LARGEST_HEAD = 128
 
 
 def kernel(job: "PlanRequest") -> AttentionKernel:
-    """What the recipe states; for `auto` cuDNN's where it is faster, which is known of Hopper
+    """The recipe's value; for `auto` cuDNN's where it is faster, which is known for Hopper
     (huggingface/transformers#48163: 1.7 to 2.3 times FlashAttention-2 there, slower on Ampere
     and Blackwell)."""
     if job.kernels.attention != "auto":
@@ -40,7 +40,7 @@ def problems(job: "PlanRequest") -> Iterator[Problem]:
         return
     objections = [*_objections(job)]
     if asked == "cudnn" and job.training.deterministic:
-        # torch's sdp_utils.cpp, `check_cudnn_deterministic`, takes another kernel silently.
+        # torch's sdp_utils.cpp, `check_cudnn_deterministic`, silently uses another kernel.
         objections.append("it is not deterministic, and training.deterministic is true")
     with suppress(PlanError):  # an unknown accelerator is reported where it is stated
         if accelerator(gpu).generation not in GENERATIONS:

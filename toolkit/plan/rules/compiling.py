@@ -1,4 +1,4 @@
-"""Whether torch.compile makes kernels of the decoder layers of transformers' models.
+"""Whether torch.compile compiles the decoder layers of transformers' models.
 
 Compiled, chains of elementwise operators are one kernel, and fewer of their inputs are kept for
 the backward pass; torchtitan's published runs show both.
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def parts(job: "PlanRequest", pair: Pair, stage: Stage) -> CompiledParts:
-    """What the recipe states; for `auto` the layers, unless there is an `objection`."""
+    """The recipe's value; for `auto` the layers, unless there is an `objection`."""
     if job.kernels.compile != "auto":
         return job.kernels.compile
     return "none" if objection(job, pair, stage) else "layers"
 
 
 def objection(job: "PlanRequest", pair: Pair, stage: Stage) -> str:
-    """Why `auto` compiles nothing in a ZeRO stage of a pair; empty where it does."""
+    """Why `auto` compiles nothing in a ZeRO stage of a pair; empty if it compiles."""
     device = accelerator(job.cluster.gpu)
     if why := _uncompilable(job, pair, stage):
         return why

@@ -1,8 +1,8 @@
-"""Whose kernels compute several operators of a decoder layer at once.
+"""Which fused kernels a decoder layer uses.
 
-megatron-core has one for SwiGLU in each direction (`fused_bias_swiglu.py`), which torch.compile
-makes; its own training script uses it. Its other fusions need Transformer Engine or Apex, or
-compute another function: its gelu is the tanh approximation.
+megatron-core has one for SwiGLU in each direction (`fused_bias_swiglu.py`), built by
+torch.compile; its own training script uses it. Its other fusions need Transformer Engine or
+Apex, or compute another function: its gelu is the tanh approximation.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def whose(job: "PlanRequest", pair: Pair) -> FusedKernels:
-    """What the recipe states; for `auto` megatron-core's, unless there is an `objection`."""
+    """The recipe's value; for `auto` megatron-core's, unless there is an `objection`."""
     if job.kernels.fused != "auto":
         return job.kernels.fused
     return "none" if objection(job, pair) else "megatron"
 
 
 def objection(job: "PlanRequest", pair: Pair) -> str:
-    """Why `auto` fuses nothing on a pair; empty where it does."""
+    """Why `auto` fuses nothing on a pair; empty if it fuses."""
     if why := _unfusable(job, pair):
         return why
     on_cpu = accelerator(job.cluster.gpu).generation == "cpu"

@@ -1,8 +1,8 @@
-"""What is legal: which engine can train which model implementation, and how.
+"""The legality rules: which engine can train which model implementation, and how.
 
-One table answers for everyone: `dmt check` (through `problems`), the planner (through
-`pairs`) and the ledger. A layout outside the table is refused with the nearest legal one.
-What a model's shape forbids besides is decided in `toolkit.plan.rules.models`.
+One table serves `dmt check` (through `problems`), the planner (through `pairs`) and the ledger.
+A layout outside the table is refused with the nearest legal one. Additional rules about a
+model's shape are in `toolkit.plan.rules.models`.
 """
 
 import math
@@ -18,7 +18,7 @@ _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 
 @cache
 def table() -> Mapping[Pair, Support]:
-    """Every legal pair and what it can do, the preferred one first."""
+    """Every legal pair and what it supports, the preferred one first."""
     found = {
         Pair(name, model): support
         for name in BACKENDS.names
@@ -36,7 +36,7 @@ _PIPELINE_AND_ZERO = (
 
 
 def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
-    """The pairs that can carry out what `parallel` asks for, preferred first.
+    """The pairs that support what `parallel` requests, preferred first.
 
     With a `precision`, only those that compute in it.
     """
@@ -50,18 +50,18 @@ def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list
 
 
 def precisions(parallel: ParallelSection) -> list[Precision]:
-    """What the pairs that can carry out `parallel` compute in, the most usual last.
+    """The precisions of the pairs that support `parallel`, the most usual last.
 
-    Where no pair can, which `problems` reports, what any pair computes in.
+    If no pair does, which `problems` reports, those of all pairs.
     """
     able = pairs(parallel) or table()
     return [name for name in _PRECISIONS if any(name in table()[p].precisions for p in able)]
 
 
 def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
-    """The ZeRO stages in which `pair` can do the asked offload, lowest first.
+    """The ZeRO stages in which `pair` supports the requested offload, lowest first.
 
-    Only the asked one where `parallel` names it; at least one where `problems` finds none.
+    Only the requested one if `parallel` states it; at least one if `problems` finds none.
     """
 
     def in_stage(stage: Stage) -> ParallelSection:
@@ -86,10 +86,10 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 
 
 def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | None:
-    """Data-parallel degree, where the recipe fixes it: world / (tensor·pipeline).
+    """Data-parallel degree, if the recipe fixes it: world / (tensor·pipeline).
 
-    An `auto` counts as 1 where the preferred pair can do no more. None while the planner
-    still has a choice, or when the degrees do not divide the world.
+    An `auto` counts as 1 if the preferred pair supports no more. None while the planner still
+    has a choice, or when the degrees do not divide the world.
     """
     product = 1
     for name in DEGREES[:2]:
@@ -168,7 +168,7 @@ def _needs(parallel: ParallelSection) -> Iterator[Problem]:
 
 
 def _zero_plus_needs(zero: ZeroSection) -> Iterator[Problem]:
-    """ZeRO++ is about how weights are gathered."""
+    """ZeRO++ applies only to gathered weights."""
     for name in zero_plus(zero):
         key, shown = f"parallel.zero.{name}", str(getattr(zero, name)).lower()
         if zero.stage not in (3, "auto"):
@@ -188,7 +188,7 @@ def _zero_plus_needs(zero: ZeroSection) -> Iterator[Problem]:
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
-    """What the legal pair that comes nearest cannot do."""
+    """What the nearest legal pair does not support."""
     legal = [pair for pair in table() if _matches(parallel, pair)]
     if not legal:
         return [_illegal_pair(parallel)]
@@ -196,7 +196,7 @@ def _table_problems(parallel: ParallelSection) -> list[Problem]:
 
 
 def _illegal_pair(parallel: ParallelSection) -> Problem:
-    """Both engine and model are named, and do not go together."""
+    """Engine and model are both stated, but are not a legal pair."""
     asked = (parallel.engine, parallel.model)
     near = [pair for pair in table() if (pair[0] == asked[0]) != (pair[1] == asked[1])]
     best = near[0]
@@ -232,7 +232,7 @@ def _world_problems(parallel: ParallelSection, cluster: ClusterSection) -> Itera
 
 
 def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
-    """Copies of shards share out the data-parallel ranks, and have two each or more."""
+    """Replicas divide the data-parallel ranks, with at least two ranks each."""
     wanted = parallel.replicate
     if not isinstance(wanted, int) or wanted == 1 or wanted in (fit := copies_of(ranks)):
         return
@@ -245,7 +245,7 @@ def _copies(parallel: ParallelSection, ranks: int) -> Iterator[Problem]:
 
 
 def _second_copy(zero: ZeroSection, ranks: int) -> Iterator[Problem]:
-    """Groups of equally many ranks share a second copy of the weights."""
+    """Groups of equal size share a second copy of the weights."""
     if zero.hpz is None or ranks % zero.hpz == 0:
         return
     fit = divisors(ranks)
@@ -264,15 +264,15 @@ def zero_plus(zero: ZeroSection) -> list[str]:
 
 
 def copies_of(ranks: int) -> list[int]:
-    """How often all shards may be there on so many data-parallel ranks."""
+    """Possible numbers of replicas on this many data-parallel ranks."""
     return [1, *(ranks // shards for shards in reversed(divisors(ranks)[1:]) if shards < ranks)]
 
 
 def _nearest_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
     """The nearest degrees whose product divides `world`.
 
-    The largest gives way first: the others are settled before it, smallest first, and
-    change only where they divide no ranks that are left.
+    The largest is changed first: the others are fixed before it, smallest first, and change
+    only if they do not divide the remaining ranks.
     """
     near, room = {}, world
     for name in sorted(degrees, key=lambda name: degrees[name]):
@@ -288,7 +288,7 @@ def _matches(parallel: ParallelSection, pair: Pair) -> bool:
 
 
 def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
-    """The settings that this pair cannot carry out; `auto` suits every pair."""
+    """The settings that this pair does not support; `auto` suits every pair."""
     support, zero = table()[pair], parallel.zero
     found: list[Problem] = []
 
@@ -363,7 +363,7 @@ def _apart(zero: ZeroSection, pair: Pair, or_engine: str) -> Problem | None:
 
 
 def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
-    """The other way out of a degree that is too large: a pair that can do it, if any."""
+    """The alternative fix for a degree that is too large: a pair that supports it, if any."""
     if name == "pipeline" and parallel.zero.stage in (2, 3):
         return ", or parallel.zero.stage to 1"
     asked = (parallel.engine, parallel.model)
@@ -382,7 +382,7 @@ def _or_pair(parallel: ParallelSection, name: str, degree: int) -> str:
 
 
 def _or_zero(parallel: ParallelSection) -> str:
-    """DeepSpeed as the other way out, where the degrees leave it."""
+    """DeepSpeed as the alternative fix, if the degrees allow it."""
     degrees = (parallel.pipeline, parallel.virtual_pipeline, parallel.expert)
     engines = [pair.engine for pair, support in table().items() if support.zero_config]
     if not engines or any(map(_above_one, degrees)):

@@ -1,8 +1,8 @@
-"""What a model's shape and batch forbid: the rules of megatron-core, asked before it is.
+"""Rules about a model's shape and batch: those of megatron-core, checked before it runs.
 
-`toolkit.plan.rules.legality` decides what a pair of engine and model can do at all; here,
-whether this model can be cut that way. Every rule names the line of megatron-core 0.16 that
-would stop the run, or go wrong silently, and the nearest legal value.
+`toolkit.plan.rules.legality` decides what a pair of engine and model supports; here, whether
+this model can be split that way. Every rule names the line of megatron-core 0.16 that would
+stop the run or silently compute wrong results, and the nearest legal value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ from toolkit.recipe.schema import (
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the rules read of a recipe; `config` has no problem of its own."""
+    """The rules' inputs from a recipe; `config` is valid."""
 
     parallel: ParallelSection
     cluster: ClusterSection
@@ -83,8 +83,8 @@ class PlanRequest:
     def workload(self, pair: Pair) -> Workload:
         """What is trained, on an engine and a model implementation.
 
-        On CPUs, whose cores also communicate, nobody measured what an engine gains that need
-        not do so while it computes.
+        On CPUs, whose cores also communicate, the gain of less overlapping communication was
+        not measured.
         """
         pays = self.cluster.gpu != "cpu" or not legality.table()[pair].without_overlap
         return planned_workload(
@@ -106,7 +106,7 @@ class PlanRequest:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's shape, with what is frozen of it and with its adapters."""
+        """The model's shape, with its frozen tensors and adapters."""
         return lora.spec_of(self.config, self.freeze, self.adapter)
 
     @cached_property
@@ -116,12 +116,12 @@ class PlanRequest:
 
     @cached_property
     def mapped(self) -> MegatronModel:
-        """The model in megatron-core's words, its map also where it is inexpressible."""
+        """The model in megatron-core's terms; its map exists even if it is not expressible."""
         return mapped(self.config)
 
     @cached_property
     def inexpressible(self) -> str | None:
-        """Why megatron-core cannot compute this model exactly; None when it can."""
+        """Why megatron-core cannot compute this model exactly; None if it can."""
         return unsupported(self.config)
 
     @cached_property
@@ -131,8 +131,8 @@ class PlanRequest:
 
     @cached_property
     def divided(self) -> tuple[list[Problem], list[Problem]]:
-        """Why transformers, and why megatron-core, cannot freeze a part of a parameter, or give
-        it another learning rate."""
+        """Why transformers, and why megatron-core, cannot freeze a part of a parameter or use
+        another learning rate for it."""
         if not self.freeze and not self.optimizer.groups:
             return [], []
         names = frozen.matching(self.freeze, frozen.names_of(self.config))
@@ -150,7 +150,7 @@ class PlanRequest:
         return stacked, fused
 
     def asking(self, parallel: ParallelSection) -> "PlanRequest":
-        """The same job with another intent; what follows from the config is kept."""
+        """The same job with another intent; values derived from the config are kept."""
         other = replace(self, parallel=parallel)
         for name in ("spec", "updates", "attention_kernel", "inexpressible", "divided"):
             other.__dict__[name] = getattr(self, name)
@@ -158,7 +158,7 @@ class PlanRequest:
 
 
 def able_pairs(job: PlanRequest) -> list[Pair]:
-    """The pairs that can train this model as `job` asks, preferred first."""
+    """The pairs that can train this model as `job` requests, preferred first."""
     asked = legality.pairs(job.parallel, job.training.precision)
     return [pair for pair in asked if not pair_problems(job, pair)]
 
@@ -166,8 +166,8 @@ def able_pairs(job: PlanRequest) -> list[Pair]:
 def problems(job: PlanRequest) -> list[Problem]:
     """Why no pair can train this model as asked, each with the nearest legal value.
 
-    Of the pairs that legality leaves, the one that comes nearest speaks. Keys are full
-    dotted paths; file and line are left to the caller.
+    The problems are those of the nearest of the legal pairs. Keys are full dotted paths; file
+    and line are left to the caller.
     """
     if job.freeze and (wrong := [*frozen.problems(job.freeze, frozen.names_of(job.config))]):
         return wrong
@@ -206,7 +206,7 @@ def pair_problems(job: PlanRequest, pair: Pair) -> list[Problem]:
 
 
 def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
-    """What layers with torchao's products in 8 bits, and compiled layers, cannot be in."""
+    """Layouts that fp8 layers of torchao, and compiled layers, do not support."""
     if job.kernels.compile == "layers":
         yield from compiling.problems(job, pair)
     yield from fusing.problems(job, pair)
@@ -245,7 +245,7 @@ def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
 
 
 def _offloaded_owners(job: PlanRequest) -> Iterator[Problem]:
-    """An owner computes on the device, and its buffers and states are there."""
+    """Owners compute on the device, where their buffers and states are."""
     for name in ("offload_optimizer", "offload_parameters"):
         place = getattr(job.parallel.zero, name)
         if job.optimizer.name != "adamw" and place not in ("none", "auto"):
@@ -268,8 +268,8 @@ def _inexpressible(job: PlanRequest, pair: Pair, reason: str) -> Problem:
 
 
 def _expert(job: PlanRequest) -> Iterator[Problem]:
-    """moe_layer.py: each rank holds as many experts; parallel_state.py: with experts whole
-    on their rank, expert · pipeline divides the world."""
+    """moe_layer.py: each rank holds the same number of experts; parallel_state.py: with whole
+    experts on each rank, expert · pipeline divides the world."""
     ep, spec = known(job.parallel.expert), job.spec
     if ep is None or ep == 1:
         return
@@ -292,7 +292,7 @@ def _tensor(job: PlanRequest) -> Iterator[Problem]:
 
 
 def _objections(job: PlanRequest, tp: int) -> list[str]:
-    """What a tensor-parallel degree of this model has to be, and `tp` is not."""
+    """Conditions on this model's tensor-parallel degree that `tp` does not satisfy."""
     spec, parallel = job.spec, job.parallel
     found = []
     if spec.heads % tp:  # transformer_config.py
@@ -325,8 +325,8 @@ def _objections(job: PlanRequest, tp: int) -> list[str]:
 
 
 def _sequence(job: PlanRequest) -> Iterator[Problem]:
-    """moe_layer.py refuses experts under tensor parallel alone; mappings.py cuts the
-    sequence into equal parts."""
+    """moe_layer.py refuses experts with tensor parallel without sequence parallel; mappings.py
+    splits the sequence into equal parts."""
     tp = known(job.parallel.tensor)
     if tp is None or tp == 1:
         return

@@ -1,2 +1,2 @@
-"""A rank's training step on GPUs that are not there: fake tensors, which have shapes, types and
-devices but no elements, and a process group that sends nothing."""
+"""A rank's training step on fake GPUs: fake tensors, which have shapes, dtypes and devices but
+no elements, and a fake process group."""

@@ -1,8 +1,8 @@
-"""One rank of a run directory on a GPU that is not there; what was found, as JSON.
+"""Runs one rank of a run directory on a fake GPU; writes the findings as JSON.
 
     python -m toolkit.rehearse.gpu RUN_DIR RANK OUTPUT
 
-A process of its own, because what stands for CUDA must be loaded before torch is imported.
+A separate process, because the replacement of CUDA must be loaded before torch is imported.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a rank's GPU holds and computes, operator by operator, and which module it is for."""
+"""Memory and FLOPs of a rank's GPU, operator by operator, attributed to modules."""
 
 import math
 import re
@@ -55,17 +55,17 @@ if torch.ops.aten._grouped_mm not in flop_registry:
 
 @dataclass
 class Account:
-    """Storages on the GPU, from when they are made until nothing refers to them any longer,
-    and floating-point operations.
+    """Storages on the GPU, from allocation until nothing refers to them, and floating-point
+    operations.
 
-    A storage belongs to the module whose forward pass makes it. In the backward pass that is
-    the module whose node of the graph is computed.
+    A storage is attributed to the module whose forward pass allocates it; in the backward pass,
+    to the module whose autograd node runs.
     """
 
     flops: dict[str, Counter[str]] = field(default_factory=dict)
     """By phase and module, of matrix products and attention; attention counted in full."""
     _events: list[Request] = field(default_factory=list)
-    """Bytes that come or go, of which storage, and on which stream."""
+    """Bytes allocated or freed, with storage and stream."""
     _labels: list[tuple[str, str]] = field(default_factory=list)
     """Of each storage: kind, and module or place."""
     _sizes: list[int] = field(default_factory=list)
@@ -75,13 +75,13 @@ class Account:
     """By phase, the number of its first event."""
     _names: Any = field(default_factory=weakref.WeakKeyDictionary)
     _modules: list[nn.Module] = field(default_factory=list)
-    """Whose forward passes are running, the innermost last."""
+    """Modules whose forward passes are running, the innermost last."""
     _made_nodes: dict[int, str] = field(default_factory=dict)
-    """By the sequence number of a node of the graph, the module that made it."""
+    """By the sequence number of an autograd node, the module that created it."""
     _phase: str = "build"
 
     def begin(self, phase: str) -> None:
-        """What follows belongs to `phase`."""
+        """Attribute following events to `phase`."""
         self._phase = phase
         self._starts[phase] = len(self._events)
 
@@ -98,7 +98,7 @@ class Account:
                 self._relabel([buffer], BUFFERS, _collapsed(name))
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operator that has run."""
+        """Record an operator."""
         if func._overloadpacket in flop_registry:
             count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self.flops.setdefault(self._phase, Counter())[self._module()] += count
@@ -113,7 +113,7 @@ class Account:
             self._resized(args[0].untyped_storage())
 
     def peak(self, phase: str) -> Peak:
-        """The fullest moment of a phase."""
+        """The peak of a phase."""
         events = self._events
         start = self._starts[phase]
         stop = min([n for n in self._starts.values() if n > start], default=len(events))
@@ -131,10 +131,10 @@ class Account:
         return Peak(totals[last], {kind: places for kind, places in holders.items() if places})
 
     def reserved(self, *, expandable: bool) -> tuple[int, int]:
-        """Bytes that the allocator has reserved in the end, and the least it can do with.
+        """Bytes that the allocator has reserved at the end, and the minimum it can work with.
 
-        The last phase comes twice: what a step leaves free is not always what the next one
-        asks for.
+        The last phase is replayed twice: the blocks that a step frees do not always fit the
+        next one's requests.
         """
         phase = self._events[self._starts[self._phase] :]
         left: Counter[int] = Counter()
@@ -146,7 +146,7 @@ class Account:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Also follows modules, storages that change their size, and optimizers."""
+        """Also tracks modules, storages that change their size, and optimizers."""
         storages: Any = torch.UntypedStorage
         resize = storages.resize_
 
@@ -176,7 +176,7 @@ class Account:
             pass  # one whose forward pass ended in an error that was caught
 
     def _updates(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """What an optimizer is about to update, from what, and with which states."""
+        """The weights that an optimizer is about to update, their gradients and states."""
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 self._relabel([_local(weight)], OPTIMIZER, "master weights", _PASSING)
@@ -198,7 +198,7 @@ class Account:
                 self._labels[number] = kind, "in one buffer" if same else place
 
     def _see(self, storage: Any, func: Any) -> int:
-        """The number of a storage, which may be a new one."""
+        """The index of a storage, which may be a new one."""
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = len(self._labels)
@@ -229,7 +229,7 @@ class Account:
                     self._events.append((more, number, device.current_stream().stream_id))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
-        """None for what DTensor makes to find out a shape, which has no elements anywhere."""
+        """None for tensors that DTensor creates to determine a shape, which have no storage."""
         place, inside = _place()
         if _SHAPES in inside:
             return None
@@ -244,7 +244,7 @@ class Account:
         return OTHER, place
 
     def _module(self) -> str:
-        """The module for which is computed now; outside of all, the place."""
+        """The current module; outside of all modules, the code location."""
         node = _backward_node()
         if node is not None and not self._modules:
             return self._made_nodes.get(node._sequence_nr(), "")

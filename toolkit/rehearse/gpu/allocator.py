@@ -4,9 +4,9 @@ Its rules, of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.
 is rounded up to 512 bytes and gets the smallest free block that is large enough, of the blocks
 of its stream and its pool (up to 1 MiB, and above). What is left of the block is split off; a
 freed block is joined with its free neighbours. Where none is large enough, memory is reserved:
-a segment of its own, or with `expandable_segments` pages of the stream's only one, at the
-lowest address that has room. What is free is given back only when a GPU has no memory left:
-segments that are free as a whole, or pages.
+a new segment, or with `expandable_segments` pages of the stream's only one, at the lowest
+address that has room. What is free is given back only when a GPU has no memory left: segments
+that are free as a whole, or pages.
 
 Not modelled: `record_stream`, which delays the reuse of a block, pools of CUDA graphs, and what
 kernels reserve inside.

@@ -1,6 +1,6 @@
-"""A process that believes it has a GPU: what torch.cuda answers, and what a collective does.
+"""Fakes a GPU in this process: torch.cuda and collectives.
 
-Everything here lasts until the process ends, and nothing in it computes.
+Everything here lasts until the process ends, and nothing is computed.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from transformers.utils import import_utils
 GPU = torch.device("cuda", 0)
 MEMORY_BYTES = 80 * 2**30
 CAPABILITY = (9, 0)
-"""Of an H100, whose kernels the engines would choose."""
+"""Compute capability of an H100, whose kernels the engines would choose."""
 
 backends: dict[str, str] = {}
 """By the name of a process group, the backend that it was asked for."""
 
 
 class _Event:
-    """A CUDA event that has always happened."""
+    """A CUDA event that is always complete."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -48,7 +48,7 @@ class _Event:
 
 
 class _Stream:
-    """A CUDA stream on which everything has been done. The first one is the default."""
+    """A CUDA stream without pending work. The first one is the default."""
 
     device = GPU
     device_type = 1
@@ -101,7 +101,7 @@ _streams = [_DEFAULT]
 
 
 def current_stream(*_: object) -> _Stream:
-    """What `torch.cuda.current_stream` gives."""
+    """The return value of `torch.cuda.current_stream`."""
     return _streams[-1]
 
 
@@ -114,8 +114,8 @@ def _within(stream: _Stream | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def pretend() -> FakeTensorMode:
-    """Let torch have a GPU; the mode under which its tensors are fake. Engines are imported
-    afterwards."""
+    """Make torch report a GPU; returns the mode under which its tensors are fake. Engines are
+    imported afterwards."""
     os.environ["DS_ACCELERATOR"] = GPU.type
     _have_cuda()
     _have_accelerator()
@@ -135,7 +135,8 @@ def _replace(owner: Any, **values: Any) -> None:
 
 
 def _swap(old: Tensor, new: Tensor) -> None:
-    """What `Module.to` does with fake parameters, which fails once they are referred to."""
+    """Replaces `Module.to` for fake parameters, which fails if other references to them
+    exist."""
     if isinstance(old, FakeTensor) and isinstance(new, FakeTensor) and not old.is_meta:
         if old.dtype != new.dtype:
             old.data = new.data
@@ -157,10 +158,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that a GPU takes: flash in 16 bits without a mask, else the one that keeps no
-    scores either, but takes no grouped heads. (Of fake tensors torch computes plain products.)
+    """The kernel that a GPU uses: flash in 16 bits without a mask, otherwise the
+    memory-efficient one, which does not support grouped heads.
 
-    Raises RuntimeError where a GPU has neither.
+    (For fake tensors torch uses plain products.) Raises RuntimeError if a GPU has neither.
     """
     del enable_gqa
     if attn_mask is None and query.dtype != torch.float32:
@@ -211,7 +212,7 @@ def _rms_norm(
 
 
 def _have_cuda() -> None:
-    """What of torch.cuda the engines and their libraries ask for."""
+    """Functions of torch.cuda that the engines and their libraries use."""
     properties = types.SimpleNamespace(
         name="fake",
         total_memory=MEMORY_BYTES,
@@ -259,7 +260,7 @@ def _have_cuda() -> None:
 
 
 def _have_accelerator() -> None:
-    """What is asked for elsewhere in torch."""
+    """Functions elsewhere in torch."""
     _replace(torch.cuda, default_generators=(_Generator(),))
     _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
     _replace(torch._C, _cuda_getCurrentRawStream=lambda _: 0)

@@ -1,7 +1,8 @@
-"""The dress rehearsal: a recipe's ranks at their true size on GPUs that are not there.
+"""Rehearsal at true size: a recipe's ranks on fake GPUs.
 
-Each rank is a process of its own, one after the other: the engine is built, trains, evaluates
-and gives its state, and what it holds, sends, computes and waits for is set beside the plan.
+Each rank is a separate process, one after the other: the engine is built, trains, evaluates and
+saves its state, and its memory, communication, FLOPs and synchronisations are compared with the
+plan.
 """
 
 import json
@@ -33,7 +34,7 @@ from toolkit.run.assignment import Assignment, write
 from toolkit.units import GIB
 
 MICRO_BATCHES = 2
-"""Micro batches that are run for each pipeline stage: more of them hold nothing more."""
+"""Micro batches that are run for each pipeline stage: more would not need more memory."""
 _WRONG = (MIXED, NOT_NCCL, WIDENED)
 
 
@@ -41,7 +42,7 @@ _WRONG = (MIXED, NOT_NCCL, WIDENED)
 class DressRehearsal:
     """What is rehearsed: a recipe as planned, with fewer micro batches per step.
 
-    Layers are not compiled: what torch.compile makes of them depends on a GPU.
+    Layers are not compiled, because the result of torch.compile depends on a GPU.
     """
 
     assignment: Assignment
@@ -79,7 +80,7 @@ class DressRehearsal:
     def run(self, folder: Path) -> Iterator["RehearsedRank"]:
         """Rehearse rank after rank. `folder` is a scratch folder.
 
-        Raises RunFailed where a rank's engine fails.
+        Raises RunFailed if a rank's engine fails.
         """
         write(replace(self.assignment, run_dir=folder / "run"), ["dmt", *sys.argv[1:]])
         for rank in self.ranks:
@@ -112,7 +113,7 @@ class DressRehearsal:
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """What was found on one rank, beside what was planned."""
+    """The findings on one rank, with the plan's predictions."""
 
     rehearsal: DressRehearsal
     rank: int
@@ -139,13 +140,13 @@ class RehearsedRank:
 
     @property
     def needed_gib(self) -> float:
-        """The least that the allocator can do with, and what CUDA and NCCL hold; without what
-        compiled layers save."""
+        """The minimum of the allocator, plus the memory of CUDA and NCCL, minus the savings of
+        compiled layers."""
         return (self.found.least + CONTEXT_BYTES) / GIB - self.compiling_saves_gib
 
     @property
     def compiling_saves_gib(self) -> float:
-        """What the planner's compiled layers hold less than those that were run."""
+        """The planner's saving of compiled layers compared with those that were run."""
         setup, wanted = self.rehearsal.estimate.setup, self.rehearsal.planned.plan.layout
         compiled = replace(setup.layout, compile=wanted.compile)
         less = stage_memory(setup.workload, compiled, self.stage).allocated
@@ -159,12 +160,12 @@ class RehearsedRank:
 
     @property
     def wrong(self) -> list[GpuFinding]:
-        """What no step on a GPU should do."""
+        """Operations that no step on a GPU should contain."""
         return [one for one in self.found.findings if one.what in _WRONG]
 
 
 def _shortened(planned: Assignment) -> Assignment:
-    """The same layout, not compiled, with as many micro batches as a step's peak needs."""
+    """The same layout, not compiled, with as many micro batches as the peak of a step needs."""
     plan, recipe = planned.plan, planned.recipe
     most = MICRO_BATCHES * plan.layout.pp
     layout = replace(

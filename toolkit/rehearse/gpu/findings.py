@@ -1,4 +1,4 @@
-"""What is found on a GPU that is not there. Without torch, for those who only report it."""
+"""Findings on a fake GPU. Does not import torch, for code that only reports them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ COMMUNICATION, BUFFERS, OTHER = "communication", "buffers", "other"
 
 @dataclass(frozen=True)
 class Peak:
-    """What a GPU holds when it holds most."""
+    """A GPU's memory at its peak."""
 
     nbytes: int
     """What is allocated, in blocks of the allocator."""
@@ -31,7 +31,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class GpuFinding:
-    """Something that was done, with its place."""
+    """An operation with its code location."""
 
     what: str
     """One of this module's constants."""
@@ -72,7 +72,7 @@ class RankFindings:
     reserved: int = 0
     """Bytes that PyTorch's allocator has reserved in the end, if it can."""
     least: int = 0
-    """The least that it can do with: when there is no more, it gives back what is free."""
+    """The minimum it can work with: when memory runs out, it releases free memory."""
     ended_by: str | None = None
     """The error that tensors of two devices were."""
 

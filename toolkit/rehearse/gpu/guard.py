@@ -1,7 +1,7 @@
-"""Lets a torch without CUDA differentiate fake tensors on a GPU.
+"""Makes autograd work on fake CUDA tensors in a torch without CUDA.
 
-Without a device guard for CUDA, autograd ends the process. `load` compiles one, once per torch
-and machine, and loads it before torch is imported: torch asks for it once and remembers.
+Without a device guard for CUDA, autograd aborts the process. `load` compiles one, once per
+torch and machine, and loads it before torch is imported, because torch looks it up once.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def load() -> None:
-    """Load the guard, where torch has none; torch must not be imported yet.
+    """Load the guard if torch has none; torch must not be imported yet.
 
     Raises BackendUnavailable without torch or a C++ compiler.
     """

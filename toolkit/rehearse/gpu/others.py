@@ -1,4 +1,4 @@
-"""What libraries ask that only elements or other ranks could answer."""
+"""Replaces library functions that need tensor values or other ranks."""
 
 import sys
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 
 def answer() -> None:
-    """Answer it in the libraries that are imported.
+    """Replace them in the imported libraries.
 
-    To each of megatron-core's experts go equally many tokens; DeepSpeed's ranks, which compare
-    the order of their layers, agree.
+    Each of megatron-core's experts gets the same number of tokens; DeepSpeed's ranks, which
+    compare the order of their layers, agree.
     """
     for module, name, value in (
         ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _counts),

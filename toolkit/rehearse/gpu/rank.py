@@ -1,4 +1,4 @@
-"""One rank's engine on a GPU that is not there: built, trained, evaluated, saved, resumed."""
+"""One rank's engine on a fake GPU: built, trained, evaluated, saved, resumed."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -134,7 +134,7 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
 
 
 def _resume(engine: Engine) -> None:
-    """Copy the state to the host as a save does, and put it back as a resumed run does."""
+    """Copy the state to the host like a save, and write it back like a resumed run."""
     for shard in engine.state():
         for quantity in shard.quantities:
             held = shard.get(quantity).to("cpu", copy=True)
@@ -143,7 +143,7 @@ def _resume(engine: Engine) -> None:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Is it a decoder layer, of either model implementation?"""
+    """Whether it is a decoder layer of either model implementation."""
     return isinstance(module, GradientCheckpointingLayer) or (
         type(module).__name__ == "TransformerLayer"
     )

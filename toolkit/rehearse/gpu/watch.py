@@ -1,4 +1,5 @@
-"""What a training step does that a GPU's step should not do, and where it is done."""
+"""Detects operations of a training step that a GPU's step should not contain, and their
+location."""
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Te
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at every operator while it is entered."""
+    """Inspects every operator while it is entered."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_layer = is_layer
         self._selects = selects
         self._listing = False
-        """All numbers of a tensor are read at once."""
+        """A read of all numbers of a tensor."""
         self._inside = 0
         """Of how many decoder layers the forward pass is running."""
 
@@ -89,7 +90,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _number(self, tensor: Tensor) -> Any:
-        """A tensor's only element, of which fake ones have none: one, and no for a flag."""
+        """The value of a scalar tensor, which fake ones lack: 1, or False for a flag."""
         if tensor.device.type == "cuda" and not self._listing:
             self._add(HOST_WAITS, "reads a number")
         kind = tensor.dtype
@@ -97,8 +98,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False if flag else 1.0 if kind.is_floating_point else 1
 
     def _selected(self, tensor: Tensor, _: Tensor) -> Tensor:
-        """How many elements a mask selects is known to the GPU alone: those of the experts that
-        take a token."""
+        """The number of elements that a mask selects, which only the GPU knows: those of the
+        experts that get a token."""
         self._add(HOST_WAITS, "selects by a mask")
         return tensor.new_empty(round(tensor.numel() * self._selects))
 
@@ -200,7 +201,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stream(module, "returns", output if isinstance(output, tuple) else (output,))
 
     def _stream(self, module: nn.Module, does: str, tensors: Sequence[Any]) -> None:
-        """The residual stream, the first of `tensors`, in another type than is computed in."""
+        """The residual stream, the first of `tensors`, in another dtype than the compute
+        dtype."""
         stream = tensors[0] if tensors else None
         if isinstance(stream, Tensor) and stream.dtype != self._compute:
             number = getattr(module, "layer_idx", getattr(module, "layer_number", "?"))
@@ -258,7 +260,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _place() -> tuple[str, ...]:
-    """The innermost frames that are not torch's or ours."""
+    """The innermost frames outside of torch and this package."""
     frames = []
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)

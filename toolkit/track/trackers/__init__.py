@@ -1,6 +1,6 @@
-"""Where else a run's metrics may go: one file and one line here per tracker.
+"""Trackers for a run's metrics: one file and one line here per tracker.
 
-A tracker runs in a process of its own (`track/follower.py`) and is called there alone; none of
+A tracker runs in a separate process (`track/follower.py`) and is called only there; none of
 these files imports its package before `start`.
 """
 

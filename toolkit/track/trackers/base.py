@@ -1,4 +1,4 @@
-"""What a tracker of runs has to do."""
+"""The interface of a tracker."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker may know of a run: never a secret."""
+    """A tracker's view of a run, without secrets."""
 
     directory: RunDirectory
     name: str
@@ -31,7 +31,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Posts one run. Whatever a method raises ends the tracker, and never the run."""
+    """Posts one run. An exception of any method stops the tracker, but not the run."""
 
     title: ClassVar[str]
     """Its name in messages."""
@@ -44,11 +44,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, run: TrackedRun) -> Mapping[str, int] | None:
-        """Begin, or continue, the run with this id.
+        """Start, or continue, the run with this id.
 
-        Returns the newest step that is stored of every name, as spelled here, so that nothing
-        is posted twice; None where the store cannot be asked: then the follower remembers what
-        it has posted.
+        Returns the newest stored step of every name, as spelled here, so that nothing is posted
+        twice; None if the store cannot be queried: then the follower records what it has
+        posted.
         """
 
     def spelled(self, name: str) -> str:
@@ -57,14 +57,15 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, rows: Rows) -> None:
-        """Store these numbers; what can be asked later is stored when this returns."""
+        """Store these numbers; if the store can be queried, they are stored when this
+        returns."""
 
     def summarize(self, numbers: Mapping[str, object]) -> None:  # noqa: B027 - optional
         """Note what was predicted for the whole run, and measured; may come again."""
 
     @abstractmethod
     def finish(self, exit_code: int) -> None:
-        """Write out what is held back, and say how the run ended."""
+        """Flush buffered values, and report how the run ended."""
 
     @staticmethod
     def afterwards(run: RunDirectory, settings: Settings) -> str | None:  # noqa: ARG004

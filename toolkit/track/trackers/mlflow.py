@@ -9,7 +9,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 from toolkit.track.trackers.base import Rows, TrackedRun, Tracker
 
 _OWN_ID = "dmt.run_id"
-"""Tag by which a run is found again; MLflow gives it an id of its own."""
+"""Tag that identifies a run; MLflow assigns its own id."""
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")
 """In the names of metrics and parameters."""
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 500
