@@ -213,7 +213,7 @@ def _fsdp(
     elif key == "fsdp_sharding_strategy" and not second and str(value).upper() in _STAGES:
         yield stated("parallel.zero.stage", _STAGES[str(value).upper()])
     elif key == "fsdp_reshard_after_forward" and second:
-        yield stated("parallel.zero.stage", 3 if on else 2)
+        yield stated("parallel.zero.stage", 3 if on else OneOf((1, 2)))
     elif key == "fsdp_offload_params":
         yield stated("parallel.zero.offload_parameters", "cpu" if on else "none")
     elif key == "fsdp_activation_checkpointing_offload":
