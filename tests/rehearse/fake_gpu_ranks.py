@@ -23,9 +23,11 @@ from toolkit.rehearse.gpu import device  # noqa: E402 - torch comes with it
 MODE = device.pretend()
 
 import torch  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from tests.engines.parity_worker import Case, recipe  # noqa: E402
 from toolkit.backend import BACKENDS  # noqa: E402
+from toolkit.checkpoint import copies  # noqa: E402
 from toolkit.engines.base import Engine  # noqa: E402
 from toolkit.rehearse.gpu.rank import rehearse  # noqa: E402
 from toolkit.run.assignment import decide  # noqa: E402
@@ -85,13 +87,34 @@ def run(case: dict[str, object], world: int, rank: int, bug: str) -> dict[str, o
     cluster = wanted.cluster.model_copy(update={"gpu": "h100-80gb"})
     assignment = decide(wanted.model_copy(update={"cluster": cluster}), None)
     engines: list[Engine] = []
+    order: list[str] = []
 
     def change(engine: Engine) -> None:
         engines.append(engine)
         BUGS[bug](engine)
 
+    _write_down(order)
     found = rehearse(assignment, rank, MODE, change)
-    return {**asdict(found), "engine": assignment.plan.engine, **_adamw(engines[0])}
+    adamw = _adamw(engines[0])
+    return {**asdict(found), "engine": assignment.plan.engine, "order": order, **adamw}
+
+
+def _write_down(order: list[str]) -> None:
+    """Into `order`, the copies of a save, the waits of a stream for them, and updates."""
+    end, wait = copies.HostCopies.end, torch.cuda.Stream.wait_event
+
+    def ended(self: copies.HostCopies) -> Callable[[], None]:
+        order.append("copied")
+        return end(self)
+
+    def waits(self: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        if event is copies._copied:
+            order.append("waits" if self is torch.cuda.current_stream() else "another waits")
+        wait(self, event)
+
+    copies.HostCopies.end = ended  # type: ignore[method-assign]
+    torch.cuda.Stream.wait_event = waits  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(lambda *_: order.append("updates"))
 
 
 def _adamw(engine: Any) -> dict[str, object]:

@@ -149,6 +149,17 @@ def test_a_step_waits_for_the_gpu_once(found: dict[str, Any], name: str) -> None
 
 
 @pytest.mark.parametrize("name", SOUND)
+def test_a_save_waits_for_nothing_and_the_next_update_for_its_copies(
+    found: dict[str, Any], name: str
+) -> None:
+    assert places(found[name], WAITS, "save") == set()
+    after = found[name]["order"][found[name]["order"].index("copied") + 1 :]
+    # With offload, the optimizer's states are on the host.
+    assert after[0] == ("updates" if name == "fsdp3-offload" else "waits")
+    assert "updates" in after
+
+
+@pytest.mark.parametrize("name", SOUND)
 def test_activations_stay_in_16_bits(found: dict[str, Any], name: str) -> None:
     assert places(found[name], WIDENED, "step", "evaluate") == set()
 

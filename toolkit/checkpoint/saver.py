@@ -1,9 +1,9 @@
 """Saving on all ranks: every rank writes its own file, and they are committed together or not
 at all.
 
-Training stops only while a rank copies its state to host memory. Writing, hashing and
-committing happen in a thread, which communicates through a separate process group. One save is
-in flight at most; the next one waits for it.
+Training stops only while a rank copies its state to host memory; a GPU copies while it computes.
+Writing, hashing and committing happen in a thread, which communicates through a separate process
+group. One save is in flight at most; the next one waits for it.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.shards import (
     StateShard,
@@ -60,6 +61,7 @@ class Saver:
         self.store = store
         self.asynchronous = asynchronous
         self._group: dist.ProcessGroup | None = None  # made by the first save
+        self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Saved] | None = None
 
@@ -71,8 +73,9 @@ class Saver:
     ) -> None:
         """Save `state`, and on rank 0 the `companions`: paths in the folder, and contents.
 
-        For a run with adapters, only the trained tensors. Returns when the state may change
-        again. `finished` returns the outcome.
+        Of a run with adapters, only what trains. Returns when the state may change again; what
+        a GPU would change first calls `copies.wait_for_copies`. The copy then runs alongside
+        the next forward and backward pass. `finished` returns how it ended.
         """
         assert self._in_flight is None, "take the last one's outcome first"
         began = time.monotonic()
@@ -82,9 +85,13 @@ class Saver:
             self._group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
-        entries = list(_entries(state, copied=self.asynchronous))
+        self._copies.begin()
+        entries = list(_entries(state, self._copies if self.asynchronous else None))
+        copied = self._copies.end()
         failpoint("checkpoint.copied")
-        self._in_flight = self._thread.submit(self._write, manifest, entries, companions, began)
+        self._in_flight = self._thread.submit(
+            self._write, manifest, entries, companions, began, copied
+        )
         if not self.asynchronous:
             self._in_flight.exception()  # waits
 
@@ -111,10 +118,17 @@ class Saver:
         entries: list[TensorToWrite],
         companions: Mapping[str, bytes],
         began: float,
+        copied: Callable[[], None],
     ) -> Saved:
         """Write, gather, commit; in the thread."""
         leader = dist.get_rank() == 0
-        problem = self._agree(lambda: self.store.begin(manifest.step) if leader else None)[0]
+
+        def begin() -> None:
+            copied()
+            if leader:
+                self.store.begin(manifest.step)
+
+        problem = self._agree(begin)[0]
         files: dict[str, FileRecord] = {}
         if problem is None:
             folder = self.store.partial(manifest.step)
@@ -145,16 +159,16 @@ class Saver:
         return first, [made for _, made in outcomes]
 
 
-def _entries(state: Iterable[StateShard], *, copied: bool) -> Iterable[TensorToWrite]:
-    """The data that this rank writes: copies, which stay valid during the next training step,
-    or values fetched from the engine one by one."""
+def _entries(state: Iterable[StateShard], copies: HostCopies | None) -> Iterable[TensorToWrite]:
+    """What this rank writes: copies, which outlive the next training step, or what is taken
+    from the engine when its turn comes."""
     for shard in state:
         if not shard.saved_here:
             continue
         for quantity in shard.quantities:
             values = _Values(shard, quantity)
-            if copied:
-                values.keep()
+            if copies is not None:
+                values.keep(copies)
             for block, offset in with_offsets(shard.blocks):
                 stored = block.stored
                 pieces = partial(values.pieces, block, offset)
@@ -171,10 +185,13 @@ class _Values:
         self._quantity = quantity
         self._kept: Tensor | None = None
 
-    def keep(self) -> None:
-        """Copy the values to host memory, unless reading them makes a copy anyway."""
-        values = self._shard.get(self._quantity)
-        self._kept = values.to("cpu", copy=True) if self._shard.in_memory else values
+    def keep(self, copies: HostCopies) -> None:
+        """Copy the values to host memory, unless they come from elsewhere anyway."""
+        shard = self._shard
+        values = shard.get(self._quantity)
+        self._kept = (
+            copies.of(values, temporary=not shard.trains) if shard.in_memory else values
+        )
 
     def pieces(self, block: Block, offset: int) -> list[Tensor]:
         """One block's values on the host."""

@@ -120,8 +120,10 @@ class Engine(Protocol):
     def state(self) -> "Iterator[StateShard]":
         """This rank's elements of the training state: fp32 weights and Adam's moments.
 
-        Values written to them take effect from the next step on. The model's compute weights
-        are not updated: a resumed engine is built with them.
+        Before it changes them, a step calls `checkpoint.copies.wait_for_copies`: the GPU may
+        still copy them for a save. What is put into them counts from the next step on. The
+        weights that the model computes with do not follow: an engine that continues is built
+        with them.
         """
         ...
 

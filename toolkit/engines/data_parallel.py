@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
+from toolkit.checkpoint.copies import wait_for_copies
 from toolkit.checkpoint.shards import StateShard, parameter_blocks
 from toolkit.engines import optimizer as adam
 from toolkit.engines import totals
@@ -109,6 +110,7 @@ class DataParallelEngine:
             # As torch.nn.utils.clip_grads_with_norm_ does, for shards too.
             torch._foreach_mul_(list(self.gradients()), self.clip / (norm + 1e-6))
         adam.set_learning_rate(self.optimizer, learning_rate)
+        wait_for_copies()
         self.optimizer.step()
 
     def state(self) -> Iterator[StateShard]:

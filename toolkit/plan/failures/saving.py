@@ -116,7 +116,8 @@ def failures(job: PlannedRun, gpus: int, assumed: Assumptions) -> Failures:
     """The cost of a save and a failure if the same state is spread evenly over `gpus`.
 
     DMT saves asynchronously: training waits while every accelerator copies its part to
-    host memory, and continues while the nodes write.
+    host memory, and continues while the nodes write. The copy counts in full, although a GPU
+    makes it alongside the next forward and backward pass: that has not been measured.
     """
     nodes = math.ceil(gpus / job.cluster.gpus_per_node)
     transfer_s = job.checkpoint_bytes / (nodes * assumed.checkpoint_gbps * GIGA)

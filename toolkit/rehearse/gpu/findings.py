@@ -40,7 +40,7 @@ class GpuFinding:
     where: tuple[str, ...]
     """`file.py:line function`, the innermost first."""
     phase: str
-    """What the rank was doing: `build`, `step`, `evaluate`, `state`, `resume`."""
+    """What the rank was doing: `build`, `step`, `evaluate`, `state`, `save`, `resume`."""
 
 
 @dataclass(frozen=True)

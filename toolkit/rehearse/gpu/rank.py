@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.batch import MicroBatch
+from toolkit.checkpoint.copies import HostCopies
 from toolkit.checkpoint.shards import block_shape
 from toolkit.engines.base import Counters, Engine
 from toolkit.engines.distributed import Ranks
@@ -129,17 +130,30 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
             held[quantity] += shard.get(quantity).numel()
     watch.found.state |= held
     _resume(engine)
+    watch.begin("save")
+    _save(engine)
     watch.begin(STEP)
     engine.train_step(batches, count, recipe.optimizer.learning_rate)
 
 
 def _resume(engine: Engine) -> None:
-    """Copy the state to the host like a save, and write it back like a resumed run."""
+    """Put a state in host memory into the engine, as a resumed run does."""
     for shard in engine.state():
         for quantity in shard.quantities:
-            held = shard.get(quantity).to("cpu", copy=True)
-            shard.put(quantity, torch.empty_like(held))
+            held = shard.get(quantity)
+            shard.put(quantity, torch.empty_like(held, device="cpu"))
     engine.set_counters(Counters(engine.counters().optimizer_steps))
+
+
+def _save(engine: Engine) -> None:
+    """Copy the state to the host, as a save does."""
+    copies = HostCopies()
+    copies.begin()
+    for shard in engine.state():
+        if shard.in_memory:
+            for quantity in shard.quantities:
+                copies.of(shard.get(quantity), temporary=not shard.trains)
+    copies.end()()
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 location."""
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.rehearse.gpu import device
 from toolkit.rehearse.gpu.account import Account
@@ -57,6 +58,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A read of all numbers of a tensor."""
         self._inside = 0
         """Of how many decoder layers the forward pass is running."""
+        self._pinned: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()
+        """Tensors in pinned memory; of a view of one it is not known."""
 
     def begin(self, phase: str) -> None:
         """What follows belongs to `phase`."""
@@ -70,6 +73,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # what it does with its parts comes here, too
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
+        if kwargs.get("pin_memory"):
+            self._pinned[out] = True
         self.account.note(func, args, kwargs, out)
         return out
 
@@ -110,8 +115,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source, target = args[1].device, args[0].device
             blocks = not (len(args) > 2 and args[2]) and blocks
         kinds = torch.device(source).type, torch.device(target).type
-        if kinds == ("cuda", "cpu"):  # what follows needs the values, also where it says no
-            self._add(HOST_WAITS, "copies to the host")
+        if kinds == ("cuda", "cpu"):
+            # What follows needs the values, also where it says no; not of a save's own buffers.
+            if blocks or args[0] not in self._pinned:
+                self._add(HOST_WAITS, "copies to the host")
         elif kinds == ("cpu", "cuda") and blocks:
             self._add(HOST_WAITS, "copies from the host, without non_blocking")
 
