@@ -117,6 +117,31 @@ def test_predictions(tmp_path: Path) -> None:
     assert section(data, "Plan")["items"] == ["it is the only one"]
 
 
+def test_charts_for_which_there_is_no_room(tmp_path: Path) -> None:
+    """Those of every run stay, and the page says which do not."""
+    own = {f"own_{at:02}": 1.0 for at in range(50)}
+    run = write(tmp_path, KILLED_AND_RESTARTED, [line | own for line in metrics(20, 2.0)])
+    (run / "ranks").mkdir()
+    waits = [{"step": step, "data_wait_s": 0.1, "core_wait_s": 0.0} for step in range(1, 21)]
+    (run / "ranks/rank-0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in waits))
+    data = data_of(run)
+    names = [one["id"] for one in data["charts"]]
+    assert names == ["loss", "step_time_s", *list(own)[:37], "ranks"]
+    (said,) = data["runs"][0]["missing"]
+    assert said == (
+        "metrics.jsonl: 13 metrics are not drawn, a page has at most 40 charts: "
+        + ", ".join(list(own)[37:])
+    )
+
+
+def test_a_thinned_curve_is_marked(tmp_path: Path) -> None:
+    long, short = (write(tmp_path / name, [], metrics(steps, 2.0))
+                   for name, steps in (("long", 801), ("short", 800)))  # fmt: skip
+    assert chart(data_of(long), "loss")[0]["thinned"] is True
+    assert "thinned" not in chart(data_of(short), "loss")[0]
+    assert data_of(long)["runs"][0]["lines"] == 801
+
+
 def test_ranks_that_are_behind(tmp_path: Path) -> None:
     run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
     (run / "heartbeats").mkdir()

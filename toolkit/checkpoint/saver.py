@@ -1,9 +1,9 @@
 """Saving on all ranks: every rank writes its own file, and they are committed together or not
 at all.
 
-Training stops only while a rank copies its state to host memory; a GPU copies while it computes.
-Writing, hashing and committing happen in a thread, which communicates through a separate process
-group. One save is in flight at most; the next one waits for it.
+Training stops only while a rank copies its state to host memory; a GPU copies while it
+computes. Writing, hashing and committing happen in a thread, which communicates through a
+separate process group. One save is in flight at most; the next one waits for it.
 """
 
 import hashlib

@@ -17,6 +17,7 @@ BUCKETS = 400
 MOST_MARKS = 1000
 """Of a run; the page says how many more there are."""
 MOST_CHARTS = 40
+"""Of all runs; the page says which metrics have none."""
 _MOST_DRAWN = 8
 """Ranks in the chart of waits."""
 _KNOWN = {
@@ -45,27 +46,53 @@ _MARKS = {
 
 
 def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
-    """All charts; each has curves of one or several runs."""
+    """All charts; each has curves of one or several runs. Metrics for whose charts there is no
+    room are named among what is missing of their run."""
     buckets = max(50, BUCKETS // len(records))
     others = dict.fromkeys(
         name for one in curves for name in one.names if name not in (*_KNOWN, *_IN_OTHERS)
     )
-    found = []
-    for name in [*_KNOWN, *others]:
-        title, unit = _KNOWN.get(name, (name, ""))
-        lines = [
-            {"run": run, "label": "", **points}
-            for run, one in enumerate(curves)
-            if (points := one.points(name, buckets)) is not None
-        ]
-        for run, (record, one) in enumerate(zip(records, curves, strict=True)):
-            lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
-        if lines:
-            log = name in _LOGARITHMIC
-            found.append({"id": name, "title": title, "unit": unit, "lines": lines, "log": log})
-    found[1:1] = [*_sources(records, curves)]
-    found += _ranks(records, curves, buckets)
-    return found[:MOST_CHARTS]
+    known = [chart for name in _KNOWN if (chart := _chart(name, records, curves, buckets))]
+    own = [chart for name in others if (chart := _chart(name, records, curves, buckets))]
+    known[1:1] = [*_sources(records, curves)]
+    ranks = [*_ranks(records, curves, buckets)]
+    room = MOST_CHARTS - len(known) - len(ranks)
+    left_out = [chart["id"] for chart in own[room:]]
+    for record, one in zip(records, curves, strict=True):
+        if names := [name for name in left_out if name in one.names]:
+            record.missing.append(
+                f"metrics.jsonl: {len(names)} metrics are not drawn, a page has at most "
+                f"{MOST_CHARTS} charts: {', '.join(names)}"
+            )
+    return [*known, *own[:room], *ranks]
+
+
+def _chart(
+    name: str, records: Sequence[RunRecord], curves: Sequence[Curves], buckets: int
+) -> dict[str, Any] | None:
+    """A metric of all runs, with what it is shown with; None where no run has it."""
+    title, unit = _KNOWN.get(name, (name, ""))
+    lines = [
+        {"run": run, "label": "", **points}
+        for run, one in enumerate(curves)
+        if (points := _points(name, one, buckets)) is not None
+    ]
+    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+        lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
+    if not lines:
+        return None
+    log = name in _LOGARITHMIC
+    return {"id": name, "title": title, "unit": unit, "lines": lines, "log": log}
+
+
+def _points(name: str, one: Curves, buckets: int) -> dict[str, Any] | None:
+    """A curve, and whether it is thinned; None where no line has a finite value."""
+    points = one.points(name, buckets)
+    return None if points is None else points | _is_thinned(points, one)
+
+
+def _is_thinned(points: Mapping[str, Any], one: Curves) -> dict[str, bool]:
+    return {"thinned": True} if len(points["y"]) < len(one.metrics) else {}
 
 
 def _beside(
@@ -74,7 +101,7 @@ def _beside(
     """What a metric is shown with: validation, a part of it, or what the plan predicted."""
     if name == "loss" and (points := _validation("loss", record, one)):
         yield {"label": "validation", "kind": "points", **points}
-    if name == "step_time_s" and (points_ := one.points("data_wait_s", buckets)):
+    if name == "step_time_s" and (points_ := _points("data_wait_s", one, buckets)):
         yield {"label": "waiting for data", "kind": "part", **points_}
     promised = _promised(name, record.plan)
     if promised is not None and one.metrics and one.points(name, 1) is not None:
@@ -125,7 +152,8 @@ def _ranks(
         for rank in sorted(longest[: max(1, _MOST_DRAWN // len(records))]):
             values = [waits[rank].get(int(step), math.nan) for step in one.x["step"]]
             if (points := one.thinned(values, buckets)) is not None:
-                lines.append({"run": run, "label": f"rank {rank}", **points})
+                line = {"run": run, "label": f"rank {rank}", **points}
+                lines.append(line | _is_thinned(points, one))
     if lines:
         title, unit = (
             "Waits of each rank",

@@ -2,11 +2,15 @@
 (() => {
 const $ = (id) => document.getElementById(id);
 let data = JSON.parse($("data").textContent);
-const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
+const AXES = { step: "step", tokens: "tokens", hours: "training time" };
+const HEIGHT = 240, AXIS_FONT = "12px system-ui, sans-serif";
 const MARKS = { skip: "skipped step", restart: "restart after a failure", resume: "resumed",
   hang: "hang", signal: "signal", end: "ended early", stage: "data stage" };
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
-let axis = "step", log = false, charts = [];
+const COLOURS = 6, LINES_EACH = 3;
+/** Three for the lines of a run; the next three are of the runs whose colours come again. */
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [10, 3, 2, 3, 2, 3], [16, 4], [6, 3, 6, 8], [16, 3, 5, 3]];
+const PREDICTED = [3, 5];
+let axis = "step", log = false, minutes = false, charts = [];
 
 /** An element; children that are texts stay texts, whatever they say. */
 function make(tag, attributes = {}, ...children) {
@@ -41,10 +45,64 @@ function compact(value) {
   return value.toLocaleString("en", { notation: size >= 1e4 ? "compact" : "standard", maximumSignificantDigits: 4 });
 }
 
+/** Colour and dashes of the line `at` of a run, or of one of many lines of one run. */
+function look(index, at = 0) {
+  return { name: `run-${index % COLOURS}`, width: 1.75,
+    dash: DASHES[(LINES_EACH * Math.floor(index / COLOURS) + at) % DASHES.length] };
+}
+
+/** A short piece of a line, as charts draw it. */
+function swatch({ name, dash }) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(svg.namespaceURI, "path");
+  svg.setAttribute("class", "swatch");
+  svg.setAttribute("aria-hidden", "true");
+  line.setAttribute("d", "M0 2H24");
+  line.setAttribute("stroke-dasharray", dash.join(" "));
+  line.style.stroke = `var(--${name})`;
+  svg.append(line);
+  return svg;
+}
+
+/** Fill a part of the page unless it shows just that; a reader in it stays where they are. */
+function put(part, value, build) {
+  const shown = JSON.stringify(value);
+  if (part.shown === shown) return;
+  part.shown = shown;
+  keepPlace(part, () => part.replaceChildren(...build()));
+}
+
+/** Rebuild what is in `part`: what is scrolled, opened or has the focus is so afterwards, too. */
+function keepPlace(part, rebuild) {
+  const before = new Map([...named(part)].map(([name, one]) =>
+    [name, { left: one.scrollLeft, top: one.scrollTop, open: one.open, focused: one === document.activeElement }]));
+  rebuild();
+  for (const [name, one] of named(part)) {
+    const old = before.get(name);
+    if (old?.open) one.open = true;
+    if (old?.left || old?.top) one.scrollTo(old.left, old.top);
+    if (old?.focused) one.focus({ preventScroll: true });
+  }
+}
+
+/** What a reader can be in, by a name that it has again when it is rebuilt. */
+function named(part) {
+  const found = new Map();
+  for (const one of part.querySelectorAll("[id], [aria-label], button, details, summary")) {
+    let name = one.id || one.getAttribute("aria-label") || one.tagName;
+    while (found.has(name)) name += "'";
+    found.set(name, one);
+  }
+  return found;
+}
+
 function header() {
   const title = data.runs.length === 1 ? data.runs[0].name : `${data.runs.length} runs`;
   document.title = `${title} – DMT report`;
-  const theme = make("button", { type: "button" }, "Light or dark");
+  put($("header"), data.runs.map((run) => [run.name, run.state, run.why, run.tiles]), () => heads(title));
+}
+
+function heads(title) {
+  const theme = make("button", { type: "button", id: "theme" }, "Light or dark");
   theme.addEventListener("click", () => {
     const dark = getComputedStyle(document.documentElement).colorScheme === "dark" ||
       (!document.documentElement.style.colorScheme && matchMedia("(prefers-color-scheme: dark)").matches);
@@ -55,7 +113,7 @@ function header() {
   if (data.runs.length > 1) parts.push(make("div", { class: "run-head" }, make("h1", {}, title), theme));
   data.runs.forEach((run, index) => {
     const name = data.runs.length === 1 ? make("h1", {}, title)
-      : make("h2", {}, make("span", { class: "swatch", style: { borderColor: `var(--run-${index % 6})`, marginRight: "8px", verticalAlign: "middle" } }), run.name);
+      : make("h2", {}, swatch(look(index)), " ", run.name);
     parts.push(make("div", { class: "run-head" }, name,
       make("span", { class: `state ${run.state}` }, run.state),
       data.runs.length === 1 ? theme : null,
@@ -64,7 +122,7 @@ function header() {
       make("div", { class: "tile" }, make("dt", {}, what), make("dd", { class: "amount" }, amount),
         make("dd", { class: "remark" }, remark)))));
   });
-  $("header").replaceChildren(...parts);
+  return parts;
 }
 
 function warnings() {
@@ -72,7 +130,7 @@ function warnings() {
     ...run.missing.map((what) => (data.runs.length > 1 ? `${run.name}: ${what}` : what)),
     ...(run.more_marks ? [`${run.name}: ${run.more_marks} earlier events are not marked`] : []),
   ]);
-  $("warnings").replaceChildren(...(found.length ? [make("div", { class: "warning", role: "note" },
+  put($("warnings"), found, () => (found.length ? [make("div", { class: "warning", role: "note" },
     make("strong", {}, "What is missing"), make("ul", {}, ...found.map((what) => make("li", {}, what))))] : []));
 }
 
@@ -89,31 +147,45 @@ function controls() {
 
 function key() {
   const kinds = new Set(data.runs.flatMap((run) => run.marks.map((mark) => mark.kind)));
-  const items = data.runs.length > 1 ? data.runs.map((run, index) => make("li", {},
-    make("span", { class: "swatch", style: { borderColor: `var(--run-${index % 6})` } }), run.name)) : [];
-  for (const kind of Object.keys(MARKS)) if (kinds.has(kind)) items.push(make("li", {},
-    make("span", { class: "tick", style: { borderColor: `var(--${kind})` } }), MARKS[kind]));
-  $("key").replaceChildren(...(items.length ? [make("ul", { "aria-label": "Key" }, ...items)] : []));
+  const names = data.runs.length > 1 ? data.runs.map((run) => run.name) : [];
+  const marks = Object.keys(MARKS).filter((kind) => kinds.has(kind));
+  const items = () => [
+    ...names.map((name, index) => make("li", {}, swatch(look(index)), name)),
+    ...marks.map((kind) => make("li", {}, make("span", { class: `tick ${kind}` }), MARKS[kind])),
+  ];
+  put($("key"), [names, marks], () => (names.length + marks.length ? [make("ul", { "aria-label": "Key" }, ...items())] : []));
 }
 
 /** Colour and dashes of a line: several runs differ by colour, lines of one run otherwise, too. */
 function styles(chart) {
-  const counts = {};
+  const counts = {}, several = data.runs.length > 1;
   return chart.lines.map((line) => {
-    if (line.kind === "predicted") return { name: `run-${line.run % 6}`, dash: [3, 5], width: 1.5, css: "dotted" };
+    if (line.kind === "predicted") return { ...look(line.run), dash: PREDICTED, width: 1.5 };
     const at = counts[line.run] = (counts[line.run] ?? -1) + 1;
-    const name = data.runs.length > 1 ? line.run : at;
-    return { name: `run-${name % 6}`, dash: data.runs.length > 1 ? DASHES[at % 4] : [], width: 1.75, css: data.runs.length > 1 && at ? (at === 1 ? "dashed" : "dotted") : "" };
+    return several ? look(line.run, at) : look(at);
   });
 }
 
+/** Where something is on the x axis: a line's column, or a mark's place. */
+function place({ [axis]: found }) {
+  const scaled = (x) => (x === null || unit() !== "minutes" ? x : 60 * x);
+  return Array.isArray(found) ? found.map(scaled) : scaled(found);
+}
+
+/** Were runs trained for less than an hour? Then the axis has minutes. */
+function areShort() {
+  return data.charts.every((chart) => chart.lines.every((line) => line.hours.every((x) => x < 1)));
+}
+
+function unit() { return axis === "hours" && minutes ? "minutes" : axis; }
+
 function columns(chart) {
   const tables = chart.lines.map((line) => {
-    const kept = line[axis].map((x, at) => at).filter((at) => line[axis][at] !== null);
-    return [kept.map((at) => line[axis][at]), kept.map((at) => line.y[at])];
+    const xs = place(line), kept = xs.map((x, at) => at).filter((at) => xs[at] !== null);
+    return [kept.map((at) => xs[at]), kept.map((at) => line.y[at])];
   });
   // So that the axis reaches as far as the marks do; the column itself is not drawn.
-  const places = [...new Set(data.runs.flatMap((run) => run.marks.map((mark) => mark[axis])))];
+  const places = [...new Set(data.runs.flatMap((run) => run.marks.map(place)))];
   const marked = places.filter((x) => x !== null).sort((a, b) => a - b);
   return uPlot.join([...tables, [marked, marked.map(() => null)]]).slice(0, -1);
 }
@@ -136,54 +208,80 @@ function labelled(chart) {
   return `${chart.title}. ${summary(chart)}. Arrow keys move along the curve.`;
 }
 
+/** What the page drew is thinned: of how many logged lines. */
+function thinned(chart) {
+  const counts = chart.lines.filter((line) => line.thinned).map((line) => data.runs[line.run].lines);
+  return counts.length ? ` · lowest and highest of ${[...new Set(counts)].map((count) => count.toLocaleString("en")).join(" and ")} logged lines` : "";
+}
+
+/** Of several marks on one pixel, each has its triangle below the one before. */
 function placeMarks(u) {
   u.root.querySelectorAll(".mark").forEach((mark) => mark.remove());
-  const seen = new Set(), { min, max } = u.scales.x;
+  const seen = new Set(), rows = {}, { min, max } = u.scales.x;
   data.runs.forEach((run, index) => run.marks.forEach((mark) => {
-    const x = mark[axis];
+    const x = place(mark);
     if (x === null || x < min || x > max) return;
-    const at = u.valToPos(x, "x"), same = `${mark.kind} ${Math.round(at)}`;
+    const at = u.valToPos(x, "x"), pixel = Math.round(at), same = `${index} ${mark.kind} ${pixel}`;
     if (seen.has(same)) return;
     seen.add(same);
-    u.over.append(make("div", { class: `mark ${mark.kind}`, "data-kind": mark.kind, "data-step": mark.step,
-      "data-run": index, "aria-hidden": "true", style: { left: `${at}px` } }));
+    const row = mark.kind === "resume" ? 0 : (rows[pixel] = (rows[pixel] ?? -1) + 1);
+    u.over.append(make("div", { class: `mark ${mark.kind}`, "data-kind": mark.kind, "data-step": mark.step, "data-run": index, "aria-hidden": "true",
+      style: { left: `${at}px`, top: `${7 * row}px`, borderLeftColor: data.runs.length > 1 ? `var(--${look(index).name})` : "" } }));
   }));
 }
 
+/** What happened at a place of the x axis, to within some pixels. */
+function marksAt(u, x) {
+  const reach = Math.abs(u.posToVal(4, "x") - u.posToVal(0, "x"));
+  const near = (mark) => place(mark) !== null && Math.abs(place(mark) - x) <= reach;
+  const found = data.runs.flatMap((run) => run.marks.filter(near).map((mark) =>
+    `${data.runs.length > 1 ? `${run.name}: ` : ""}${MARKS[mark.kind]}, step ${number(mark.step)}`));
+  const texts = [...new Set(found)];
+  return texts.length > 4 ? [...texts.slice(0, 3), `${texts.length - 3} more`] : texts;
+}
+
+/** The value of a line at or before an index; none behind its end. */
 function valueAt(values, at) {
+  if (values.findLastIndex((value) => value !== undefined) < at) return null;
   while (at > 0 && values[at] === undefined) at--;
   return values[at];
 }
 
 function readout(item, at) {
-  const { chart, u, list, looks } = item, xs = u.data[0];
+  const { chart, u, list, looks, label } = item, xs = u.data[0];
   const where = at === null || at === undefined ? null : xs[at];
-  const last = xs.length - 1;
   const parts = chart.lines.map((line, index) => {
-    const value = valueAt(u.data[index + 1], at ?? last);
-    return make("li", {}, make("span", { class: `swatch ${looks[index].css}`, style: { borderColor: `var(--${looks[index].name})` } }),
-      labelOf(line, chart), " ", make("b", {}, number(value)));
+    const values = u.data[index + 1];
+    const value = where === null ? values.findLast((y) => y !== undefined) : valueAt(values, at);
+    return make("li", {}, swatch(looks[index]), labelOf(line, chart), " ", make("b", {}, number(value)));
   });
-  list.replaceChildren(make("li", {}, where === null ? "last" : `${axis} ${number(where)}`), ...parts);
-  return list.textContent;
+  list.replaceChildren(make("li", {}, where === null ? "last" : `${unit()} ${number(where)}`), ...parts);
+  const marks = where === null ? [] : marksAt(u, where);
+  label.replaceChildren(...marks.map((text) => make("div", {}, text)));
+  label.hidden = !marks.length;
+  const left = marks.length ? u.valToPos(where, "x") : 0, width = u.bbox.width / devicePixelRatio;
+  Object.assign(label.style, left > width / 2 ? { left: "", right: `${width - left + 8}px` } : { left: `${left + 8}px`, right: "" });
+  return [...[...list.children].map((one) => one.textContent), ...marks].join(", ");
 }
 
 function plot(chart) {
   const looks = styles(chart), box = make("div", { class: "plot" });
-  const list = make("ul", { class: "readout" });
+  const list = make("ul", { class: "readout" }), label = make("div", { class: "at-mark", hidden: "", "aria-hidden": "true" });
+  const note = make("span", { class: "unit" }, thinned(chart));
   const name = `chart-${charts.length}`;
   const figure = make("figure", { id: name, tabindex: "0", role: "group", "data-chart": chart.id, "aria-label": labelled(chart) },
-    make("figcaption", {}, chart.title, " ", make("span", { class: "unit" }, chart.unit)), list, box);
+    make("figcaption", {}, chart.title, " ", make("span", { class: "unit" }, chart.unit), note), list, box);
   $("grid").append(figure);
   const positive = chart.lines.every((line) => line.y.every((y) => y === null || y > 0));
   const dim = colour("dim"), grid = { stroke: colour("grid"), width: 1 }, ticks = { show: false };
-  const item = { chart, looks, list, figure };
+  const item = { chart, looks, list, label, note, figure };
   const options = {
-    width: Math.max(200, box.clientWidth), height: 230, legend: { show: false }, padding: [10, 12, 0, 0],
+    width: Math.max(200, box.clientWidth), height: HEIGHT, legend: { show: false }, padding: [10, 12, 0, 0],
     cursor: { sync: { key: "dmt" }, drag: { x: true, y: false }, points: { size: 7 } },
     scales: { x: { time: false }, y: { distr: log && chart.log && positive ? 3 : 1 } },
     axes: [
-      { stroke: dim, grid, ticks, size: 34, values: (u, all) => all.map(compact) },
+      { stroke: dim, grid, ticks, size: 24, values: (u, all) => all.map(compact),
+        label: () => (axis === "hours" ? `${unit()} of training` : axis), labelSize: 18, labelFont: AXIS_FONT },
       { stroke: dim, grid, ticks, size: 58, values: (u, all) => all.map((y) => (y === null ? "" : compact(y))) },
     ],
     series: [{}, ...chart.lines.map((line, index) => ({
@@ -196,10 +294,11 @@ function plot(chart) {
     },
   };
   item.u = new uPlot(options, columns(chart), box);
+  item.u.over.append(label);
   readout(item, null);
   new ResizeObserver(() => {
     const width = box.clientWidth;
-    if (width && width !== item.u.width) item.u.setSize({ width, height: 230 });
+    if (width && width !== item.u.width) item.u.setSize({ width, height: HEIGHT });
   }).observe(box);
   figure.addEventListener("keydown", (event) => keys(event, item));
   charts.push(item);
@@ -210,7 +309,7 @@ function keys(event, item) {
   const at = item.at ?? last;
   const jump = event.shiftKey ? Math.max(1, Math.round(last / 20)) : 1;
   const next = { ArrowLeft: at - jump, ArrowRight: at + jump, Home: 0, End: last }[event.key];
-  if (event.key === "Escape") u.setScale("x", { min: u.data[0][0], max: u.data[0][last] });
+  if (event.key === "Escape") charts.forEach((each) => each.u.setData(each.u.data));
   if (next === undefined) return;
   event.preventDefault();
   item.at = Math.min(last, Math.max(0, next));
@@ -219,12 +318,17 @@ function keys(event, item) {
 }
 
 function draw() {
+  const top = scrollY;
+  minutes = areShort();
   charts.forEach((item) => item.u.destroy());
   charts = [];
-  $("grid").replaceChildren();
-  data.charts.forEach(plot);
-  if (!data.charts.length) $("grid").append(make("p", {}, "No step is logged yet."));
+  keepPlace($("grid"), () => {
+    $("grid").replaceChildren();
+    data.charts.forEach(plot);
+    if (!data.charts.length) $("grid").append(make("p", {}, "No step is logged yet."));
+  });
   document.body.dataset.drawn = String(charts.length);
+  scrollTo(0, top);
 }
 
 function table([head, ...rows], title) {
@@ -247,6 +351,10 @@ function bar(parts) {
 }
 
 function card(section) {
+  return make("section", { class: "card", "aria-label": section.title });
+}
+
+function contents(section) {
   const parts = [make("h3", {}, section.title)];
   if (section.note) parts.push(make("p", {}, section.note));
   if (section.bar) parts.push(...bar(section.bar));
@@ -255,19 +363,30 @@ function card(section) {
   if (section.items && section.items.length) parts.push(make("ul", {}, ...section.items.map((one) => make("li", {}, one))));
   if (section.table) parts.push(table(section.table, section.title));
   if (section.text) parts.push(make("details", {}, make("summary", {}, section.open), make("pre", {}, section.text)));
-  return make("section", { class: "card", "aria-label": section.title }, ...parts);
+  return parts;
+}
+
+/** Cards, of which those that say something else are filled again. */
+function cards(part, sections) {
+  keepPlace(part, () => {
+    put(part, sections.map((section) => section.title), () => sections.map(card));
+    sections.forEach((section, at) => put(part.children[at], section, () => contents(section)));
+  });
+}
+
+function sectionsOf(run) {
+  const events = run.marks.map((mark) => [String(mark.step), mark.word, mark.time, mark.what]);
+  const found = [...run.sections];
+  if (events.length) found.splice(2, 0, { title: "What happened", table: [["step", "event", "time (UTC)", "why"], ...events] });
+  return found;
 }
 
 function runs() {
-  const opened = [...document.querySelectorAll("details")].map((one) => one.open);
-  $("comparison").replaceChildren(...(data.comparison ? [card(data.comparison)] : []));
-  $("runs").replaceChildren(...data.runs.map((run) => {
-    const events = run.marks.map((mark) => [String(mark.step), mark.word, mark.time, mark.what]);
-    const cards = run.sections.map(card);
-    if (events.length) cards.splice(2, 0, card({ title: "What happened", table: [["step", "event", "time (UTC)", "why"], ...events] }));
-    return make("section", { class: "run" }, make("h2", {}, data.runs.length > 1 ? run.name : "The run"), make("div", { class: "cards" }, ...cards));
-  }));
-  [...document.querySelectorAll("details")].forEach((one, at) => { one.open = opened[at] ?? false; });
+  cards($("comparison"), data.comparison ? [data.comparison] : []);
+  const names = data.runs.map((run) => (data.runs.length > 1 ? run.name : "The run"));
+  put($("runs"), names, () => names.map((name) =>
+    make("section", { class: "run" }, make("h2", {}, name), make("div", { class: "cards" }))));
+  data.runs.forEach((run, at) => cards($("runs").children[at].lastChild, sectionsOf(run)));
 }
 
 function render() {
@@ -277,7 +396,7 @@ function render() {
 /** New data into the charts that are there; zoomed ones stay where they are. */
 function refresh() {
   render();
-  const same = data.charts.length === charts.length && data.charts.every((chart, at) =>
+  const same = minutes === areShort() && data.charts.length === charts.length && data.charts.every((chart, at) =>
     chart.id === charts[at].chart.id && chart.lines.length === charts[at].chart.lines.length);
   if (!same) { draw(); return; }
   charts.forEach((item, at) => {
@@ -287,7 +406,8 @@ function refresh() {
     item.u.setData(columns(item.chart), whole);
     if (!whole) item.u.setScale("x", { min, max });
     item.figure.setAttribute("aria-label", labelled(item.chart));
-    readout(item, null);
+    item.note.textContent = thinned(item.chart);
+    readout(item, item.u.cursor.idx);
   });
 }
 
@@ -309,8 +429,15 @@ function listen() {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-addEventListener("beforeprint", () => { document.documentElement.style.colorScheme = "light"; draw(); });
-addEventListener("afterprint", () => { document.documentElement.style.colorScheme = ""; draw(); });
+/** Charts are pictures of a fixed width: drawn again for a sheet of paper, and back. */
+function printing(colours, paper) {
+  document.documentElement.style.colorScheme = colours;
+  $("grid").classList.toggle("paper", paper);
+  draw();
+}
+let chosen = "";
+addEventListener("beforeprint", () => { chosen = document.documentElement.style.colorScheme; printing("light", true); });
+addEventListener("afterprint", () => printing(chosen, false));
 controls(); render(); draw();
 if (data.version) { listen(); addEventListener("visibilitychange", listen); }
 })();
