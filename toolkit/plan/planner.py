@@ -195,7 +195,12 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
     )
     training = recipe.training.model_copy(update={"micro_batch_size": layout.micro_batch})
     kernels = recipe.kernels.model_copy(
-        update={"loss": layout.loss, "compile": layout.compile, "fused": layout.fused}
+        update={
+            "loss": layout.loss,
+            "compile": layout.compile,
+            "fused": layout.fused,
+            "experts": layout.experts if plan.model == "megatron" else "auto",
+        }
     )
     if plan.attention == "sdpa":
         kernels = kernels.model_copy(update={"attention": plan.attention_kernel})

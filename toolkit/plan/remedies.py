@@ -86,6 +86,7 @@ def _settings(job: PlanRequest) -> Iterator[tuple[str, Any]]:
         "kernels.loss": job.kernels.loss,
         "kernels.compile": job.kernels.compile,
         "kernels.fused": job.kernels.fused,
+        "kernels.experts": job.kernels.experts,
         "parallel.overlap": parallel.overlap,
         "parallel.recompute": parallel.recompute,
         "training.micro_batch_size": job.training.micro_batch_size,

@@ -41,6 +41,8 @@ class Workload:
     fused_glu: bool = False
     """Of what else runs as single operators, a gated activation function is one kernel, which
     keeps only its input."""
+    grouped_experts: bool = False
+    """Products of all experts at once, whose weights each pass stacks."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
@@ -94,14 +96,18 @@ class Workload:
 
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators: compiled layers are fused ones."""
-        if layout.compiles is None:
+        grouped = layout.experts == "grouped"
+        if layout.compiles is None and not grouped:
             return self
-        return _fused(self, layout.compile == "layers")
+        return _in_layout(self, layout.compiles, grouped)
 
 
 @lru_cache(64)
-def _fused(workload: Workload, everything: bool) -> Workload:
-    return replace(workload, fused_glu=True, fused_elementwise=everything)
+def _in_layout(workload: Workload, compiled: str | None, grouped: bool) -> Workload:
+    workload = replace(workload, grouped_experts=grouped)
+    if compiled is None:
+        return workload
+    return replace(workload, fused_glu=True, fused_elementwise=compiled == "compile")
 
 
 def planned_workload(
