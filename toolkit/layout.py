@@ -11,6 +11,7 @@ LossKernel = Literal["whole", "chunked"]
 AttentionKernel = Literal["sdpa", "cudnn", "flash"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron"]
+ExpertProducts = Literal["sequential", "grouped"]
 
 _CHUNK_LOGITS = 2**26
 """A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
@@ -30,6 +31,7 @@ SETTINGS: Mapping[str, str] = {
     "loss": "kernels.loss",
     "compile": "kernels.compile",
     "fused": "kernels.fused",
+    "experts": "kernels.experts",
     "micro_batch": "training.micro_batch_size",
 }
 """Fields of a layout, and the recipe's setting that decides each; the others follow."""
@@ -60,6 +62,8 @@ class Layout:
     """What torch.compile compiles: each decoder layer, or nothing."""
     fused: FusedKernels = "none"
     """The fused kernels in use."""
+    experts: ExpertProducts = "sequential"
+    """Whether megatron-core's layers compute a rank's experts in turn, or all at once."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
 
@@ -125,7 +129,9 @@ def layout_text(engine: str, model: str, layout: Layout) -> str:
     loss = "" if layout.loss == "whole" else f", {layout.loss} loss"
     compiled = "" if layout.compile == "none" else f", compiled {layout.compile}"
     fused = "" if layout.fused == "none" else f", fused by {layout.fused}"
-    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{loss}{compiled}{fused}"
+    grouped = ", grouped experts" if layout.experts == "grouped" else ""
+    kernels = f"{loss}{compiled}{fused}{grouped}"
+    return f"{degrees_text(engine, model, layout)}, {batch}{recompute}{kernels}"
 
 
 def padded_vocab(vocab: int, tp: int) -> int:

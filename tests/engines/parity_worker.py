@@ -92,6 +92,8 @@ class Case:
     """The recipe's `kernels.loss`."""
     fused: str = "none"
     """The recipe's `kernels.fused`."""
+    experts: str = "auto"
+    """The recipe's `kernels.experts`."""
     compile: str = "none"
     """The recipe's `kernels.compile`."""
     fp8: dict[str, Any] | None = None
@@ -118,6 +120,7 @@ class Case:
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
         parts += [f"compiled {self.compile}"] if self.compile != "none" else []
         parts += [f"fused by {self.fused}"] if self.fused != "none" else []
+        parts += [f"{self.experts} experts"] if self.experts != "auto" else []
         resumed = ["resumed"] if self.resume_in else []
         resumed += ["weighted"] * self.weighted
         resumed += ["in buckets"] * (self.bucket is not None)
@@ -170,7 +173,12 @@ def recipe(case: Case, world: int) -> Recipe:
                     **case.zero,
                 },
             },
-            "kernels": {"loss": case.loss, "compile": case.compile, "fused": case.fused},
+            "kernels": {
+                "loss": case.loss,
+                "compile": case.compile,
+                "fused": case.fused,
+                "experts": case.experts,
+            },
             "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},
         }

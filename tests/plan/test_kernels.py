@@ -1,4 +1,4 @@
-"""`kernels.compile` and `kernels.fused`: what `auto` decides, why, and what is refused."""
+"""`kernels.compile`, `fused` and `experts`: what `auto` decides, why, and what is refused."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -108,6 +108,41 @@ def test_megatron_core_fuses_its_activation_function() -> None:
     assert "SwiGLU only" in why(gelu, "fused")
 
 
+QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
+
+
+def test_small_experts_are_grouped() -> None:
+    """Whose products are shorter than what the host needs to start them."""
+    megatron = {"parallel__engine": "megatron"}
+    plan = planned(QWEN3, **megatron)
+    assert plan.layout.experts == "grouped"
+    assert "experts grouped: auto; an expert's products take 0.059 ms" in why(plan, "experts")
+    recipe = load_recipe(Path(RECIPES / f"{QWEN3}.yaml"), overrides(megatron))
+    assert plan.backend.render(recipe, plan.layout)["transformer"]["moe_grouped_gemm"]
+    assert plan_recipe(settled(recipe, plan)).layout == plan.layout
+    single = planned(QWEN3, **megatron, kernels__experts="sequential")
+    assert plan.step_time_s is not None and single.step_time_s is not None
+    assert plan.step_time_s < single.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "reason"),
+    [
+        ("mistral/mixtral-8x7b-pretrain", {}, "an expert's products take 1.1 ms, longer than"),
+        ("mistral/mixtral-8x7b-pretrain", {"parallel__expert": 8}, "a rank has one expert"),
+        (QWEN3, {"cluster__gpu": "a100-80gb"}, "bf16 on hopper and blackwell alone"),
+        (QWEN3, {"cluster__gpu": "h100-80gb", "training__precision": "fp32"}, "bf16 on hopper"),
+        ("gpt-oss/gpt-oss-20b-pretrain", {}, "have biases"),
+    ],
+)
+def test_why_experts_are_computed_in_turn(
+    recipe: str, settings: dict[str, Any], reason: str
+) -> None:
+    plan = planned(recipe, **{"parallel__engine": "megatron"} | settings)
+    assert plan.layout.experts == "sequential"
+    assert reason in why(plan, "experts")
+
+
 def test_what_is_refused() -> None:
     layers = {"kernels__compile": "layers"}
     assert "kernels.compile: layers for engine megatron" in refused(
@@ -125,4 +160,16 @@ def test_what_is_refused() -> None:
     )
     assert "kernels.fused: megatron for engine fsdp" in refused(
         LLAMA, kernels__fused="megatron", parallel__engine="fsdp"
+    )
+    assert "transformers' models choose it by themselves" in refused(
+        QWEN3, kernels__experts="grouped", parallel__engine="fsdp", parallel__expert=1
+    )
+    assert "the model has no experts" in refused(
+        LLAMA, kernels__experts="grouped", parallel__engine="megatron"
+    )
+    assert "8 divides, and an expert has 764" in refused(
+        QWEN3,
+        kernels__experts="grouped",
+        parallel__engine="megatron",
+        model__config__moe_intermediate_size=764,
     )

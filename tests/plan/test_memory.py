@@ -637,3 +637,15 @@ def test_shared_experts_and_latent_vectors_keep_what_transformers_does(
     more = _saved_bytes(other) - _saved_bytes(DEEPSEEK)
     assert more > 0
     assert predicted(other) - predicted(DEEPSEEK) == pytest.approx(more, rel=0.02)
+
+
+@pytest.mark.parametrize(("ep", "pp"), [(1, 1), (2, 1), (2, 2)])
+def test_grouped_experts_are_stacked(ep: int, pp: int) -> None:
+    """Those of one layer, in the first linear layer: gate and up in 16 bits."""
+    layout = Layout(ep=ep, dp=ep, pp=pp)
+    train = workload(MIXTRAL, model="megatron")
+    more, less = (
+        peak_memory(train, replace(layout, experts=experts)).buffers
+        for experts in ("grouped", "sequential")
+    )
+    assert more - less == pytest.approx(2 * 4 / ep * 2 * 64 * 128)

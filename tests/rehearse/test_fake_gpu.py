@@ -34,6 +34,7 @@ def megatron(micro_batch: int = 1, **parallel: Any) -> Any:
 
 TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
 FSDP = case("fsdp", stage=3)
+IN_TURN = {"experts": "sequential"}
 BUGS = ("host", "scaled", "looked_at", "printed")
 RANKS = {
     "ddp": (case("ddp"), 2, 1, ""),
@@ -50,7 +51,17 @@ RANKS = {
     "pp2-first": (megatron(pipeline=2), 2, 0, ""),
     "pp2-last": (megatron(pipeline=2), 2, 1, ""),
     "vpp": (megatron(pipeline=2, virtual_pipeline=2), 2, 1, ""),
+    "ep1": (case("megatron", 1, family=MIXTRAL), 2, 0, ""),
     "ep2": (case("megatron", 1, family=MIXTRAL, parallel={"expert": 2}), 2, 0, ""),
+    **{
+        f"in turn, ep{degree}": (
+            case("megatron", 1, family=MIXTRAL, parallel={"expert": degree}, **IN_TURN),
+            2,
+            0,
+            "",
+        )
+        for degree in (1, 2)
+    },
     **{
         f"zero{stage}": (case("deepspeed", stage=stage, parallel={"model": "hf"}), 2, 0, "")
         for stage in range(4)
@@ -62,6 +73,7 @@ RANKS = {
 SOUND = [name for name, (_, _, _, bug) in RANKS.items() if not bug]
 
 MCORE = {"clip_grads.py get_grad_norm_fp32"}
+COUNTS = {"token_dispatcher.py _maybe_dtoh_and_synchronize"}
 WAITED = {
     "ddp": set(),
     "fsdp": set(),
@@ -69,8 +81,11 @@ WAITED = {
     "megatron": MCORE,
     "pp2": MCORE,
     "vpp": MCORE,
-    # Its dispatcher sends each expert as many tokens as were routed to it.
-    "ep2": MCORE | {"token_dispatcher.py _maybe_dtoh_and_synchronize", "moe_utils.py permute"},
+    # Grouped experts, of which this rank has all, or half: the dispatcher sends as many tokens
+    # as were routed to them.
+    "ep1": MCORE,
+    "ep2": MCORE | COUNTS,
+    "in turn": MCORE | COUNTS | {"moe_utils.py permute"},
     "zero0": {
         "utils.py has_overflow",
         "utils.py has_overflow_serial",

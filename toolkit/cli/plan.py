@@ -279,6 +279,8 @@ def _rows(plan: Plan, cluster: ClusterSection, device: Gpu) -> Iterator[tuple[st
         yield "compile", layout.compile
     if layout.fused != "none":
         yield "fused", f"{layout.fused}'s kernels"
+    if layout.experts == "grouped":
+        yield "experts", "grouped products"
 
 
 def _offload(plan: Plan) -> str:

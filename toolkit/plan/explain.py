@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.backend import Pair
 from toolkit.layout import SETTINGS, Layout, stage_layers
-from toolkit.plan.rules import compiling, fusing
+from toolkit.plan.rules import compiling, experts, fusing
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, shortage
@@ -34,9 +34,18 @@ NAMES: Mapping[str, str] = {
     "loss": "loss",
     "compile": "compile",
     "fused": "fused",
+    "experts": "experts",
 }
 """Decided fields of a layout, by their names in a recipe and in the order shown."""
-_BY_ITSELF = ("recompute", "loss", "compile", "fused", "zero_stage", "sequence_parallel")
+_BY_ITSELF = (
+    "recompute",
+    "loss",
+    "compile",
+    "fused",
+    "experts",
+    "zero_stage",
+    "sequence_parallel",
+)
 """Decisions that are changed alone, if that fits, to compute their cost."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
@@ -84,6 +93,9 @@ def _is_open(search: Search, field: str) -> bool:
         "loss": search.cluster.gpu.memory_gib is not None,
         "fused": search.cluster.gpu.memory_gib is not None and search.best.pair.model != "hf",
         "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
+        "experts": search.cluster.gpu.memory_gib is not None
+        and search.best.pair.model != "hf"
+        and search.job.spec.moe_layers > 0,
     }.get(field, False)
 
 
@@ -182,6 +194,8 @@ def _further(search: Search, field: str) -> tuple[Any, ...]:
         return "whole", "chunked"
     if field in ("compile", "fused") and getattr(search.best.layout, field) != "none":
         return ("none",)
+    if field == "experts" and search.best.layout.experts == "grouped":
+        return ("sequential",)
     return ()
 
 
@@ -303,6 +317,9 @@ def _note(search: Search, field: str) -> str:
         return f"; {compiling.objection(job, search.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
         return f"; {fusing.objection(job, search.best.pair)}"
+    if field == "experts" and job.kernels.experts == "auto":
+        settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
+        return f"; {experts.reason(job, search.best.pair, settled)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
         return _why_offloaded(search) if _asked(job, field) == "auto" else ""
     return ""

@@ -175,6 +175,8 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
         "parallel.engine": plan.engine,
         "parallel.model": plan.model,
     }
+    if plan.model != "megatron":  # which alone have the choice
+        decided["kernels.experts"] = "auto"
     if plan.attention == "sdpa":
         decided["kernels.attention"] = plan.attention_kernel
     return recipe.with_values(decided)

@@ -20,6 +20,7 @@ _OPENED = (
     "kernels.loss",
     "kernels.compile",
     "kernels.fused",
+    "kernels.experts",
     "parallel.overlap",
     "parallel.recompute",
     "training.micro_batch_size",

@@ -14,7 +14,7 @@ from toolkit.backend import Pair, Stage
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Placement, Recompute
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.rules import compiling, fusing, legality
+from toolkit.plan.rules import compiling, experts, fusing, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import PlanRequest, able_pairs, pair_problems
 from toolkit.recipe.schema import ParallelSection
@@ -150,10 +150,10 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
     in_stage = [zero.model_copy(update={"stage": stage}) for stage in stages]
     for tensor, pipeline, virtual in _degrees(job, pair, fallback.largest_tensor):
-        experts = _experts(job, pair, pipeline)
+        spread = _experts(job, pair, pipeline)
         copies = _copies(job, pair, fallback, tensor * pipeline)
         for expert, sequence, sharded, replicate in product(
-            experts, _sequence(asked, tensor), in_stage, copies
+            spread, _sequence(asked, tensor), in_stage, copies
         ):
             update = kept | {
                 "tensor": tensor,
@@ -263,6 +263,7 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
         offload_parameters=zero.offload_parameters,  # type: ignore[arg-type]
         compile=compiling.parts(job, pair, zero.stage),  # type: ignore[arg-type]
         fused=fusing.whose(job, pair),
+        experts=experts.products(job, pair, parallel),
     )
 
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import AttentionKernel, CompiledParts, FusedKernels, LossKernel
+from toolkit.layout import (
+    AttentionKernel,
+    CompiledParts,
+    ExpertProducts,
+    FusedKernels,
+    LossKernel,
+)
 from toolkit.objectives import OBJECTIVES, Objective, rows_per_sample
 from toolkit.recipe.lengths import SequenceLengths
 
@@ -962,6 +968,11 @@ class KernelsSection(Section):
     fused: FusedKernels | Auto = "auto"
     """Fused kernels. `megatron`: megatron-core's SwiGLU, in its dense models; `none`: no fused
     kernels. `auto`: megatron-core's on GPUs."""
+    experts: ExpertProducts | Auto = "auto"
+    """How megatron-core's layers compute the experts of a rank: `sequential`, in turn;
+    `grouped`, in one product per linear layer, for a copy of the weights in each pass. `auto`:
+    grouped in bf16 on Hopper and Blackwell, if the host takes longer to start an expert than
+    the GPU to compute it."""
 
 
 class LayersInBf16(Section):

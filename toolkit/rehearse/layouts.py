@@ -171,6 +171,7 @@ def _scaled_down(layout: Layout, processes: int) -> Layout:
         loss=layout.loss,
         compile=layout.compile,
         fused=layout.fused,
+        experts=layout.experts,
     )
 
 

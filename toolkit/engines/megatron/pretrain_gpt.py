@@ -79,6 +79,7 @@ TRANSFORMER_SWITCHES = {
     "moe_router_pre_softmax": (True, "--moe-router-pre-softmax"),
     "moe_router_enable_expert_bias": (True, "--moe-router-enable-expert-bias"),
     "moe_shared_expert_gate": (True, "--moe-shared-expert-gate"),
+    "moe_grouped_gemm": (True, "--moe-grouped-gemm"),
     "sequence_parallel": (True, "--sequence-parallel"),
     "bf16": (True, "--bf16"),
     "fp16": (True, "--fp16"),

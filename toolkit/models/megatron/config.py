@@ -59,6 +59,7 @@ def _layout_arguments(model: MegatronModel, layout: Layout) -> dict[str, Any]:
         arguments["batch_p2p_comm"] = not (layout.pp == 2 and layout.vpp > 1)
     if model.moe_layers:
         arguments["moe_token_dispatcher_type"] = "alltoall"
+        arguments["moe_grouped_gemm"] = layout.experts == "grouped"
         arguments["expert_tensor_parallel_size"] = expert_tensor(layout)
     return arguments
 

@@ -42,6 +42,7 @@ from toolkit.models.megatron.attention import (
     ChunkedAttention,
     SinkAttention,
 )
+from toolkit.models.megatron.experts import GroupedExperts, GroupedLayer
 from toolkit.models.megatron.latent_attention import latent_attention
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd, changed_then_added
 
@@ -182,6 +183,8 @@ def _experts(config: TransformerConfig) -> ModuleSpec:
     spec = get_moe_module_spec(
         use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
     )
+    if config.moe_grouped_gemm:
+        spec.module, spec.submodules.experts.module = GroupedLayer, GroupedExperts
     if config.add_bias_linear:
         spec.submodules.experts.submodules.linear_fc2 = ExpertDown
     return spec

@@ -131,7 +131,7 @@ def _memory(workload: Workload, layout: Layout, step: _Step, share: StageShare) 
     width = compute_bytes(workload)
     padding = _padding(workload, layout.dp * layout.cp // layout.replicate)
     padded = share._replace(experts=share.experts * padding)
-    buffers = workload.cost.buffers(layout, width, padded)
+    buffers = workload.cost.buffers(layout, width, padded) + _stacked(workload, share)
     at_loss = workload.cost.buffers_at_loss(layout, width, padded)
     workspace, idle = step.workspace, 0.0
     if logits + at_loss > workspace + buffers:
@@ -289,6 +289,16 @@ def _chunks_waiting(layout: Layout, share: StageShare) -> int:
     if layout.vpp > 1:
         after = 2 * (after - 1) + (layout.vpp - 1) * layout.pp + 1
     return min(after, layout.gradient_accumulation * layout.vpp)
+
+
+def _stacked(workload: Workload, share: StageShare) -> float:
+    """Bytes of the stacked weights of one layer's experts, or then of their gradients: those of
+    the first linear layers, which are the larger ones."""
+    spec = workload.spec
+    if not (workload.grouped_experts and spec.moe_layers):
+        return 0.0
+    layers = share.layers * spec.moe_layers / spec.layers
+    return compute_bytes(workload) * share.experts / layers * (2 / 3 if spec.gated_mlp else 0.5)
 
 
 def _document_masks(workload: Workload, layout: Layout, layers: float) -> float:

@@ -23,6 +23,9 @@ SPLITS = (1, 2, 4, 8)
 """Splits of the inner dimension over multiprocessors if there are few tiles (split-K)."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
+OTHERS_PER_PRODUCT = 4.5
+"""Of an expert that is computed by itself: with its two products 11 operators, thrice that with
+the backward pass, so that the host needs `rules.experts.START_S` for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +357,8 @@ def _layer_time(
     workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
 ) -> LayerTime:
     spec = workload.spec
-    products = [*_attention_products(spec, part), *_mlp_products(spec, part, experts)]
+    mlp = [*_mlp_products(spec, part, experts)]
+    products = [*_attention_products(spec, part), *mlp]
     matmul = sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
     # Gradients of the inputs, then of the weights.
     matmul_back = sum(
@@ -366,7 +370,10 @@ def _layer_time(
     moved += _cast_bytes(workload, products)
     moved_back += _cast_bytes(workload, products)
     moved_back += _accumulated_bytes(workload, sum(c * n * k for c, _, n, k in products))
-    kernels = _kernels(workload, part, products)
+    if experts and workload.grouped_experts:  # each pass stacks the experts' weights
+        copied = 2.0 * device.width * sum(count * n * k for count, _, n, k in mlp)
+        moved, moved_back = moved + copied, moved_back + copied
+    kernels = _kernels(workload, part, [int(count) for count, *_ in products])
     forward = _timed(matmul, attention, moved / device.memory, kernels, device)
     backward = _timed(
         matmul_back, attention_back, moved_back / device.memory, 2 * kernels, device
@@ -387,14 +394,20 @@ def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass
     return Pass(share * forward.matmul, 0.0, forward.elementwise, forward.launch)
 
 
-def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]]) -> float:
-    """Kernels of one layer's forward pass; one per operator if nothing is fused."""
+def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
+    """Kernels of one layer's forward pass, an operator each where nothing is fused, with so
+    many `products` of each kind: several are those of experts, which megatron-core's layers
+    compute in turn, unless they are grouped."""
     others = 10.0 if workload.fused_elementwise else 36.0
     if workload.attention == "unfused":
         others += 6
     if part.tp > 1:
         others += 4  # collectives
-    return others + sum(count for count, *_ in products)
+    if workload.grouped_experts:
+        return others + len(products)
+    if workload.megatron_layers and not workload.fused_elementwise:
+        others += OTHERS_PER_PRODUCT * sum(count for count in products if count > 1)
+    return others + sum(products)
 
 
 def _timed(

@@ -39,8 +39,10 @@ class Workload:
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile); otherwise each reads and writes memory."""
     fused_glu: bool = False
-    """If other operators are not fused: a gated activation function is one kernel, which keeps
-    only its input."""
+    """Of what else runs as single operators, a gated activation function is one kernel, which
+    keeps only its input."""
+    grouped_experts: bool = False
+    """Products of all experts at once, whose weights each pass stacks."""
     fp8_layers: float = 1.0
     """Of precision fp8: the share of the layers whose products are in it."""
     recomputed_layers: float = 1.0
@@ -93,15 +95,19 @@ class Workload:
         return BACKENDS[self.engine].cost
 
     def in_layout(self, layout: Layout) -> "Workload":
-        """With the layout's choice of operators: compiled layers are fused."""
-        if layout.compiles is None:
+        """With what a layout decides of its operators: compiled layers are fused ones."""
+        grouped = layout.experts == "grouped"
+        if layout.compiles is None and not grouped:
             return self
-        return _fused(self, layout.compile == "layers")
+        return _in_layout(self, layout.compiles, grouped)
 
 
 @lru_cache(64)
-def _fused(workload: Workload, everything: bool) -> Workload:
-    return replace(workload, fused_glu=True, fused_elementwise=everything)
+def _in_layout(workload: Workload, compiled: str | None, grouped: bool) -> Workload:
+    workload = replace(workload, grouped_experts=grouped)
+    if compiled is None:
+        return workload
+    return replace(workload, fused_glu=True, fused_elementwise=compiled == "compile")
 
 
 def planned_workload(

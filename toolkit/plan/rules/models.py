@@ -19,7 +19,7 @@ from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.owners import OwnerUpdates, owner_updates
 from toolkit.plan.cost.workload import Workload, planned_workload
-from toolkit.plan.rules import attention, compiling, fusing, legality
+from toolkit.plan.rules import attention, compiling, experts, fusing, legality
 from toolkit.plan.rules.legality import divisors, nearest
 from toolkit.recipe.schema import (
     AdapterSection,
@@ -210,6 +210,7 @@ def _layer_kernels(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     if job.kernels.compile == "layers":
         yield from compiling.problems(job, pair)
     yield from fusing.problems(job, pair)
+    yield from experts.problems(job, pair)
     if job.fp8 is None:
         return
     stages, stage = legality.table()[pair].kernel_stages, job.parallel.zero.stage

@@ -1,0 +1,70 @@
+"""`kernels.experts: grouped`: the numbers of plain transformers, all experts in one product."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
+from tests.engines.parity_worker import Case, reference
+from tests.models.configs import config_of
+
+STEPS = 5
+MANY = MIXTRAL | {"num_local_experts": 16}
+"""Some of them without a token in most of the micro batches, which are of 16 tokens."""
+QWEN3 = config_of("qwen3_moe", num_hidden_layers=2, tie_word_embeddings=False)
+TWO = [
+    megatron(1, expert=2, family=MANY),
+    megatron(1, stage=1, family=MANY),
+    megatron(1, stage=0, recompute="full", family=QWEN3),
+    megatron(2, expert=2, recompute="full", family=QWEN3),
+    megatron(2, tensor=2, family=MIXTRAL),
+    megatron(2, pipeline=2, family=MIXTRAL),
+]
+
+
+@cache
+def _reference(mixtral: int | None) -> dict[str, list[float]]:
+    return reference(family=MIXTRAL | {"num_local_experts": mixtral} if mixtral else QWEN3)
+
+
+def check(cases: list[Case], world: int) -> None:
+    grouped = [replace(case, steps=STEPS, experts="grouped") for case in cases]
+    results = run(grouped, world)
+    for case in grouped:
+        expected = _reference(case.family.get("num_local_experts"))
+        for quantity in ("loss", "grad_norm"):
+            found = results[case.name][quantity]
+            assert found == pytest.approx(expected[quantity][:STEPS], rel=TOLERANCE), case.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases", [pytest.param(TWO[:2], marks=pytest.mark.quick), TWO[2:]], ids=["some", "others"]
+)
+def test_every_layout(cases: list[Case]) -> None:
+    check(cases, 2)
+
+
+@pytest.mark.slow
+def test_weights_on_their_way(tmp_path: Path) -> None:
+    """In small buckets, an expert's weights are still gathered when the layer before it
+    computes; nobody calls the expert. A save and a new engine come between two steps."""
+    cases = [
+        megatron(1, stage=1, family=MANY),
+        megatron(1, expert=2, family=MANY),
+        replace(megatron(1, stage=1, family=MIXTRAL), resume_in=str(tmp_path)),
+    ]
+    check([replace(case, bucket=3000) for case in cases], 2)
+
+
+@pytest.mark.slow
+def test_four_processes() -> None:
+    check(
+        [
+            megatron(2, tensor=2, expert=2, family=MANY),
+            megatron(2, expert=2, stage=1, family=MANY),
+        ],
+        4,
+    )

@@ -1,0 +1,156 @@
+"""A rank's experts as grouped products: torch's `grouped_mm` for all of them at once.
+
+megatron-core's own grouped experts need Transformer Engine or the grouped_gemm package, and
+without them it computes expert after expert.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import (
+    ProcessGroupCollection,
+    get_default_pg_collection,
+    permute,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import grouped_mm
+
+
+class GroupedLayer(MoELayer):  # type: ignore[misc]
+    """A layer of grouped experts, with the dispatcher that waits less for the GPU."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups)
+        self.token_dispatcher = Dispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=self.config,
+            pg_collection=groups,
+        )
+        token_dispatcher.permute = permute_known
+
+
+class Dispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """megatron-core's, which hands on the counts that are on the GPU, not their copy.
+
+    Where a rank has all experts it copies none: tokens are neither sent nor sorted again.
+    """
+
+    counts: Tensor
+    """int64 [local experts]: the tokens of each, of the last micro batch."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.alone = self.ep_size == self.tp_size == 1
+        if self.alone:
+            self.num_local_experts = 1  # as many are not sorted
+            self.cuda_dtoh_point = "no_sync"
+
+    def _maybe_update_cuda_sync_point(self, point: str) -> None:
+        if not self.alone:
+            super()._maybe_update_cuda_sync_point(point)
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """bool [tokens, experts] → int64 [local experts]."""
+        self.counts = super().preprocess(routing_map)
+        return self.counts
+
+    def dispatch_postprocess(
+        self, tokens: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and probabilities sorted by expert, and the counts."""
+        tokens, _, probs = super().dispatch_postprocess(tokens, probs)
+        return tokens, self.counts, probs
+
+
+def permute_known(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | None = None,
+    **options: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """megatron-core's `permute`, which selects by a mask and waits for how many there are, with
+    the number that its caller knows."""
+    if probs is None or not isinstance(num_out_tokens, int) or any(options.values()):
+        found: tuple[Tensor, Tensor | None, Tensor] = permute(
+            tokens, routing_map, probs, num_out_tokens, **options
+        )
+        return found
+    chosen = torch.nonzero_static(routing_map.T.flatten(), size=num_out_tokens)[:, 0]
+    rows = chosen % len(tokens)
+    return tokens.index_select(0, rows), probs.T.flatten().index_select(0, chosen), rows
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """SequentialMLP's parameters and function, in two products instead of two per expert.
+
+    The experts' weights stay parameters of their own. Each pass stacks those of one layer,
+    which is a copy, and frees it: only the parameters are kept for the backward pass.
+    """
+
+    def forward(
+        self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[tokens, hidden], sorted by expert, int64 [local experts] and [tokens] → [tokens,
+        hidden], and no bias."""
+        if not len(tokens):  # known to the host, and kernels may not take empty tensors
+            in_turn: tuple[Tensor, None] = super().forward(tokens, tokens_per_expert, probs)
+            return in_turn
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+
+        def product(name: str) -> Any:
+            layers = [getattr(expert, name) for expert in self.local_experts]
+            for layer in layers:
+                # The distributed optimizer's wait for weights that are still being gathered.
+                for hook in layer._forward_pre_hooks.values():
+                    hook(layer, ())
+            weights = [layer.weight for layer in layers]
+            return lambda rows: (_grouped_linear(rows, ends, *weights), None)
+
+        grouped = SimpleNamespace(
+            config=self.config,
+            activation_func=self.local_experts[0].activation_func,
+            linear_fc1=product("linear_fc1"),
+            linear_fc2=product("linear_fc2"),
+        )
+        output: Tensor = MLP.forward(grouped, tokens, probs)[0]
+        return output, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """The linear layer of each group of rows: [rows, inputs] → [rows, outputs].
+
+    `ends`: int32 [groups], the row after the last of each. `weights`: [outputs, inputs] each.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends, *weights)
+        return grouped_mm(rows, torch.stack(weights).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = grouped_mm(gradient, torch.stack(weights), offs=ends)
+        if not any(ctx.needs_input_grad[2:]):
+            return of_rows, None, *[None] * len(weights)
+        return of_rows, None, *grouped_mm(gradient.mT, rows, offs=ends).unbind()
+
+
+_grouped_linear: Any = _GroupedLinear.apply
