@@ -199,6 +199,8 @@ class Family:
     fused_qkv: bool = False
     layer_norm: bool = False
     norms_per_layer: int = 2
+    wide_norms: bool = False
+    """See `ModelSpec.wide_norms`."""
     sliding: Callable[[Settings], Sequence[int]] = all_layers
     """Layers that see only the sliding window, where one is on and no `layer_types` given."""
 

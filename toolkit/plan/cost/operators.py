@@ -15,6 +15,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import LossKernel, Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.workload import Workload
 
@@ -223,6 +224,13 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
     flops = 2.0 * scores * spec.head_dim
     # Each of two products reads or writes all scores; head_dim is too small to hide that.
     one = max(flops / device.plain_matmul, width * scores / device.memory)
+    if workload.attention == "eager":
+        moved = eager(workload)
+        forward, backward = (
+            part.nbytes(width) * scores / device.memory
+            for part in (moved.forward, moved.backward)
+        )
+        return 2 * one + forward, 4 * one + backward
     softmax = 2 * width * scores / device.memory
     # Dropout reads and writes scores and a mask of one byte each.
     dropout = (2 * width + 1) * scores / device.memory if workload.dropout else 0.0
@@ -389,8 +397,7 @@ def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass
 def _kernels(workload: Workload, part: Slice, products: list[tuple[float, ...]]) -> float:
     """Kernels of one layer's forward pass; an operator each where nothing is fused."""
     others = 10.0 if workload.fused_elementwise else 36.0
-    if workload.attention == "unfused":
-        others += 6
+    others += {"fused": 0, "unfused": 6, "eager": 12}[workload.attention]
     if part.tp > 1:
         others += 4  # collectives
     return others + sum(count for count, *_ in products)

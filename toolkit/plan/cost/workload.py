@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.cost.owners import OwnerUpdates
 
-Attention = Literal["fused", "unfused"]
+Attention = Literal["fused", "unfused", "eager"]
 TensorOverlap = Literal["none", "backward", "all"]
 
 
@@ -31,7 +31,8 @@ class Workload:
     """Whose modules compute: transformers' (or another implementation on PyTorch's own
     operators), or megatron-core's."""
     attention: Attention = "fused"
-    """fused: flash attention, which stores no scores; unfused: scores written to memory."""
+    """fused: flash attention, which stores no scores; unfused: scores written to memory, one
+    kernel from them to the weights (Megatron's of 2022); eager: by single PyTorch operators."""
     flash_version: Literal[1, 2] = 2
     """Generation of the fused kernel: 1 for FlashAttention (and its Triton port), 2 for
     FlashAttention-2 and those that came after it."""
@@ -114,13 +115,14 @@ def planned_workload(
     updates: "OwnerUpdates | None" = None,
     fp8: Fp8Section | None = None,
     overlap: bool = True,
+    attention: Attention = "fused",
     cudnn: bool = False,
     zero: ZeroSection | None = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
-    Attention is torch's fused kernel (`cudnn`: that one); the other operators are single ones,
-    where no layout compiles them. Without `overlap`, gradients are reduced after
+    Attention is torch's fused kernel (`cudnn`: that one) or `eager`; the other operators are
+    single ones, where no layout compiles them. Without `overlap`, gradients are reduced after
     the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
     mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
     measured.
@@ -145,6 +147,7 @@ def planned_workload(
         dropout=dropout,
         document_mask=isolates,
         updates=updates,
+        attention=attention,
         cudnn=cudnn,
         reduce_bytes=0.5 if zero.quantized_gradients else None,
         gather_bytes=1.0 if zero.quantized_weights else None,

@@ -33,6 +33,11 @@ def kernel(job: "PlanRequest") -> AttentionKernel:
     return "cudnn" if able and not [*_objections(job)] else "sdpa"
 
 
+def whole_scores(job: "PlanRequest") -> bool:
+    """Are attention's scores written to memory? Models without attention have none."""
+    return attention(job.config) == "eager" and job.spec.score_flops > 0
+
+
 def problems(job: "PlanRequest") -> Iterator[Problem]:
     """Why the kernel that the recipe states would never run."""
     asked, gpu = job.kernels.attention, job.cluster.gpu

@@ -95,6 +95,7 @@ class PlanRequest:
             updates=self.updates,
             fp8=self.fp8,
             overlap=self.parallel.overlap == "auto" and pays,
+            attention="eager" if attention.whole_scores(self) else "fused",
             cudnn=self.attention_kernel == "cudnn",
             zero=self.parallel.zero,
         )
