@@ -94,6 +94,8 @@ class Case:
     """The recipe's `kernels.fused`."""
     compile: str = "none"
     """The recipe's `kernels.compile`."""
+    attention: str = "auto"
+    """The recipe's `kernels.attention`."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
     bucket: int | None = None
@@ -116,6 +118,7 @@ class Case:
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
+        parts += [f"attention {self.attention}"] if self.attention != "auto" else []
         parts += [f"compiled {self.compile}"] if self.compile != "none" else []
         parts += [f"fused by {self.fused}"] if self.fused != "none" else []
         resumed = ["resumed"] if self.resume_in else []
@@ -170,7 +173,12 @@ def recipe(case: Case, world: int) -> Recipe:
                     **case.zero,
                 },
             },
-            "kernels": {"loss": case.loss, "compile": case.compile, "fused": case.fused},
+            "kernels": {
+                "loss": case.loss,
+                "compile": case.compile,
+                "fused": case.fused,
+                "attention": case.attention,
+            },
             "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},
         }

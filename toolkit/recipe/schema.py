@@ -931,7 +931,9 @@ class KernelsSection(Section):
     logits again. `auto`: whole where that fits."""
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
-    own first choice (`sdpa`); the others come after it. `auto`: cuDNN's on Hopper."""
+    own first choice (`sdpa`); the others come after it. `eager`: none of them, but matrix
+    products and a softmax, which keep all scores. `auto`: eager for models that the kernels
+    cannot compute (sinks, soft-capped scores); else cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
     """What torch.compile makes kernels of, on transformers' models: `layers`, each decoder
     layer, as one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for

@@ -88,6 +88,8 @@ class MegatronModel:
     """Query and key norms are over all heads together, not over each."""
     score_cap: float | None = None
     """c in c · tanh(score / c), the soft-capping of attention scores; None for none."""
+    eager: bool = False
+    """Attention by matrix products and a softmax, not by torch's fused kernels."""
     logit_cap: float | None = None
     """The same of logits."""
     moe_layers: frozenset[int] = frozenset()
