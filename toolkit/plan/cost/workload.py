@@ -47,7 +47,7 @@ class Workload:
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
     reduce_bytes: float | None = None
-    """Bytes per gradient element on the wire; None: what the engine does by itself."""
+    """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
     gather_bytes: float | None = None
     """Bytes per element of gathered weights on the wire; None: those of the precision."""
     tensor_overlap: TensorOverlap = "backward"
@@ -117,6 +117,7 @@ def planned_workload(
     overlap: bool = True,
     attention: Attention = "fused",
     cudnn: bool = False,
+    reduce_bytes: float | None = None,
     zero: ZeroSection | None = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
@@ -149,6 +150,6 @@ def planned_workload(
         updates=updates,
         attention=attention,
         cudnn=cudnn,
-        reduce_bytes=0.5 if zero.quantized_gradients else None,
+        reduce_bytes=0.5 if zero.quantized_gradients else reduce_bytes,
         gather_bytes=1.0 if zero.quantized_weights else None,
     )
