@@ -27,6 +27,18 @@ QWEN_8B, QWEN_32B = "qwen/qwen3-8b-pretrain", "qwen/qwen3-32b-pretrain"
 QWEN_MOE, MIXTRAL = "qwen/qwen3-30b-a3b-pretrain", "mistral/mixtral-8x7b-pretrain"
 PYTHIA, GPT2 = "pythia/pythia-1.4b-pretrain", "gpt2/gpt2-124m-pretrain"
 MISTRAL, OLMO = "mistral/mistral-7b-pretrain", "olmo/olmo-3-7b-pretrain"
+GPT_OSS, GEMMA_2 = "gpt-oss/gpt-oss-20b-pretrain", "gemma-2-2b"
+SHAPES: dict[str, tuple[str, str]] = {
+    # google/gemma-2-2b's config.json; what it leaves out is the family's default.
+    GEMMA_2: (
+        LLAMA_1B,
+        "{model_type: gemma2, vocab_size: 256000, hidden_size: 2304, intermediate_size: 9216, "
+        "num_hidden_layers: 26, num_attention_heads: 8, num_key_value_heads: 4, head_dim: 256}",
+    ),
+}
+"""Models without a recipe: another model's recipe, and their config."""
+LENGTHS = {"mistral/mixtral-8x7b-pretrain": 8192, GPT_OSS: 4096, GEMMA_2: 4096}
+"""Tokens of a sequence where it is not the recipe's."""
 
 Case = tuple[str, int, int, str]
 """Recipe, nodes of eight H100, micro batches per rank and step, and settings of `parallel`."""
@@ -102,6 +114,16 @@ CASES: list[Case] = [
     (QWEN_MOE, 2, 1, "megatron pipeline=2 expert=8 zero.stage=1"),
     (QWEN_MOE, 4, 1, "megatron tensor=2 expert=8 zero.stage=1 recompute=full"),
     (QWEN_MOE, 4, 1, "deepspeed zero.stage=3 recompute=full"),
+    # Attention by plain products: soft-capped, with sinks.
+    (GEMMA_2, 1, 1, "fsdp zero.stage=3"),
+    (GEMMA_2, 1, 1, "deepspeed zero.stage=3 recompute=full"),
+    (GEMMA_2, 1, 1, "megatron tensor=2 zero.stage=1"),
+    (GEMMA_2, 1, 1, "megatron tensor=2 zero.stage=1 recompute=full"),
+    (GPT_OSS, 2, 1, "fsdp zero.stage=3"),
+    (GPT_OSS, 1, 1, "fsdp zero.stage=3 recompute=full"),
+    (GPT_OSS, 2, 1, "deepspeed zero.stage=3 recompute=full"),
+    (GPT_OSS, 2, 1, "megatron pipeline=2 expert=8 zero.stage=1"),
+    (GPT_OSS, 1, 1, "megatron expert=8 zero.stage=1 recompute=full"),
 ]
 _DEFAULTS = {
     "model": "hf",
@@ -124,13 +146,15 @@ def settings(case: Case) -> list[str]:
         parallel["model"] = "megatron"
     degree = int(parallel["tensor"]) * int(parallel["pipeline"])
     batch = micro_batch * nodes * 8 // degree * 2 * int(parallel["pipeline"])
+    model = SHAPES.get(case[0])
     return [
+        *(() if model is None else ("model.hub=null", f"model.config={model[1]}")),
         *(f"parallel.{key}={value}" for key, value in parallel.items()),
         f"cluster.nodes={nodes}",
         "cluster.gpus_per_node=8",
         f"training.global_batch_size={batch}",
         f"training.micro_batch_size={micro_batch}",
-        "training.sequence_length=8192" if "mixtral" in case[0] else f"training.seed={1}",
+        *([f"training.sequence_length={LENGTHS[case[0]]}"] if case[0] in LENGTHS else []),
     ]
 
 
@@ -174,7 +198,8 @@ def assignment(case: Case) -> Any:
     from toolkit.intake.load import load_recipe
     from toolkit.run.assignment import decide
 
-    recipe = load_recipe(RECIPES / f"{case[0]}.yaml", settings(case))
+    base, _ = SHAPES.get(case[0], (case[0], ""))
+    recipe = load_recipe(RECIPES / f"{base}.yaml", settings(case))
     return decide(recipe, None)
 
 

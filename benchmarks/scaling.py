@@ -17,7 +17,7 @@ from toolkit.backend import Pair
 from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
-from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.rules import fusing
 from toolkit.plan.rules.models import PlanRequest
 from toolkit.plan.search import Candidate, Search, evaluate, search, shortage
 from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection
@@ -102,9 +102,12 @@ def published_table() -> Iterator[str]:
     for one in PUBLISHED:
         cluster = parse_cluster(one.cluster)
         job = job_of(one.recipe, cluster, one.batch)
-        workload = planned_workload(job.spec, job.training, MEGATRON)
-        layout = replace(one.layout, gradient_accumulation=one.batch // one.layout.dp)
-        theirs = evaluate(MEGATRON, workload, layout, cluster)
+        layout = replace(
+            one.layout,
+            gradient_accumulation=one.batch // one.layout.dp,
+            fused=fusing.whose(job, MEGATRON),
+        )
+        theirs = evaluate(MEGATRON, job.workload(MEGATRON), layout, cluster)
         ours = search(job, cluster).best
         yield _line(f"{one.name}, published", theirs, cluster, one.source)
         yield _line("chosen", ours, cluster, "this planner")

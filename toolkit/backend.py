@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.planner import Plan
     from toolkit.plan.rules.models import PlanRequest
-    from toolkit.recipe.schema import Recipe
+    from toolkit.recipe.schema import Recipe, ZeroSection
 
 EngineName = str
 """One of `BACKENDS.names`."""
@@ -174,6 +174,11 @@ class Backend:
     def operators(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the operators that `prepare` would compile."""
         return ()
+
+    def reduce_bytes(self, zero: "ZeroSection") -> float | None:
+        """Bytes per gradient element on the wire, where a configuration of the user's own
+        states its type; None: the engine's own choice."""
+        return None
 
     def refusal(self, job: "PlanRequest", model: ModelName) -> "Problem | None":
         """Why it cannot train this model at all, with the nearest way out."""

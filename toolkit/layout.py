@@ -8,7 +8,7 @@ from typing import Any, Literal
 Placement = Literal["none", "cpu", "nvme"]
 Recompute = Literal["none", "selective", "full"]
 LossKernel = Literal["whole", "chunked"]
-AttentionKernel = Literal["sdpa", "cudnn", "flash"]
+AttentionKernel = Literal["sdpa", "cudnn", "flash", "eager"]
 CompiledParts = Literal["none", "layers"]
 FusedKernels = Literal["none", "megatron"]
 ExpertProducts = Literal["sequential", "grouped"]

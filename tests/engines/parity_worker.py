@@ -96,6 +96,8 @@ class Case:
     """The recipe's `kernels.experts`."""
     compile: str = "none"
     """The recipe's `kernels.compile`."""
+    attention: str = "auto"
+    """The recipe's `kernels.attention`."""
     fp8: dict[str, Any] | None = None
     """The recipe's `fp8`."""
     bucket: int | None = None
@@ -118,6 +120,7 @@ class Case:
         parts += [f"{key} {value}" for key, value in self.optimizer.items()]
         parts += [f"fp8 {self.fp8}"] if self.fp8 else []
         parts += [f"{self.loss} loss"] if self.loss != "auto" else []
+        parts += [f"attention {self.attention}"] if self.attention != "auto" else []
         parts += [f"compiled {self.compile}"] if self.compile != "none" else []
         parts += [f"fused by {self.fused}"] if self.fused != "none" else []
         parts += [f"{self.experts} experts"] if self.experts != "auto" else []
@@ -178,6 +181,7 @@ def recipe(case: Case, world: int) -> Recipe:
                 "compile": case.compile,
                 "fused": case.fused,
                 "experts": case.experts,
+                "attention": case.attention,
             },
             "fp8": case.fp8,
             "cluster": {"gpus_per_node": world},

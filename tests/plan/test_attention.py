@@ -32,7 +32,9 @@ def planned(**changes: Any) -> Plan:
         ({"training__precision": "fp32"}, "sdpa"),
         ({"data__isolate_documents": True}, "sdpa"),
         ({"model__config": TINY | {"head_dim": 256}}, "sdpa"),
-        ({"model__config": GEMMA2}, "sdpa"),
+        ({"model__config": GEMMA2}, "eager"),
+        ({"kernels__attention": "eager"}, "eager"),
+        ({"kernels__attention": "eager", "cluster__gpu": "cpu"}, "eager"),
         ({"kernels__attention": "sdpa"}, "sdpa"),
         ({"kernels__attention": "flash", "cluster__gpu": "a100-80gb"}, "flash"),
     ],
@@ -41,7 +43,58 @@ def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel
     plan = planned(**HOPPER | changes)
     assert plan.attention_kernel == kernel
     assert plan.to_dict()["attention_kernel"] == kernel
-    assert any(f"attention {kernel}: " in why for why in plan.reasons) == (kernel != "sdpa")
+    assert any(f"attention {kernel}: " in why for why in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "attention cudnn: auto, the fastest on Hopper; "),
+        (
+            {"cluster__gpu": "a100-80gb"},
+            "not cudnn: it is known to be the fastest on Hopper only",
+        ),
+        ({"cluster__gpu": "cpu"}, "not cudnn: CPUs have none"),
+        ({"training__deterministic": True}, "not cudnn: it is not deterministic"),
+        ({"training__precision": "fp32"}, "not cudnn: it computes in 16 bits"),
+        ({"model__config": GEMMA2}, "not cudnn: gemma2's attention is computed by plain"),
+        ({"kernels__attention": "eager"}, "attention eager: asked for"),
+        ({"parallel__engine": "fsdp"}, "overlap auto: engine fsdp always has it"),
+        (
+            {"parallel__engine": "megatron"},
+            "overlap auto: ranks communicate while they compute",
+        ),
+        (
+            {"parallel__engine": "megatron", "parallel__overlap": "none"},
+            "overlap none: asked for",
+        ),
+        ({"parallel__engine": "megatron", "cluster__gpu": "cpu"}, "overlap auto: not counted"),
+    ],
+)
+def test_decisions_have_reasons(changes: dict[str, Any], reason: str) -> None:
+    settings = HOPPER | {"cluster__gpus_per_node": 2} | changes
+    assert any(reason in why for why in planned(**settings).reasons)
+
+
+def test_eager_attention_is_planned_and_refuses_no_layout() -> None:
+    long = HOPPER | {"training__sequence_length": 8192, "kernels__compile": "none"}
+    for engine in ("fsdp", "megatron"):
+        fused, eager = (
+            explore(recipe(**long, parallel__engine=engine, kernels__attention=kernel))
+            for kernel in ("auto", "eager")
+        )
+        workload = eager.job.workload(eager.best.pair)
+        assert workload.attention == "eager" and not workload.cudnn
+        assert eager.best.memory_gib > fused.best.memory_gib
+        assert eager.best.step_s > fused.best.step_s
+    wanted = recipe(**HOPPER, kernels__attention="eager")
+    plan = plan_recipe(wanted)
+    assert (plan.attention, plan.attention_kernel) == ("eager", "eager")
+    (entry,) = [one for one in ledger(wanted, plan, eager.job.spec) if one.what == "attention"]
+    assert entry.why.startswith("eager in every engine")
+    again = settled(wanted, plan)
+    assert again.kernels.attention == "eager"
+    assert plan_recipe(again).attention == "eager"
 
 
 @pytest.mark.parametrize(

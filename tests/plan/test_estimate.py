@@ -229,6 +229,7 @@ def test_defaults_of_unstated_fields() -> None:
     assert (workload.attention, workload.dropout, workload.reduce_overlap) == (
         "unfused", True, False,
     )  # fmt: skip
+    assert workload.reduce_bytes == 2, "Megatron's buffer of gradients was in fp16"
 
 
 def test_every_other_layer_is_full_recompute_of_half() -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.plan.making import RECIPES
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
+from toolkit.models.families import model_spec
+from toolkit.plan.ledger import ledger
 from toolkit.plan.planner import Plan, plan_recipe, settled
 
 LLAMA = "llama/llama-3.1-8b-pretrain"
@@ -96,6 +98,10 @@ def test_megatron_core_fuses_its_activation_function() -> None:
     assert "fused megatron: auto; fused none " in why(plan, "fused")
     single = replace(plan.layout, fused="none")
     recipe = load_recipe(Path(RECIPES / f"{LLAMA}.yaml"))
+    spec = model_spec(recipe.model.config or {})
+    for layout, named in ((plan.layout, True), (single, False)):
+        entries = ledger(recipe, replace(plan, layout=layout), spec)
+        assert any(one.what == "fused SwiGLU" for one in entries) == named
     rendered = plan.backend.render(recipe, plan.layout)
     assert rendered["transformer"]["bias_activation_fusion"]
     assert not plan.backend.render(recipe, single)["transformer"]["bias_activation_fusion"]

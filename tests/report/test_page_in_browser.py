@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser import Tab, browser
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics, write_run
-from tests.report.test_serve import append, served
+from tests.report.serving import append, served
 from toolkit.cli.main import main
 
 LARGEST_BYTES = 3_000_000

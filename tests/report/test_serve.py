@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 from tests.browser import browser
 from tests.processes import wait_until
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, metrics, write_run
+from tests.report.serving import append, served
 from toolkit.cli.main import main
 from toolkit.errors import DataError
 from toolkit.report import serve
@@ -27,18 +27,6 @@ from toolkit.run import jsonl
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", KILLED_AND_RESTARTED[:3], metrics(12, 2.0))
-
-
-@contextmanager
-def served(run: Path, host: str = "127.0.0.1") -> Iterator[PageServer]:
-    with PageServer(LivePage([run]), host, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def ask(
@@ -68,11 +56,6 @@ def listening(server: PageServer, **headers: str) -> Iterator[Callable[[], str]]
     finally:
         answer.close()
         connection.close()
-
-
-def append(run: Path, step: int) -> None:
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics(step, 2.0)[-1]) + "\n")
 
 
 def last_step(field: str) -> int:

@@ -1,7 +1,7 @@
 """The inputs from which an engine is built."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,7 @@ class EngineSetup:
         if plan.model == "megatron":
             megatron = megatron_config.loaded_model(recipe.model, model_config.to_dict())
             megatron = lora.adapted(megatron) if lora else megatron
+            megatron = replace(megatron, eager=plan.attention == "eager")
         if wrong := [*balance_problems(recipe.model.balance, model_config.to_dict())]:
             raise RecipeError(wrong)
         model_config._attn_implementation = plan.attention
@@ -152,8 +153,8 @@ def build_engine(name: str, setup: EngineSetup) -> Engine:
 
 
 def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
-    """Make torch's attention try this kernel before the others, also in recomputed layers."""
-    if kernel == "sdpa":
+    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
+    if kernel in ("sdpa", "eager"):
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

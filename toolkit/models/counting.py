@@ -10,7 +10,7 @@ heuristic.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -26,7 +26,7 @@ from toolkit.models.families.base import Instance, MegatronModel
 from toolkit.models.families.generic import build_config
 from toolkit.models.families.tensors import whole
 from toolkit.models.huggingface import decoder_layers, meta_model
-from toolkit.models.spec import Counted, ModelSpec, ParameterCounts
+from toolkit.models.spec import Counted, ModelSpec, ParameterCounts, Scores
 from toolkit.models.weights import checkpoint_names, weight_name
 
 _LENGTHS = (64, 128)
@@ -50,6 +50,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")
+_SINKS = re.compile(r"\bsinks?\b")
 _SHARED = re.compile(r"\.shared_(experts?|mlp)\..*weight$")
 _UNBOUNDED = 2**31 - 1
 """Positions of a model whose config states no limit."""
@@ -119,9 +120,16 @@ def _spec(
         fused_qkv=any(re.search(r"\b(qkv_proj|query_key_value)\b", name) for name in modules),
         layer_norm=any(isinstance(part, nn.LayerNorm) for part in modules.values()),
         norms_per_layer=round(sum(map(_is_layer_norm, names)) / layers),
+        scores=_scores(stated, names),
         counted=counted,
         generic=True,
     )
+
+
+def _scores(stated: Mapping[str, Any], names: Sequence[str]) -> Scores:
+    if stated.get("attn_logit_softcapping"):
+        return "capped"
+    return "sinks" if any(_SINKS.search(name) for name in names) else "plain"
 
 
 def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:

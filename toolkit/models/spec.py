@@ -6,6 +6,9 @@ pass.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Scores = Literal["plain", "capped", "sinks"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,12 @@ class ModelSpec:
     layer_norm: bool = False
     """LayerNorm (weight and bias) instead of RMSNorm (weight)."""
     norms_per_layer: int = 2
+    wide_norms: bool = False
+    """Norms multiply with their weight, 1 + w, before they leave fp32."""
+    capped_logits: bool = False
+    """Logits are soft-capped."""
+    scores: Scores = "plain"
+    """What attention's scores are besides scaled and masked: soft-capped, or with sinks."""
     frozen: FrozenParameters | None = None
     """The parameters frozen by `model.freeze`; None: everything trains."""
     adapters: AdapterParameters | None = None
@@ -153,6 +162,11 @@ class ModelSpec:
     """None: the counts that follow from the sizes above are exact."""
     generic: bool = False
     """Without a family file: counted on transformers' own model."""
+
+    @property
+    def grouped(self) -> bool:
+        """Does a head of keys and values serve several queries' heads?"""
+        return self.kv_heads < self.heads
 
     @property
     def total(self) -> int:

@@ -112,7 +112,7 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     yield "optimizer states", f"{kinds} with fp32 weights and {kept}"
     if plan.attention is not None:
         kernel = plan.attention_kernel
-        first = "" if kernel == "sdpa" else f", {kernel}'s kernel first,"
+        first = "" if kernel in ("sdpa", "eager") else f", {kernel}'s kernel first,"
         yield "attention", f"{plan.attention}{first} in every engine and model implementation"
     if layout.recompute != "none":
         yield "recompute", "the backward pass repeats the forward pass with the same numbers"
@@ -158,6 +158,8 @@ def _approximated(
         )
     if layout.compile != "none":
         yield "compiled layers", "the same function with fewer roundings, in other last digits"
+    if layout.fused == "megatron":
+        yield "fused SwiGLU", "megatron-core's kernel: fewer roundings, in other last digits"
     if plan.model == "megatron":
         yield "kernels", "megatron-core computes transformers' function, in other last digits"
     if spec.moe_layers and (sums or plan.model == "megatron" or precision != "fp32"):

@@ -14,17 +14,17 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.hardware.cluster import Cluster, default_cluster
 from toolkit.layout import AttentionKernel, Layout
 from toolkit.models.config_check import check_config
-from toolkit.models.families import attention, published
+from toolkit.models.families import published
 from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import decisions
 from toolkit.plan.remedies import over, remedies
-from toolkit.plan.rules import legality
+from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.plan.search import Search, search
+from toolkit.plan.search import Candidate, Search, search
 from toolkit.recipe.lengths import SequenceLengths
 from toolkit.recipe.schema import ModelSection, Recipe, TrainingSection
 from toolkit.untrusted import read_json
@@ -177,8 +177,9 @@ def settled(recipe: Recipe, plan: Plan) -> Recipe:
     }
     if plan.model != "megatron":  # which alone have the choice
         decided["kernels.experts"] = "auto"
-    if plan.attention == "sdpa":
-        decided["kernels.attention"] = plan.attention_kernel
+    if plan.attention is not None:
+        eager = plan.attention == "eager"
+        decided["kernels.attention"] = "eager" if eager else plan.attention_kernel
     return recipe.with_values(decided)
 
 
@@ -201,7 +202,8 @@ def plan_of(found: Search) -> Plan:
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=(
             *(one.reason for one in decisions(found)),
-            *_kernels(job),
+            _attention_reason(job),
+            _overlap_reason(job, best),
             *_deterministic(training),
             *_warnings(found, built),
             *(f"would fit: {change}" for change in changes),
@@ -212,7 +214,7 @@ def plan_of(found: Search) -> Plan:
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.mfu_causal,
         hfu=time.hfu_causal,
-        attention=attention(job.config),
+        attention="eager" if job.attention_kernel == "eager" else "sdpa",
         attention_kernel=job.attention_kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=changes,
@@ -238,12 +240,28 @@ def first_loss_scale(precision: str) -> float | None:
     return _LOSS_SCALE if precision == "fp16" else None
 
 
-def _kernels(job: PlanRequest) -> tuple[str, ...]:
-    """Why another kernel than torch's own first choice computes attention."""
-    if (kernel := job.attention_kernel) == "sdpa":
-        return ()
-    why = "asked for" if job.kernels.attention != "auto" else "auto, the fastest on Hopper"
-    return (f"attention {kernel}: {why}; torch's other kernels where it cannot",)
+def _attention_reason(job: PlanRequest) -> str:
+    """What computes attention, and why."""
+    kernel, why = job.attention_kernel, "asked for"
+    if job.kernels.attention == "auto":
+        why = "auto, the fastest on Hopper"
+        if objection := attention.objection(job):
+            why = f"auto; not cudnn: {objection}"
+    rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
+    return f"attention {kernel}: {why}{rest}"
+
+
+def _overlap_reason(job: PlanRequest, best: Candidate) -> str:
+    """Whether ranks communicate while they compute, and why."""
+    if job.parallel.overlap != "auto":
+        return f"overlap {job.parallel.overlap}: asked for"
+    if best.layout.world == 1:
+        return "overlap auto: one rank has nothing to send"
+    if not legality.table()[best.pair].without_overlap:
+        return f"overlap auto: engine {best.pair.engine} always has it"
+    if job.cluster.gpu == "cpu":
+        return "overlap auto: not counted, as nobody measured on CPUs that it pays"
+    return "overlap auto: ranks communicate while they compute"
 
 
 def _deterministic(training: TrainingSection) -> tuple[str, ...]:

@@ -171,7 +171,7 @@ class Case:
             flash_version=1 if composer else 2,
             fused_elementwise=not (composer or "eager" in self._notes),
             recomputed_layers=0.5 if "every other layer" in recompute else 1.0,
-            reduce_bytes=2 if self._nemo else _WIRE_BYTES.get(self._fsdp_mode),
+            reduce_bytes=self._reduce_bytes,
             gradient_bytes=2 if self._nemo else None,
             tensor_overlap=self._tensor_overlap(early),
             pipeline_overlap=not early,
@@ -181,6 +181,13 @@ class Case:
             # Composer uses flash-attn's cross entropy, torchtitan PyTorch's.
             fused_loss=composer,
         )
+
+    @property
+    def _reduce_bytes(self) -> float | None:
+        """Megatron-LM reduces in the precision of its buffer, which with fp16 was 16 bits."""
+        if self._nemo or (self.by_megatron and self._dtype() == "fp16"):
+            return 2
+        return _WIRE_BYTES.get(self._fsdp_mode)
 
     @property
     def _nemo(self) -> bool:

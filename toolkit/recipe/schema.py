@@ -960,7 +960,9 @@ class KernelsSection(Section):
     logits in the backward pass. `auto`: whole if that fits."""
     attention: AttentionKernel | Auto = "auto"
     """Which of torch's kernels is tried first: `cudnn`, `flash` (FlashAttention-2), or torch's
-    own first choice (`sdpa`); the others are fallbacks. `auto`: cuDNN's on Hopper."""
+    own first choice (`sdpa`); the others are fallbacks. `eager`: none of them, but matrix
+    products and a softmax, which keep all scores. `auto`: eager for models that the kernels
+    cannot compute (sinks, soft-capped scores); otherwise cuDNN's on Hopper."""
     compile: CompiledParts | Auto = "auto"
     """What torch.compile compiles, on transformers' models: `layers`, each decoder layer, as
     one graph for each shape of a batch; `none`, nothing. `auto`: layers on GPUs, for families

@@ -9,6 +9,7 @@ from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import (
     REQUIRED,
     DeepSpeedRequest,
+    communication_bytes,
     offload_of,
     open_config,
     render,
@@ -23,7 +24,7 @@ from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.planner import Plan, first_loss_scale
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.models import PlanRequest, known
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import Recipe, ZeroSection
 
 BUCKET = 1e8
 """Elements of the reduce and all-gather buckets of `ds_configs`."""
@@ -145,6 +146,10 @@ class DeepSpeedBackend(Backend):
             stated = zero_plus_of(file)
             update |= {k: v for k, v in stated.items() if getattr(zero, k) is None}
         return recipe.with_values({f"parallel.zero.{k}": value for k, value in update.items()})
+
+    def reduce_bytes(self, zero: ZeroSection) -> float | None:
+        """That of `communication_data_type`."""
+        return None if zero.config is None else communication_bytes(open_config(zero.config))
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""

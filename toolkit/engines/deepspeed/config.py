@@ -208,6 +208,12 @@ def offload_of(file: JsonFile) -> tuple[Placement | None, Placement | None]:
     return _device(file, OFFLOAD_OPTIMIZER), _device(file, OFFLOAD_PARAMETERS)
 
 
+def communication_bytes(file: JsonFile) -> int | None:
+    """Bytes per gradient element that a config states (`communication_data_type`); None where
+    it does not."""
+    return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(_stated(file, "communication_data_type")))
+
+
 def zero_plus_of(file: JsonFile) -> dict[str, int | bool]:
     """ZeRO++ settings of a config, by the recipe's names.
 

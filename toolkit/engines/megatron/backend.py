@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from toolkit.backend import ANY, Backend, CostPrecision, ModelName, Rehearsed, Support
+from toolkit.backend import ANY, Backend, ModelName, Rehearsed, Support
 from toolkit.engines.megatron import config
 from toolkit.errors import Problem
 from toolkit.layout import Layout
-from toolkit.plan.cost.engine import FP32_BYTES, EngineCost, in_place_logit_bytes
+from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
 from toolkit.plan.planner import Plan
 from toolkit.plan.rules.models import PlanRequest, known
 from toolkit.recipe.schema import Recipe
@@ -21,10 +21,6 @@ class MegatronCost(EngineCost):
     sums_whole_gradients = True
     megatron_kernels = True
     overlap = "overlap.megatron"
-
-    def reduce_bytes(self, precision: CostPrecision) -> int:
-        """In the precision of the gradient buffer."""
-        return 2 if precision == "fp16" else FP32_BYTES
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """See `in_place_logit_bytes`."""

@@ -88,6 +88,8 @@ class MegatronModel:
     """Query and key norms are over all heads together, not over each."""
     score_cap: float | None = None
     """c in c · tanh(score / c), the soft-capping of attention scores; None for none."""
+    eager: bool = False
+    """Attention by matrix products and a softmax, not by torch's fused kernels."""
     logit_cap: float | None = None
     """The same of logits."""
     moe_layers: frozenset[int] = frozenset()
@@ -202,6 +204,8 @@ class Family:
     fused_qkv: bool = False
     layer_norm: bool = False
     norms_per_layer: int = 2
+    wide_norms: bool = False
+    """See `ModelSpec.wide_norms`."""
     sliding: Callable[[Settings], Sequence[int]] = all_layers
     """Layers that see only the sliding window, if one is enabled and no `layer_types` given."""
 

@@ -99,5 +99,6 @@ GEMMA2 = Family(
     strict_heads=True,
     attention=lambda _: "eager",  # sdpa has no soft-capping
     norms_per_layer=4,
+    wide_norms=True,
     sliding=even_layers,
 )

@@ -46,6 +46,7 @@ GEMMA3_TEXT = Family(
     strict_heads=True,
     query_key_norm=True,
     norms_per_layer=4,
+    wide_norms=True,
     sliding=local_layers,
     rope_types=("default", "linear", "yarn", "llama3"),
     rope_bases={"full_attention": 1_000_000.0, "sliding_attention": 10_000.0},

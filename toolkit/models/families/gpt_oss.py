@@ -6,6 +6,7 @@ the experts of a layer in one tensor, [in, out], gate and up projection in alter
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from toolkit.models.config_keys import (
     ACTIVATION,
@@ -127,7 +128,7 @@ GPT_OSS = Family(
     unsupported,
     aliases={"num_experts": "num_local_experts"},
     attention=lambda _: "eager",  # sdpa has no sinks
-    shape=counted,
+    shape=lambda settings: replace(counted(settings), scores="sinks"),
     stacked_experts=True,
     published_names=STACKED_NAMES,
     mlp_bias=True,

@@ -87,6 +87,9 @@ def sizes(settings: Settings) -> ModelSpec:
         fused_qkv=family.fused_qkv,
         layer_norm=family.layer_norm,
         norms_per_layer=family.norms_per_layer,
+        wide_norms=family.wide_norms,
+        capped_logits=settings["final_logit_softcapping"] is not None,
+        scores="capped" if settings["attn_logit_softcapping"] else "plain",
     )
 
 

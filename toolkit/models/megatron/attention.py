@@ -1,7 +1,7 @@
 """The core attentions of our layers.
 
-torch's fused attention (the plan's `sdpa`), or if its kernels lack a feature, matrix products
-with a softmax (`eager`).
+torch's fused attention, which is the plan's `sdpa`, and where its kernels lack something or a
+recipe wants it, matrix products with a softmax, which is `eager`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -219,6 +219,10 @@ class ChunkedAttention(CausalAttention):
             return None
         places = torch.arange(length, device=device)
         return _band(length, length, device) & _same_chunk(places, self.layers.size)
+
+
+class EagerChunkedAttention(ChunkedAttention, EagerAttention):
+    """The same by plain products."""
 
 
 def _same_chunk(positions: Tensor, size: int) -> Tensor:

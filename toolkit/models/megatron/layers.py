@@ -40,6 +40,8 @@ from toolkit.models.megatron.attention import (
     CappedAttention,
     CausalAttention,
     ChunkedAttention,
+    EagerAttention,
+    EagerChunkedAttention,
     SinkAttention,
 )
 from toolkit.models.megatron.experts import GroupedExperts, GroupedLayer
@@ -111,11 +113,12 @@ def chunk_spec(
 
 
 def _attention(model: MegatronModel, config: TransformerConfig) -> ModuleSpec:
-    core: Any = CausalAttention
+    core: Any = EagerAttention if model.eager else CausalAttention
     if model.score_cap is not None:
         core = ModuleSpec(module=CappedAttention, params={"cap": model.score_cap})
     if model.chunked_layers is not None:
-        core = ModuleSpec(module=ChunkedAttention, params={"layers": model.chunked_layers})
+        chunked = EagerChunkedAttention if model.eager else ChunkedAttention
+        core = ModuleSpec(module=chunked, params={"layers": model.chunked_layers})
     if config.softmax_type == "learnable":
         core = SinkAttention
     if config.multi_latent_attention:

@@ -10,6 +10,7 @@ paper's equations 1 to 6 against this module.
 from dataclasses import dataclass
 
 from toolkit.layout import Recompute
+from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.workload import Workload
 
@@ -101,7 +102,7 @@ def layer_activations(
         stored = _without_scores(workload, sizes, whole)
     # The last recomputed layer is completely in memory again, together with the gradients.
     again = max(0.0, whole.total - _least(workload, sizes, stored, recompute))
-    return Activations(stored, again + _gradients(workload, sizes))
+    return Activations(stored, again + _gradients(workload, sizes, whole))
 
 
 def _least(
@@ -132,23 +133,29 @@ def _sizes(workload: Workload, tp: int, cp: int, sequence: bool, micro: int) -> 
 def _everything(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
     """Nothing is recomputed."""
     spec, width = workload.spec, compute_bytes(workload)
-    norm = width * sizes.stream
-    if _eager_norms(workload):
-        norm = (EAGER_RMS_NORM_BYTES + width) * sizes.stream
-    # megatron-core gathers a norm's split output again in the backward pass; torch's tensor
-    # parallel keeps it gathered.
-    norm += width * (sizes.whole_stream if workload.cost.gathers_norms else sizes.stream)
+    norms = spec.norms_per_layer * _norm_bytes(workload) * sizes.stream
+    # Attention and MLP keep what they read. megatron-core gathers a norm's split output again
+    # in the backward pass; torch's tensor parallel keeps it gathered.
+    read = sizes.whole_stream if workload.cost.gathers_norms else sizes.stream
+    norms += min(spec.norms_per_layer, 2) * width * read
     masks = 2 * MASK_BYTES * sizes.stream if workload.dropout else 0.0
     head_norms = sizes.query + sizes.key if spec.query_key_norm else 0.0
     dense = 1 - spec.moe_layers / spec.layers
     return LayerActivations(
-        norms=spec.norms_per_layer * norm + masks,
-        qkv=width * (sizes.query + 2 * sizes.key + head_norms + _rotated(workload, sizes))
-        + _latents(workload, sizes),
+        norms=norms + masks,
+        qkv=width * (_projected(workload, sizes) + head_norms) + _latents(workload, sizes),
         attention=width * sizes.query + _kernel(workload, sizes),
         mlp=dense * width * _inner_tensors(workload) * sizes.inner,
         experts=_experts(workload, sizes, tp),
     )
+
+
+def _projected(workload: Workload, sizes: _Sizes) -> float:
+    """Elements of queries, keys and values that attention keeps, and of plain ones."""
+    spec = workload.spec
+    if workload.attention == "eager" and (workload.megatron_layers or spec.grouped):
+        return 3 * sizes.query  # copies, one of keys and of values per query head
+    return sizes.query + 2 * sizes.key + _rotated(workload, sizes)
 
 
 def _rotated(workload: Workload, sizes: _Sizes) -> float:
@@ -175,6 +182,15 @@ def _latents(workload: Workload, sizes: _Sizes) -> float:
     return (norm + width) * workload.spec.latent * sizes.stream / workload.spec.hidden
 
 
+def _norm_bytes(workload: Workload) -> int:
+    """What a norm keeps per element besides its output: its input; single operators their fp32
+    copy of it and what the weight multiplies."""
+    if workload.spec.wide_norms and not workload.fused_elementwise:
+        return 2 * FP32_BYTES
+    width = compute_bytes(workload)
+    return EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
+
+
 def _eager_norms(workload: Workload) -> bool:
     """transformers' RMSNorm is not one kernel, but megatron-core's and every LayerNorm is."""
     plain = not (workload.megatron_layers or workload.fused_elementwise)
@@ -186,6 +202,8 @@ def _kernel(workload: Workload, sizes: _Sizes) -> float:
     if workload.attention == "fused":  # FlashAttention, arXiv:2205.14135: fp32 row sums
         return FP32_BYTES * sizes.rows
     width = compute_bytes(workload)
+    if workload.attention == "eager":
+        return eager(workload).kept.nbytes(width) * sizes.scores
     per_score = width  # the softmax's output
     if workload.dropout:
         per_score += MASK_BYTES + width  # the mask, and the product's input
@@ -242,8 +260,12 @@ def _without_scores(
     workload: Workload, sizes: _Sizes, whole: LayerActivations
 ) -> LayerActivations:
     """megatron-core's selective recompute of core attention (Korthikanti et al., section 5)."""
-    output = compute_bytes(workload) * sizes.query
-    return LayerActivations(whole.norms, whole.qkv, output, whole.mlp, whole.experts)
+    width = compute_bytes(workload)
+    output, qkv = width * sizes.query, whole.qkv
+    if workload.attention == "eager":  # keys and values are repeated again
+        plain = sizes.query + 2 * sizes.key + _rotated(workload, sizes)
+        qkv += width * (plain - _projected(workload, sizes))
+    return LayerActivations(whole.norms, qkv, output, whole.mlp, whole.experts)
 
 
 def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerActivations:
@@ -265,11 +287,16 @@ def _every_second_product(workload: Workload, sizes: _Sizes, tp: int) -> LayerAc
     )
 
 
-def _gradients(workload: Workload, sizes: _Sizes) -> float:
-    """Gradients alive at the same time in a layer's backward pass: those of its largest
-    part."""
+def _gradients(workload: Workload, sizes: _Sizes, whole: LayerActivations) -> float:
+    """Gradients alive at once in a layer's backward: those of its largest part. What the MLP
+    kept (of `whole`) is free when attention's are made."""
     width = compute_bytes(workload)
     products = 3 if workload.spec.gated_mlp else 2
+    if workload.attention == "eager":
+        scores = eager(workload).workspace.nbytes(width) * sizes.scores
+        attention = width * 2 * sizes.query + scores - whole.mlp - whole.experts
+        mlp = width * products * sizes.inner
+        return width * 2 * sizes.whole_stream + max(mlp, attention)
     attention = 2 * (sizes.query + 2 * sizes.key)
     if workload.attention == "unfused":
         attention += 2 * sizes.scores

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from toolkit.backend import CostPrecision, ModelName
+from toolkit.backend import ModelName
 from toolkit.layout import Layout
 from toolkit.plan.cost.stages import StageShare
 
@@ -53,10 +53,6 @@ class EngineCost:
         """Does a rank hold the gradients of all parameters that it computes with, not only of
         its shard?"""
         return layout.zero_stage < 2
-
-    def reduce_bytes(self, precision: CostPrecision) -> int:
-        """Bytes per gradient element in communication, if the workload states none."""
-        return FP32_BYTES
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """Bytes of logits and loss at their peak, per logit: PyTorch's cross entropy keeps the

@@ -370,9 +370,10 @@ def _bytes_per_logit(workload: Workload, tp: int) -> int:
     width = compute_bytes(workload)
     if workload.fused_loss:
         return 2 * width
+    capped = width if workload.spec.capped_logits else 0  # tanh keeps its result
     if workload.megatron_layers:
-        return in_place_logit_bytes(width)
-    return workload.cost.logit_bytes(width, tp)
+        return in_place_logit_bytes(width) + capped
+    return workload.cost.logit_bytes(width, tp) + capped
 
 
 # Offload

@@ -16,6 +16,7 @@ from toolkit.errors import PlanError
 from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import LossKernel, Recompute, padded_vocab
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.workload import Workload
 
@@ -226,6 +227,13 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
     flops = 2.0 * scores * spec.head_dim
     # Each of two products reads or writes all scores; head_dim is too small to hide that.
     one = max(flops / device.plain_matmul, width * scores / device.memory)
+    if workload.attention == "eager":
+        moved = eager(workload)
+        forward, backward = (
+            part.nbytes(width) * scores / device.memory
+            for part in (moved.forward, moved.backward)
+        )
+        return 2 * one + forward, 4 * one + backward
     softmax = 2 * width * scores / device.memory
     # Dropout reads and writes scores and a mask of one byte each.
     dropout = (2 * width + 1) * scores / device.memory if workload.dropout else 0.0
@@ -399,8 +407,7 @@ def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
     many `products` of each kind: several are those of experts, which megatron-core's layers
     compute in turn, unless they are grouped."""
     others = 10.0 if workload.fused_elementwise else 36.0
-    if workload.attention == "unfused":
-        others += 6
+    others += {"fused": 0, "unfused": 6, "eager": 12}[workload.attention]
     if part.tp > 1:
         others += 4  # collectives
     if workload.grouped_experts:

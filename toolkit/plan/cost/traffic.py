@@ -10,6 +10,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
 from toolkit.plan.cost.collectives import Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
+from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
 
@@ -139,9 +140,7 @@ def pipeline_message_s(place: PlacedLayout) -> float:
 
 def reduce_bytes(workload: Workload) -> float:
     """Bytes per gradient element on the wire."""
-    if workload.reduce_bytes is not None:
-        return workload.reduce_bytes
-    return workload.cost.reduce_bytes(workload.precision)
+    return FP32_BYTES if workload.reduce_bytes is None else workload.reduce_bytes
 
 
 def data_parallel_s(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toolkit.plan.cost.engine import EngineCost
     from toolkit.plan.cost.owners import OwnerUpdates
 
-Attention = Literal["fused", "unfused"]
+Attention = Literal["fused", "unfused", "eager"]
 TensorOverlap = Literal["none", "backward", "all"]
 
 
@@ -31,7 +31,8 @@ class Workload:
     """The model implementation: transformers' (or another one on PyTorch's own operators), or
     megatron-core's."""
     attention: Attention = "fused"
-    """fused: flash attention, which stores no scores; unfused: scores written to memory."""
+    """fused: flash attention, which stores no scores; unfused: scores written to memory, one
+    kernel from them to the weights (Megatron's of 2022); eager: by single PyTorch operators."""
     flash_version: Literal[1, 2] = 2
     """Generation of the fused kernel: 1 for FlashAttention (and its Triton port), 2 for
     FlashAttention-2 and those that came after it."""
@@ -48,7 +49,7 @@ class Workload:
     recomputed_layers: float = 1.0
     """Share of the layers that `recompute: full` covers."""
     reduce_bytes: float | None = None
-    """Bytes per gradient element in communication; None: the engine's default."""
+    """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
     gather_bytes: float | None = None
     """Bytes per element of gathered weights in communication; None: those of the precision."""
     tensor_overlap: TensorOverlap = "backward"
@@ -119,15 +120,17 @@ def planned_workload(
     updates: "OwnerUpdates | None" = None,
     fp8: Fp8Section | None = None,
     overlap: bool = True,
+    attention: Attention = "fused",
     cudnn: bool = False,
+    reduce_bytes: float | None = None,
     zero: ZeroSection | None = None,
 ) -> Workload:
     """What a recipe trains, as this toolkit's engines run it.
 
-    Attention is torch's fused kernel (`cudnn`: cuDNN's); the other operators are not fused
-    unless the layout compiles them. Without `overlap`, gradients are reduced after the backward
-    pass, and the pipeline waits for every message. `isolates`: documents are isolated by a
-    mask; the kernel is assumed to be as fast as FlashAttention's first generation, but was not
+    Attention is torch's fused kernel (`cudnn`: that one) or `eager`; the other operators are
+    single ones, where no layout compiles them. Without `overlap`, gradients are reduced after
+    the backward pass, and the pipeline waits for every message. `isolates`: documents, by a
+    mask; the kernel is taken for as fast as FlashAttention's first generation, but was not
     measured.
     """
     if spec.every_expert and pair.model == "hf":
@@ -149,7 +152,8 @@ def planned_workload(
         flash_version=1 if isolates else 2,
         document_mask=isolates,
         updates=updates,
+        attention=attention,
         cudnn=cudnn,
-        reduce_bytes=0.5 if zero.quantized_gradients else None,
+        reduce_bytes=0.5 if zero.quantized_gradients else reduce_bytes,
         gather_bytes=1.0 if zero.quantized_weights else None,
     )

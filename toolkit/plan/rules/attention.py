@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels is tried first.
+"""Which of torch's attention kernels is tried first, or that none is.
 
 torch tries its kernels in a fixed order, FlashAttention-2 first, and uses the first that
 supports the inputs, so another order never fails.
@@ -28,15 +28,32 @@ def kernel(job: "PlanRequest") -> AttentionKernel:
     and Blackwell)."""
     if job.kernels.attention != "auto":
         return job.kernels.attention
-    hopper = accelerator(job.cluster.gpu).generation == "hopper"
-    able = hopper and not job.training.deterministic
-    return "cudnn" if able and not [*_objections(job)] else "sdpa"
+    if attention(job.config) == "eager":
+        return "eager"
+    return "sdpa" if objection(job) else "cudnn"
+
+
+def objection(job: "PlanRequest") -> str:
+    """Why `auto` does not try cuDNN's kernel first; empty where it does."""
+    if why := next(_objections(job), ""):
+        return why
+    gpu = accelerator(job.cluster.gpu)
+    if gpu.generation == "cpu":
+        return "CPUs have none"
+    if gpu.generation != "hopper":
+        return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
+    return "it is not deterministic" if job.training.deterministic else ""
+
+
+def whole_scores(job: "PlanRequest") -> bool:
+    """Are attention's scores written to memory? Models without attention have none."""
+    return job.attention_kernel == "eager" and job.spec.score_flops > 0
 
 
 def problems(job: "PlanRequest") -> Iterator[Problem]:
     """Why the kernel that the recipe states would never run."""
     asked, gpu = job.kernels.attention, job.cluster.gpu
-    if asked == "auto" or (asked == "sdpa" and attention(job.config) == "sdpa"):
+    if asked in ("auto", "eager") or (asked == "sdpa" and attention(job.config) == "sdpa"):
         return
     objections = [*_objections(job)]
     if asked == "cudnn" and job.training.deterministic:

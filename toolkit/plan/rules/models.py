@@ -95,7 +95,9 @@ class PlanRequest:
             updates=self.updates,
             fp8=self.fp8,
             overlap=self.parallel.overlap == "auto" and pays,
+            attention="eager" if attention.whole_scores(self) else "fused",
             cudnn=self.attention_kernel == "cudnn",
+            reduce_bytes=BACKENDS[pair.engine].reduce_bytes(self.parallel.zero),
             zero=self.parallel.zero,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,6 +92,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return _COALESCED[func](*args)
         elif self._inside and func in _PROMOTING:
             self._promotion(func, args)
+        elif func is _aten.detach.default and type(args[0]) is Tensor and args[0].is_meta:
+            # torch.tensor(…, device="meta") is not a fake one: a buffer of gemma's embedding.
+            mode = detect_fake_mode()
+            assert mode is not None
+            args = (mode.from_tensor(args[0]),)
         self._mixture(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -1,0 +1,39 @@
+"""`kernels.attention: eager`: the numbers of plain transformers' eager attention, and no fused
+kernel in any layer."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.engines.cases import LAYERS, TOLERANCE, megatron
+from tests.engines.eager_worker import train_eagerly
+from tests.engines.parity_worker import Case, each_case, plain_loop, reference_model
+from tests.forked import run_ranks
+from tests.models.configs import config_of
+
+STEPS = 5
+CHUNKED = config_of("llama4_text", vocab_size=101)
+
+
+def eager(case: Case) -> Case:
+    return replace(case, steps=STEPS, attention="eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case("fsdp", 2, 2, family=LAYERS), marks=pytest.mark.quick),
+        Case("deepspeed", 2, 1, recompute="full", family=LAYERS),
+        pytest.param(megatron(tensor=2), marks=pytest.mark.quick),
+        megatron(tensor=2, family=CHUNKED),
+    ],
+    ids=["fsdp", "deepspeed", "megatron", "chunks"],
+)
+def test_layouts(case: Case) -> None:
+    model, optimizer = reference_model(replace(case, engine="ddp", parallel={}))
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    expected = plain_loop(model, optimizer, STEPS)
+    (result,) = run_ranks(each_case, 2, train_eagerly, [eager(case)])[0].values()
+    for quantity in ("loss", "grad_norm"):
+        assert result[quantity] == pytest.approx(expected[quantity], rel=TOLERANCE), quantity
