@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.report.logs import metrics
 from toolkit.report.serve import LivePage, PageServer
 
 
