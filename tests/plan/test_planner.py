@@ -24,7 +24,8 @@ PSI_8B = 8_030_261_248
 def test_every_decision_has_a_reason() -> None:
     plan = llama_8b(engine="deepspeed", model="hf")
     asked = "engine deepspeed with model hf: asked for"
-    words = asked, "zero ", "micro batch ", "recompute ", "loss ", "compile ", "attention "
+    kernels = "loss ", "compile ", "attention ", "overlap "
+    words = asked, "zero ", "micro batch ", "recompute ", *kernels
     for reason, begin in zip(plan.reasons, words, strict=True):
         assert reason.startswith(begin)
     assert llama_8b(engine="deepspeed").reasons[0].partition(": ")[2].startswith("engine asked")

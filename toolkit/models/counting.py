@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import getsource
 from math import prod
 from typing import Any
 
@@ -120,6 +121,8 @@ def _spec(
         fused_qkv=any(re.search(r"\b(qkv_proj|query_key_value)\b", name) for name in modules),
         layer_norm=any(isinstance(part, nn.LayerNorm) for part in modules.values()),
         norms_per_layer=round(sum(map(_is_layer_norm, names)) / layers),
+        wide_norms=any(map(_is_wide, {type(part) for part in modules.values()})),
+        capped_logits=stated.get("final_logit_softcapping") is not None,
         scores=_scores(stated, names),
         counted=counted,
         generic=True,
@@ -130,6 +133,12 @@ def _scores(stated: Mapping[str, Any], names: Sequence[str]) -> Scores:
     if stated.get("attn_logit_softcapping"):
         return "capped"
     return "sinks" if any(_SINKS.search(name) for name in names) else "plain"
+
+
+def _is_wide(kind: type) -> bool:
+    """Is this the class of a norm that multiplies with 1 + weight in fp32? transformers writes
+    all of them so, in Gemma's, Qwen3-Next's and others."""
+    return "RMSNorm" in kind.__name__ and "(1.0 + self.weight.float())" in getsource(kind)
 
 
 def _windows(stated: Mapping[str, Any], layers: int) -> tuple[bool, int | None, int]:
