@@ -34,7 +34,7 @@ def megatron(micro_batch: int = 1, **parallel: Any) -> Any:
 
 TP2 = case("megatron", parallel={"tensor": 2, "sequence": True})
 FSDP = case("fsdp", stage=3)
-BUGS = ("host", "scaled", "looked_at", "printed")
+BUGS = ("host", "scaled", "looked_at", "printed", "synchronized")
 RANKS = {
     "ddp": (case("ddp"), 2, 1, ""),
     "ddp-fp32": (case("ddp", precision="fp32"), 1, 0, ""),
@@ -47,8 +47,8 @@ RANKS = {
     "tp2": (TP2, 4, 0, ""),
     "tp2-fp32": (case("megatron", precision="fp32", parallel={"tensor": 2}), 2, 0, ""),
     "megatron-zero1": (case("megatron", stage=1), 2, 1, ""),
-    "pp2-first": (megatron(pipeline=2), 2, 0, ""),
-    "pp2-last": (megatron(pipeline=2), 2, 1, ""),
+    "pp2-first": (megatron(pipeline=2, virtual_pipeline=1), 2, 0, ""),
+    "pp2-last": (megatron(pipeline=2, virtual_pipeline=1), 2, 1, ""),
     "vpp": (megatron(pipeline=2, virtual_pipeline=2), 2, 1, ""),
     "ep2": (case("megatron", 1, family=MIXTRAL, parallel={"expert": 2}), 2, 0, ""),
     **{
@@ -81,12 +81,19 @@ WAITED = {
         "utils.py is_invalid_grad_norm",
         "utils.py clip_tensors_by_global_norm",
     },
+    # From stage 2 on, the backward pass ends with a wait for the reductions of gradients.
     "zero2": {
+        "stage_1_and_2.py independent_gradient_partition_epilogue",
         "stage_1_and_2.py has_overflow",
         "utils.py mask_nan_or_inf_with_val_inplace",
         "utils.py is_invalid_grad_norm",
     },
-    "zero3": {"stage3.py get_grad_norm_direct", "utils.py is_invalid_grad_norm"},
+    "zero3": {
+        "stage3.py independent_gradient_partition_epilogue",
+        "stage3.py get_grad_norm_direct",
+        "utils.py is_invalid_grad_norm",
+        "partition_parameters.py _allgather_params_coalesced",
+    },
 }
 """Where libraries let the host wait in a step; the engines themselves do it in one place."""
 OURS = {"engine.py _read", "engine.py _run", "data_parallel.py train_step"}
@@ -171,6 +178,7 @@ def test_planted_bugs_are_found_where_they_are(found: dict[str, Any], model: str
     assert f"{here} scaled" in places(found[f"{model}-scaled"], WIDENED, "step")
     assert f"{here} looked_at" in places(found[f"{model}-looked_at"], WAITS, "step")
     assert f"{here} printed" in places(found[f"{model}-printed"], WAITS, "step")
+    assert f"{here} synchronized" in places(found[f"{model}-synchronized"], WAITS, "step")
 
 
 def test_deepspeed_reduces_gradients_in_fp32(found: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from toolkit.rehearse.gpu.findings import (
 _FRAMES = 3
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
-_LIBRARIES = ("torch", "contextlib.py", "functools.py")
+_LIBRARIES = ("torch", "contextlib.py", "functools.py", "cuda_accelerator.py")
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
@@ -180,14 +180,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._listing = False
 
         FakeTensor.tolist = listed  # type: ignore[method-assign,assignment]
+        device.on_wait.append(self._waits)
         try:
             with self.account.following(), self:
                 yield
         finally:
+            device.on_wait.remove(self._waits)
             torch.tensor = make
             FakeTensor.tolist = read  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
+
+    def _waits(self, what: str) -> None:
+        self._add(HOST_WAITS, what)
 
     def _enters(self, module: nn.Module, arguments: Sequence[Any]) -> None:
         if self._is_layer(module):
@@ -259,13 +264,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _place() -> tuple[str, ...]:
-    """The innermost frames that are not torch's or ours."""
-    frames = []
+    """The innermost frames that are not torch's or ours; torch's where it called itself, as its
+    thread of the backward pass does."""
+    frames: list[str] = []
+    of_torch: list[str] = []
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path.parent == _HERE or path.name in _LIBRARIES or "torch" in path.parts:
+        if path.parent == _HERE:
             continue
-        frames.append(f"{path.name}:{frame.lineno} {frame.name}")
+        library = path.name in _LIBRARIES or "torch" in path.parts
+        (of_torch if library else frames).append(f"{path.name}:{frame.lineno} {frame.name}")
         if len(frames) == _FRAMES:
             break
-    return tuple(frames)
+    return tuple((frames or of_torch)[:_FRAMES])
