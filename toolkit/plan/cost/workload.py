@@ -57,8 +57,8 @@ class Workload:
     pipeline_overlap: bool = True
     """Messages of the interleaved schedule run alongside the next chunk."""
     keeps_sent: bool = False
-    """The interleaved schedule keeps what was sent for the backward pass, which needs no values
-    of it: megatron-core could free it while it is still being sent."""
+    """The interleaved schedule keeps what was sent, of which the backward pass needs no values:
+    gloo would send what takes its place."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None
@@ -114,6 +114,7 @@ def planned_workload(
     updates: "OwnerUpdates | None" = None,
     fp8: Fp8Section | None = None,
     overlap: bool = True,
+    keeps_sent: bool = False,
     cudnn: bool = False,
     zero: ZeroSection | None = None,
 ) -> Workload:
@@ -139,7 +140,7 @@ def planned_workload(
         model=pair.model,
         fused_elementwise=False,
         pipeline_overlap=overlap,
-        keeps_sent=overlap,
+        keeps_sent=keeps_sent,
         reduce_overlap=overlap,
         flash_version=1 if isolates else 2,
         dropout=dropout,
