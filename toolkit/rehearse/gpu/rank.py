@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +25,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings
+from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings, SavedState
 from toolkit.rehearse.gpu.watch import Watch
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.run.directory import RunDirectory
@@ -128,18 +129,30 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
         for quantity in shard.quantities:
             held[quantity] += shard.get(quantity).numel()
     watch.found.state |= held
-    _resume(engine)
+    saved = _resume(engine, adapter=recipe.adapter is not None)
+    if dist.get_world_size() == layout.world:
+        watch.found.saved = saved
     watch.begin(STEP)
     engine.train_step(batches, count, recipe.optimizer.learning_rate)
 
 
-def _resume(engine: Engine) -> None:
-    """Copy the state to the host as a save does, and put it back as a resumed run does."""
+def _resume(engine: Engine, *, adapter: bool) -> SavedState:
+    """Copy the state to the host as a save does, and put it back as a resumed run does.
+
+    What this rank saves; with an `adapter`, only what trains.
+    """
+    found: list[tuple[int, str]] = []
     for shard in engine.state():
         for quantity in shard.quantities:
-            held = shard.get(quantity).to("cpu", copy=True)
+            values = shard.get(quantity)
+            if shard.saved_here and (shard.trains or not adapter):
+                found.append((values.nbytes, values.device.type))
+            held = values.to("cpu", copy=True)
+            del values  # may be a copy, too
             shard.put(quantity, torch.empty_like(held))
     engine.set_counters(Counters(engine.counters().optimizer_steps))
+    from_gpu = sum(nbytes for nbytes, kind in found if kind == device.GPU.type)
+    return SavedState(sum(nbytes for nbytes, _ in found), from_gpu, len(found))
 
 
 def _is_layer(module: nn.Module) -> bool:
