@@ -25,6 +25,12 @@ ON_GPUS = [
     "training.micro_batch_size=2",
     "training.global_batch_size=32",
 ]
+NVME = [
+    "parallel.engine=deepspeed",
+    "parallel.zero.stage=3",
+    "parallel.zero.offload_optimizer=nvme",
+    "parallel.zero.nvme_path=/tmp",
+]
 MIB = 2**20
 
 
@@ -181,6 +187,7 @@ def test_a_plan_that_is_too_large_is_found() -> None:
         (["--gpu", "--cluster", "4xh100-80gb"], [], "NODESxGPUSxNAME"),
         (["--gpu", "--layouts", "fsdp2"], ON_GPUS, "the recipe's own layout is run"),
         (["--gpu"], [], "a GPU, with --gpu"),
+        (["--gpu"], [*ON_GPUS, *NVME], "--set parallel.zero.offload_optimizer=cpu"),
     ],
 )
 def test_what_cannot_be_rehearsed(

@@ -293,10 +293,11 @@ def _save(one: RehearsedRank) -> str:
     saved, time_s, node_gib = one.found.saved, one.save_s, one.saved_gib_per_node
     if saved is None or time_s is None or node_gib is None:
         return ""
-    return (
+    text = (
         f"{size(saved.nbytes / GIB)} of {saved.tensors:,} tensors to host memory, "
-        f"{size(node_gib)} per node; from the GPU in {seconds(time_s)}"
+        f"{size(node_gib)} per node"
     )
+    return f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text
 
 
 def _largest(one: RehearsedRank) -> list[str]:

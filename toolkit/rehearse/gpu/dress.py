@@ -57,13 +57,26 @@ class DressRehearsal:
     ) -> "DressRehearsal":
         """Rehearse `ranks`; without any, the first rank of each pipeline stage.
 
-        Raises RecipeError for ranks that the layout does not have, and for a recipe that is
-        not for GPUs.
+        Raises RecipeError for ranks that the layout does not have, for a recipe that is
+        not for GPUs, and for what is offloaded to NVMe.
         """
         layout = planned.plan.layout
         if planned.recipe.cluster.gpu == "cpu":
             fix = "--set cluster.gpu=h100-80gb, or `dmt rehearse` without --gpu"
             raise RecipeError([Problem("cluster.gpu", "'cpu'", "a GPU, with --gpu", fix)])
+        problems = [
+            Problem(
+                f"parallel.zero.{key}",
+                "'nvme'",
+                "none or cpu, with --gpu: what is swapped is read from files, and fake tensors "
+                "have no elements to write there",
+                f"--set parallel.zero.{key}=cpu",
+            )
+            for key in ("offload_optimizer", "offload_parameters")
+            if getattr(layout, key) == "nvme"
+        ]
+        if problems:
+            raise RecipeError(problems)
         each = layout.world // layout.pp
         chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
@@ -163,14 +176,16 @@ class RehearsedRank:
 
     @property
     def save_s(self) -> float | None:
-        """Seconds in which what a save copies leaves the GPU, by the planner's link to the host."""
+        """Seconds of a save's copies from the GPU, at the planner's link to the host."""
         link = self.rehearsal.estimate.setup.cluster.host_link_bytes_per_s
         return None if self.found.saved is None else self.found.saved.from_gpu / link
 
     @property
     def saved_gib_per_node(self) -> float | None:
         """Host memory of a node's copies, if all its ranks copy as much as this one."""
-        ranks = min(self.rehearsal.estimate.setup.cluster.gpus_per_node, self.rehearsal.layout.world)
+        ranks = min(
+            self.rehearsal.estimate.setup.cluster.gpus_per_node, self.rehearsal.layout.world
+        )
         return None if self.found.saved is None else ranks * self.found.saved.nbytes / GIB
 
     @property

@@ -80,6 +80,7 @@ def rehearse(
     spec = model_spec(config.to_dict())
     selects = spec.experts_per_token / spec.experts if spec.experts else 0.0
     watch = Watch(compute, _is_layer, selects)
+    others.before(assignment.plan.backend.engine)
     with mode, watch.watching(), compiled.eager():
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights
@@ -115,7 +116,11 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
     layout, recipe = assignment.plan.layout, assignment.recipe
     rows = layout.micro_batch * recipe.training.rows_per_sample
     tokens = torch.zeros(rows, recipe.trained_lengths[-1], dtype=torch.int64)
-    batches = [MicroBatch(tokens, tokens)] * layout.gradient_accumulation
+    reads = [
+        name for name in recipe.objective().reads if name not in MicroBatch.__annotations__
+    ]
+    extra = {name: torch.zeros(rows) for name in reads}  # a number per row
+    batches = [MicroBatch(tokens, tokens, extra=extra)] * layout.gradient_accumulation
     count = float(layout.global_batch * recipe.trained_lengths[-1])
     if "step" not in skip:
         watch.begin("step")
