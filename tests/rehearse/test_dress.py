@@ -158,6 +158,16 @@ def test_another_cluster_than_the_recipes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-dpo", "llama-lora"])
+def test_pairs_and_documents(name: str) -> None:
+    """What an objective reads besides tokens is there; comparisons find everything equal."""
+    (rank,) = rehearsed("engine=ddp", recipe=f"recipes/tiny/{name}.yaml")["ranks"]
+    assert rank["fits"] and not rank["wrong"]
+    trained = rank["save"]["bytes"] * GPUS
+    assert (trained < 4 * sum(parameters().values())) is (name == "llama-lora")
+
+
+@pytest.mark.slow
 def test_the_table_names_what_holds_memory() -> None:
     done = dmt("rehearse", LLAMA, "--gpu", overrides=[*ON_GPUS, "parallel.engine=ddp"])
     assert done.returncode == EXIT_DONE, done.stderr[-2000:]

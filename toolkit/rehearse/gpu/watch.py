@@ -78,6 +78,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._number(args[0])
         if func is _aten.masked_select.default:
             return self._selected(*args)
+        if func is _aten.equal.default:
+            return self._equal(*args)
         if func in _COPIES:
             self._copy(func, args, kwargs)
         elif func.namespace in ("c10d", "_c10d_functional"):
@@ -96,6 +98,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = tensor.dtype
         flag = kind in (torch.bool, torch.uint8)  # whether something is wrong
         return False if flag else 1.0 if kind.is_floating_point else 1
+
+    def _equal(self, tensor: Tensor, _: Tensor) -> bool:
+        """Tensors that are compared, to find out if something is wrong, are equal."""
+        if tensor.device.type == "cuda":
+            self._add(HOST_WAITS, "compares tensors")
+        return True
 
     def _selected(self, tensor: Tensor, _: Tensor) -> Tensor:
         """How many elements a mask selects is known to the GPU alone: those of the experts that
