@@ -71,12 +71,19 @@ def printed(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def synchronized(hidden: torch.Tensor) -> torch.Tensor:
+    """The bug: the host waits until the GPU has done everything."""
+    torch.cuda.synchronize()
+    return hidden
+
+
 BUGS: dict[str, Callable[[Engine], None]] = {
     "": lambda _: None,
     "host": stay_on_the_host,
     "scaled": partial(_changed, change=scaled),
     "looked_at": partial(_changed, change=looked_at),
     "printed": partial(_changed, change=printed),
+    "synchronized": partial(_changed, change=synchronized),
 }
 
 

@@ -25,6 +25,12 @@ ON_GPUS = [
     "training.micro_batch_size=2",
     "training.global_batch_size=32",
 ]
+NVME = [
+    "parallel.engine=deepspeed",
+    "parallel.zero.stage=3",
+    "parallel.zero.offload_optimizer=nvme",
+    "parallel.zero.nvme_path=/tmp",
+]
 MIB = 2**20
 
 
@@ -85,6 +91,15 @@ def test_a_rank_of_fsdp() -> None:
     assert rank["flops"] == flops
     assert rank["planned_flops"] == pytest.approx(flops)
 
+    sizes = parameters()
+    assert rank["save"] == {
+        "bytes": 3 * 4 * sum(sizes.values()) // GPUS,
+        "bytes_from_gpu": rank["save"]["bytes"],
+        "tensors": 3 * len(sizes),
+        "copy_s": pytest.approx(rank["save"]["bytes"] / 64e9),  # PCIe 5.0
+        "host_gib_per_node": pytest.approx(12 * sum(sizes.values()) / 2**30),
+    }
+
     (wait,) = rank["host_waits"]
     assert wait["count"] == 1
     assert "data_parallel.py" in wait["where"]
@@ -130,10 +145,33 @@ def test_each_pipeline_stage_once() -> None:
 
 
 @pytest.mark.slow
+def test_another_cluster_than_the_recipes() -> None:
+    arguments = "--gpu", "--json", "--cluster", "2x4xa100-80gb", "--ranks", "7"
+    chosen = ["training.precision=bf16", "parallel.engine=fsdp", "parallel.zero.stage=3"]
+    done = dmt("rehearse", LLAMA, *arguments, overrides=[*chosen, *ON_GPUS[3:]])
+    assert done.returncode == EXIT_DONE, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["layout"]["dp"] * found["layout"]["tp"] == 8
+    (rank,) = found["ranks"]
+    assert rank["rank"] == 7
+    assert rank["save"]["copy_s"] == pytest.approx(rank["save"]["bytes"] / 32e9)  # PCIe 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-dpo", "llama-lora"])
+def test_pairs_and_documents(name: str) -> None:
+    """What an objective reads besides tokens is there; comparisons find everything equal."""
+    (rank,) = rehearsed("engine=ddp", recipe=f"recipes/tiny/{name}.yaml")["ranks"]
+    assert rank["fits"] and not rank["wrong"]
+    trained = rank["save"]["bytes"] * GPUS
+    assert (trained < 4 * sum(parameters().values())) is (name == "llama-lora")
+
+
+@pytest.mark.slow
 def test_the_table_names_what_holds_memory() -> None:
     done = dmt("rehearse", LLAMA, "--gpu", overrides=[*ON_GPUS, "parallel.engine=ddp"])
     assert done.returncode == EXIT_DONE, done.stderr[-2000:]
-    for text in ("model.layers.*.mlp", "fits", "reads numbers"):
+    for text in ("model.layers.*.mlp", "fits", "reads numbers", "most FLOPs", "one save"):
         assert text in done.stdout
 
 
@@ -155,8 +193,11 @@ def test_a_plan_that_is_too_large_is_found() -> None:
         (["--gpu", "--ranks", "4"], ON_GPUS, "0 to 3"),
         (["--gpu", "--ranks", "one"], ON_GPUS, "numbers of ranks"),
         (["--ranks", "1"], ON_GPUS, "only with --gpu"),
+        (["--cluster", "1x4xh100-80gb"], ON_GPUS, "only with --gpu"),
+        (["--gpu", "--cluster", "4xh100-80gb"], [], "NODESxGPUSxNAME"),
         (["--gpu", "--layouts", "fsdp2"], ON_GPUS, "the recipe's own layout is run"),
         (["--gpu"], [], "a GPU, with --gpu"),
+        (["--gpu"], [*ON_GPUS, *NVME], "--set parallel.zero.offload_optimizer=cpu"),
     ],
 )
 def test_what_cannot_be_rehearsed(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli.console import Console
-from toolkit.cli.options import AsJson, Overrides, RecipePath
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.rehearse_gpu import OnGpus, RanksOfGpus, dress_rehearsal, rehearsing
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
@@ -37,6 +37,7 @@ def rehearse(
     ] = 300,
     gpu: OnGpus = False,
     ranks: RanksOfGpus = None,
+    cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model of the recipe's kind in every legal layout and compare.
@@ -50,8 +51,8 @@ def rehearse(
 
     Example: dmt rehearse recipes/tiny/llama-bytes.yaml --layouts 'recipe,zero*' --steps 10
     """
-    if gpu or ranks:
-        dress_rehearsal(recipe, overrides, ranks, layouts, as_json, gpu=gpu)
+    if gpu or ranks or cluster:
+        dress_rehearsal(recipe, overrides, ranks, cluster, layouts, as_json, gpu=gpu)
         return
     options = Options(steps, processes, time_limit)
     rehearsal = prepare(load_recipe(recipe, overrides), options)

@@ -17,17 +17,18 @@ from rich.table import Table
 
 from toolkit.cli.bars import bars
 from toolkit.cli.console import Console
+from toolkit.cli.options import load_on
 from toolkit.errors import EXIT_FAILED, Problem, RecipeError
 from toolkit.handlers import handling
 from toolkit.hardware.cluster import Cluster
-from toolkit.intake.load import load_recipe
+from toolkit.hardware.cluster_file import find_cluster
 from toolkit.layout import layout_text
 from toolkit.plan.estimate import memory_parts
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.rehearse.gpu.findings import HOST_WAITS, STEP
 from toolkit.run.assignment import decide
-from toolkit.units import GIB, byte_size, size
+from toolkit.units import GIB, byte_size, seconds, size
 
 CheckMemory = Annotated[
     bool,
@@ -52,28 +53,34 @@ RanksOfGpus = Annotated[
     ),
 ]
 
-_MODULES = 12
-"""Number of modules in the table."""
+_HOLDERS = 12
+"""Holders of memory in the table."""
+_COMPUTING = 6
+"""Modules with most FLOPs in the table."""
 
 
 def dress_rehearsal(
     recipe: Path,
     overrides: Sequence[str],
     ranks: str | None,
+    cluster: str | None,
     layouts: str | None,
     as_json: bool,
     *,
     gpu: bool,
 ) -> None:
     """Rehearse and print. Exits with 4 where something is wrong."""
-    if ranks is not None and not gpu:
-        raise RecipeError([Problem("--ranks", repr(ranks), "only with --gpu", "add --gpu")])
+    for name, value in (("--ranks", ranks), ("--cluster", cluster)):
+        if value is not None and not gpu:
+            raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
     if layouts is not None:
         allowed = "without --gpu: there, the recipe's own layout is run"
         raise RecipeError(
             [Problem("--layouts", repr(layouts), allowed, "use --set parallel.…")]
         )
-    rehearsal = DressRehearsal.of(decide(load_recipe(recipe, overrides), None), _numbers(ranks))
+    where = None if cluster is None else find_cluster(cluster)
+    planned = decide(load_on(recipe, overrides, where), None, where)
+    rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
     done = rehearsed(rehearsal)
     if as_json:
         typer.echo(json.dumps(machine_output(rehearsal, done)))
@@ -111,7 +118,7 @@ def rehearsed(rehearsal: DressRehearsal) -> list[RehearsedRank]:
 
 def check_ranks(recipe: Recipe, cluster: Cluster) -> list[RehearsedRank]:
     """The ranks of the chosen plan on a cluster."""
-    return rehearsed(DressRehearsal.of(decide(recipe, None, cluster)))
+    return rehearsed(DressRehearsal.of(decide(recipe, None, cluster), cluster=cluster))
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -170,6 +177,15 @@ def rank_output(one: RehearsedRank) -> dict[str, Any]:
             {"how": how, "where": where, "count": count}
             for (how, where), count in _waits(one).items()
         ],
+        "save": None
+        if (saved := one.found.saved) is None
+        else {
+            "bytes": saved.nbytes,
+            "bytes_from_gpu": saved.from_gpu,
+            "tensors": saved.tensors,
+            "copy_s": one.save_s,
+            "host_gib_per_node": one.saved_gib_per_node,
+        },
         "wrong": [asdict(finding) for finding in one.wrong],
     }
 
@@ -215,12 +231,20 @@ def show(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> None:
     console.print("\nheld by", style="dim")
     for text in _largest(fullest):
         console.print(f"  {text}", soft_wrap=True)
+    console.print("\nmost FLOPs", style="dim")
+    total = sum(fullest.found.flops.values())
+    for module, flops in list(fullest.found.flops.items())[:_COMPUTING]:
+        share = f"{flops / total:.0%}"
+        console.print(f"  {share:>6}  {module or 'elsewhere'}", soft_wrap=True)
     console.print("\ncollectives of a step", style="dim")
     for (name, group, _), (count, nbytes) in _collectives(fullest).items():
         console.print(f"  {count:>6,} × {name}  {byte_size(nbytes)}  {group}", soft_wrap=True)
     console.print("\nthe host waits for the GPU", style="dim")
     for (how, where), count in _waits(fullest).items():
         console.print(f"  {count:>6,} × {how}: {where}", soft_wrap=True)
+    if text := _save(fullest):
+        console.print("\none save", style="dim")
+        console.print(f"  {text}", soft_wrap=True)
     for one in done:
         for wrong in dict.fromkeys(
             f"{f.what}: {f.how}: {''.join(f.where[:1])}" for f in one.wrong
@@ -273,6 +297,18 @@ def _table(done: Sequence[RehearsedRank]) -> Table:
     return found
 
 
+def _save(one: RehearsedRank) -> str:
+    """What a checkpoint makes this rank copy."""
+    saved, time_s, node_gib = one.found.saved, one.save_s, one.saved_gib_per_node
+    if saved is None or time_s is None or node_gib is None:
+        return ""
+    text = (
+        f"{size(saved.nbytes / GIB)} of {saved.tensors:,} tensors to host memory, "
+        f"{size(node_gib)} per node"
+    )
+    return f"{text}; from the GPU in {seconds(time_s)}" if saved.from_gpu else text
+
+
 def _largest(one: RehearsedRank) -> list[str]:
     """The modules and places that hold most."""
     held = [
@@ -281,5 +317,5 @@ def _largest(one: RehearsedRank) -> list[str]:
         for place, nbytes in places.items()
     ]
     return [
-        f"{size(nbytes / GIB):>10}  {name}" for nbytes, name in sorted(held)[::-1][:_MODULES]
+        f"{size(nbytes / GIB):>10}  {name}" for nbytes, name in sorted(held)[::-1][:_HOLDERS]
     ]

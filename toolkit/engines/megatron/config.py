@@ -23,13 +23,11 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     precision, overlap = recipe.training.precision, recipe.parallel.overlap == "auto"
     sections = render_model(model, layout, precision, recipe.training.deterministic)
     if overlap and layout.vpp > 1:
-        # Outputs must not be freed while they are sent: gloo would send the reused memory,
-        # because megatron-core waits for a send on NCCL's stream only.
-        sections["transformer"] |= {
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-            "deallocate_pipeline_outputs": False,
-        }
+        sections["transformer"] |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        if recipe.cluster.gpu == "cpu":
+            # megatron-core frees what is still being sent. NCCL keeps it; gloo would send what
+            # takes its place.
+            sections["transformer"]["deallocate_pipeline_outputs"] = False
     return {
         **sections,
         "ddp": ddp_arguments(layout, overlap),

@@ -98,8 +98,9 @@ _TRANSFORMER_OTHERS = frozenset(
      "bias_activation_fusion",
      "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
      "overlap_p2p_comm",
-     # ... Megatron-LM derives these from --bf16 and --fp16, and always frees what was sent.
-     "params_dtype", "pipeline_dtype", "deallocate_pipeline_outputs")
+     # ... Megatron-LM derives these from --bf16 and --fp16, always frees what was sent, and
+     # always waits for batched messages.
+     "params_dtype", "pipeline_dtype", "deallocate_pipeline_outputs", "batch_p2p_sync")
 )  # fmt: skip
 
 GPT_VALUES = {

@@ -57,6 +57,8 @@ def _layout_arguments(model: MegatronModel, layout: Layout) -> dict[str, Any]:
         # With two stages the previous and the next rank are the same one, and the
         # interleaved schedule's batched messages are matched in the wrong order.
         arguments["batch_p2p_comm"] = not (layout.pp == 2 and layout.vpp > 1)
+        # The host would wait for the GPU after every message, for a bug of PyTorch before 2.0.
+        arguments["batch_p2p_sync"] = False
     if model.moe_layers:
         arguments["moe_token_dispatcher_type"] = "alltoall"
         arguments["moe_grouped_gemm"] = layout.experts == "grouped"

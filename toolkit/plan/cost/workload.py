@@ -61,7 +61,7 @@ class Workload:
     """Messages of the interleaved schedule overlap with the next chunk."""
     keeps_sent: bool = False
     """The interleaved schedule keeps sent outputs until the backward pass, which does not need
-    their values, because megatron-core could free them while they are being sent."""
+    their values: gloo would send what takes their place."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     gradient_bytes: int | None = None
@@ -120,6 +120,7 @@ def planned_workload(
     updates: "OwnerUpdates | None" = None,
     fp8: Fp8Section | None = None,
     overlap: bool = True,
+    keeps_sent: bool = False,
     attention: Attention = "fused",
     cudnn: bool = False,
     reduce_bytes: float | None = None,
@@ -147,7 +148,7 @@ def planned_workload(
         model=pair.model,
         fused_elementwise=False,
         pipeline_overlap=overlap,
-        keeps_sent=overlap,
+        keeps_sent=keeps_sent,
         reduce_overlap=overlap,
         flash_version=1 if isolates else 2,
         document_mask=isolates,

@@ -86,7 +86,8 @@ class PlanRequest:
         On CPUs, whose cores also communicate, the gain of less overlapping communication was
         not measured.
         """
-        pays = self.cluster.gpu != "cpu" or not legality.table()[pair].without_overlap
+        on_cpus, auto = self.cluster.gpu == "cpu", self.parallel.overlap == "auto"
+        pays = not on_cpus or not legality.table()[pair].without_overlap
         return planned_workload(
             self.spec,
             self.training,
@@ -94,7 +95,8 @@ class PlanRequest:
             isolates=self.isolates,
             updates=self.updates,
             fp8=self.fp8,
-            overlap=self.parallel.overlap == "auto" and pays,
+            overlap=auto and pays,
+            keeps_sent=auto and on_cpus,
             attention="eager" if attention.whole_scores(self) else "fused",
             cudnn=self.attention_kernel == "cudnn",
             reduce_bytes=BACKENDS[pair.engine].reduce_bytes(self.parallel.zero),

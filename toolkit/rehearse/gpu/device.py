@@ -27,6 +27,18 @@ CAPABILITY = (9, 0)
 
 backends: dict[str, str] = {}
 """By the name of a process group, the backend that it was asked for."""
+on_wait: list[Callable[[str], None]] = []
+"""Called with what the host waits for."""
+
+
+def _waits(what: str) -> Callable[..., None]:
+    """A function that waits for the GPU, where there is one."""
+
+    def wait(*_: object, **__: object) -> None:
+        for call in on_wait:
+            call(what)
+
+    return wait
 
 
 class _Event:
@@ -38,7 +50,7 @@ class _Event:
 
     def wait(self, *_: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    synchronize = _waits("waits for an event")
 
     def query(self) -> bool:
         return True
@@ -72,7 +84,7 @@ class _Stream:
 
     def wait_event(self, _: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    synchronize = _waits("waits for a stream")
 
     def query(self) -> bool:
         return True
@@ -240,7 +252,7 @@ def _have_cuda() -> None:
         "memory_stats": lambda *_: {},
         "reset_peak_memory_stats": _nothing(),
         "empty_cache": _nothing(),
-        "synchronize": _nothing(),
+        "synchronize": _waits("waits for the device"),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": current_stream,
@@ -275,7 +287,7 @@ def _have_accelerator() -> None:
         torch.accelerator,
         current_stream=current_stream,
         set_stream=_set_stream,
-        synchronize=_nothing(),
+        synchronize=_waits("waits for the device"),
     )
     _replace(Tensor, record_stream=_nothing(), pin_memory=lambda self, *_: self)
 

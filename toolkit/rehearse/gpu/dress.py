@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError, RunFailed
+from toolkit.hardware.cluster import Cluster
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import CONTEXT_BYTES, Memory, stage_memory
@@ -49,23 +50,40 @@ class DressRehearsal:
     planned: Assignment
     """As it was planned."""
     ranks: tuple[int, ...]
+    cluster: Cluster | None = None
+    """Where; None: the recipe's own."""
 
     @classmethod
-    def of(cls, planned: Assignment, ranks: Sequence[int] = ()) -> "DressRehearsal":
+    def of(
+        cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
+    ) -> "DressRehearsal":
         """Rehearse `ranks`; without any, the first rank of each pipeline stage.
 
-        Raises RecipeError for ranks that the layout does not have, and for a recipe that is
-        not for GPUs.
+        Raises RecipeError for ranks that the layout does not have, for a recipe that is
+        not for GPUs, and for what is offloaded to NVMe.
         """
         layout = planned.plan.layout
         if planned.recipe.cluster.gpu == "cpu":
             fix = "--set cluster.gpu=h100-80gb, or `dmt rehearse` without --gpu"
             raise RecipeError([Problem("cluster.gpu", "'cpu'", "a GPU, with --gpu", fix)])
+        problems = [
+            Problem(
+                f"parallel.zero.{key}",
+                "'nvme'",
+                "none or cpu, with --gpu: what is swapped is read from files, and fake tensors "
+                "have no elements to write there",
+                f"--set parallel.zero.{key}=cpu",
+            )
+            for key in ("offload_optimizer", "offload_parameters")
+            if getattr(layout, key) == "nvme"
+        ]
+        if problems:
+            raise RecipeError(problems)
         each = layout.world // layout.pp
         chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
             raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
-        return cls(_shortened(planned), planned, chosen)
+        return cls(_shortened(planned), planned, chosen, cluster)
 
     @property
     def layout(self) -> Layout:
@@ -75,7 +93,7 @@ class DressRehearsal:
     @cached_property
     def estimate(self) -> Estimate:
         """The planner's figures for what is run."""
-        return estimate_plan(self.assignment.recipe, self.assignment.plan)
+        return estimate_plan(self.assignment.recipe, self.assignment.plan, self.cluster)
 
     def run(self, folder: Path) -> Iterator["RehearsedRank"]:
         """Rehearse rank after rank. `folder` is a scratch folder.
@@ -157,6 +175,20 @@ class RehearsedRank:
         """On the plan's device."""
         capacity = self.rehearsal.estimate.setup.cluster.gpu.memory_gib
         return capacity is None or self.needed_gib <= capacity
+
+    @property
+    def save_s(self) -> float | None:
+        """Seconds of a save's copies from the GPU, at the planner's link to the host."""
+        link = self.rehearsal.estimate.setup.cluster.host_link_bytes_per_s
+        return None if self.found.saved is None else self.found.saved.from_gpu / link
+
+    @property
+    def saved_gib_per_node(self) -> float | None:
+        """Host memory of a node's copies, if all its ranks copy as much as this one."""
+        ranks = min(
+            self.rehearsal.estimate.setup.cluster.gpus_per_node, self.rehearsal.layout.world
+        )
+        return None if self.found.saved is None else ranks * self.found.saved.nbytes / GIB
 
     @property
     def wrong(self) -> list[GpuFinding]:

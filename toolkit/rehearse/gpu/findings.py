@@ -30,6 +30,16 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class SavedState:
+    """What this rank copies to host memory for one checkpoint."""
+
+    nbytes: int
+    from_gpu: int
+    """Bytes of those that leave the GPU; the rest is offloaded."""
+    tensors: int
+
+
+@dataclass(frozen=True)
 class GpuFinding:
     """An operation with its code location."""
 
@@ -65,6 +75,8 @@ class RankFindings:
     collectives: list[Collective] = field(default_factory=list)
     state: dict[str, int] = field(default_factory=dict)
     """Elements of each quantity that this rank holds."""
+    saved: SavedState | None = None
+    """None where this rank stands for several, which save a part each."""
     peaks: dict[str, Peak] = field(default_factory=dict)
     """What the GPU holds at its fullest, by phase."""
     flops: dict[str, int] = field(default_factory=dict)
@@ -89,6 +101,7 @@ class RankFindings:
                 for one in fields["findings"]
             ],
             "collectives": [Collective(**one) for one in fields["collectives"]],
+            "saved": SavedState(**fields["saved"]) if fields["saved"] else None,
             "peaks": {phase: Peak(**peak) for phase, peak in fields["peaks"].items()},
         }
         return cls(**{**fields, **made})

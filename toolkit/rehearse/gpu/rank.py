@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,7 +26,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings
+from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings, SavedState
 from toolkit.rehearse.gpu.watch import Watch
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.run.directory import RunDirectory
@@ -80,6 +81,7 @@ def rehearse(
     spec = model_spec(config.to_dict())
     selects = spec.experts_per_token / spec.experts if spec.experts else 0.0
     watch = Watch(compute, _is_layer, selects)
+    others.before(assignment.plan.backend.engine)
     with mode, watch.watching(), compiled.eager():
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights
@@ -115,7 +117,11 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
     layout, recipe = assignment.plan.layout, assignment.recipe
     rows = layout.micro_batch * recipe.training.rows_per_sample
     tokens = torch.zeros(rows, recipe.trained_lengths[-1], dtype=torch.int64)
-    batches = [MicroBatch(tokens, tokens)] * layout.gradient_accumulation
+    reads = [
+        name for name in recipe.objective().reads if name not in MicroBatch.__annotations__
+    ]
+    extra = {name: torch.zeros(rows) for name in reads}  # a number per row
+    batches = [MicroBatch(tokens, tokens, extra=extra)] * layout.gradient_accumulation
     count = float(layout.global_batch * recipe.trained_lengths[-1])
     if "step" not in skip:
         watch.begin("step")
@@ -131,7 +137,9 @@ def _train(engine: Engine, assignment: Assignment, watch: Watch, skip: Collectio
     watch.found.state |= held
     _resume(engine)
     watch.begin("save")
-    _save(engine)
+    saved = _save(engine, adapter=recipe.adapter is not None)
+    if dist.get_world_size() == layout.world:
+        watch.found.saved = saved
     watch.begin(STEP)
     engine.train_step(batches, count, recipe.optimizer.learning_rate)
 
@@ -145,15 +153,21 @@ def _resume(engine: Engine) -> None:
     engine.set_counters(Counters(engine.counters().optimizer_steps))
 
 
-def _save(engine: Engine) -> None:
-    """Copy the state to the host, as a save does."""
+def _save(engine: Engine, *, adapter: bool) -> SavedState:
+    """Copy the state to the host, as a save does; with an `adapter`, only what trains."""
     copies = HostCopies()
     copies.begin()
+    found: list[tuple[int, str]] = []
     for shard in engine.state():
-        if shard.in_memory:
+        if shard.saved_here and (shard.trains or not adapter):
             for quantity in shard.quantities:
-                copies.of(shard.get(quantity), temporary=not shard.trains)
+                values = shard.get(quantity)
+                found.append((values.nbytes, values.device.type))
+                if shard.in_memory:
+                    copies.of(values, temporary=not shard.trains)
     copies.end()()
+    from_gpu = sum(nbytes for nbytes, kind in found if kind == device.GPU.type)
+    return SavedState(sum(nbytes for nbytes, _ in found), from_gpu, len(found))
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from toolkit.rehearse.gpu.findings import (
 
 _FRAMES = 3
 _HERE = Path(__file__).parent
-_LIBRARIES = ("torch", "contextlib.py", "functools.py")
+_LIBRARIES = ("torch", "contextlib.py", "functools.py", "cuda_accelerator.py")
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _PROMOTING = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
@@ -84,6 +84,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._number(args[0])
         if func is _aten.masked_select.default:
             return self._selected(*args)
+        if func is _aten.equal.default:
+            return self._equal(*args)
         if func in _COPIES:
             self._copy(func, args, kwargs)
         elif func.namespace in ("c10d", "_c10d_functional"):
@@ -107,6 +109,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = tensor.dtype
         flag = kind in (torch.bool, torch.uint8)  # whether something is wrong
         return False if flag else 1.0 if kind.is_floating_point else 1
+
+    def _equal(self, tensor: Tensor, _: Tensor) -> bool:
+        """Tensors that are compared, to find out if something is wrong, are equal."""
+        if tensor.device.type == "cuda":
+            self._add(HOST_WAITS, "compares tensors")
+        return True
 
     def _selected(self, tensor: Tensor, _: Tensor) -> Tensor:
         """The number of elements that a mask selects, which only the GPU knows: those of the
@@ -193,14 +201,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._listing = False
 
         FakeTensor.tolist = listed  # type: ignore[method-assign,assignment]
+        device.on_wait.append(self._waits)
         try:
             with self.account.following(), self:
                 yield
         finally:
+            device.on_wait.remove(self._waits)
             torch.tensor = make
             FakeTensor.tolist = read  # type: ignore[method-assign]
             for handle in handles:
                 handle.remove()
+
+    def _waits(self, what: str) -> None:
+        self._add(HOST_WAITS, what)
 
     def _enters(self, module: nn.Module, arguments: Sequence[Any]) -> None:
         if self._is_layer(module):
@@ -273,13 +286,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _place() -> tuple[str, ...]:
-    """The innermost frames outside of torch and this package."""
-    frames = []
+    """The innermost frames outside of torch and this package; torch's if it called itself, as
+    its thread of the backward pass does."""
+    frames: list[str] = []
+    of_torch: list[str] = []
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path.parent == _HERE or path.name in _LIBRARIES or "torch" in path.parts:
+        if path.parent == _HERE:
             continue
-        frames.append(f"{path.name}:{frame.lineno} {frame.name}")
+        library = path.name in _LIBRARIES or "torch" in path.parts
+        (of_torch if library else frames).append(f"{path.name}:{frame.lineno} {frame.name}")
         if len(frames) == _FRAMES:
             break
-    return tuple(frames)
+    return tuple((frames or of_torch)[:_FRAMES])
