@@ -129,10 +129,10 @@ def _adamw(engine: Any) -> dict[str, object]:
     parts = getattr(engine.optimizer, "chained_optimizers", [engine])
     adams = [part.optimizer for part in parts if hasattr(part.optimizer, "param_groups")]
     groups = [group for adam in adams for group in adam.param_groups]
-    states = [state for adam in adams for state in adam.state.values()]
+    steps = [state.get("step") for adam in adams for state in adam.state.values()]
     return {
         "fused": sorted({bool(group.get("fused")) for group in groups}),
-        "counters": sorted({str(state["step"].device) for state in states if "step" in state}),
+        "counters": sorted({str(step.device) for step in steps if isinstance(step, torch.Tensor)}),
     }
 
 
