@@ -132,7 +132,9 @@ def _adamw(engine: Any) -> dict[str, object]:
     steps = [state.get("step") for adam in adams for state in adam.state.values()]
     return {
         "fused": sorted({bool(group.get("fused")) for group in groups}),
-        "counters": sorted({str(step.device) for step in steps if isinstance(step, torch.Tensor)}),
+        "counters": sorted(
+            {str(step.device) for step in steps if isinstance(step, torch.Tensor)}
+        ),
     }
 
 

@@ -30,7 +30,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class SavedState:
+class SaveCopies:
     """What this rank copies to host memory for one checkpoint."""
 
     nbytes: int
@@ -75,7 +75,7 @@ class RankFindings:
     collectives: list[Collective] = field(default_factory=list)
     state: dict[str, int] = field(default_factory=dict)
     """Elements of each quantity that this rank holds."""
-    saved: SavedState | None = None
+    saved: SaveCopies | None = None
     """None where this rank stands for several, which save a part each."""
     peaks: dict[str, Peak] = field(default_factory=dict)
     """What the GPU holds at its fullest, by phase."""
@@ -101,7 +101,7 @@ class RankFindings:
                 for one in fields["findings"]
             ],
             "collectives": [Collective(**one) for one in fields["collectives"]],
-            "saved": SavedState(**fields["saved"]) if fields["saved"] else None,
+            "saved": SaveCopies(**fields["saved"]) if fields["saved"] else None,
             "peaks": {phase: Peak(**peak) for phase, peak in fields["peaks"].items()},
         }
         return cls(**{**fields, **made})

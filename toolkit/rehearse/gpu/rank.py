@@ -26,7 +26,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
 from toolkit.rehearse.gpu import device, others
-from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings, SavedState
+from toolkit.rehearse.gpu.findings import MIXED, PHASES, STEP, RankFindings, SaveCopies
 from toolkit.rehearse.gpu.watch import Watch
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.run.directory import RunDirectory
@@ -153,7 +153,7 @@ def _resume(engine: Engine) -> None:
     engine.set_counters(Counters(engine.counters().optimizer_steps))
 
 
-def _save(engine: Engine, *, adapter: bool) -> SavedState:
+def _save(engine: Engine, *, adapter: bool) -> SaveCopies:
     """Copy the state to the host, as a save does; with an `adapter`, only what trains."""
     copies = HostCopies()
     copies.begin()
@@ -167,7 +167,7 @@ def _save(engine: Engine, *, adapter: bool) -> SavedState:
                     copies.of(values, temporary=not shard.trains)
     copies.end()()
     from_gpu = sum(nbytes for nbytes, kind in found if kind == device.GPU.type)
-    return SavedState(sum(nbytes for nbytes, _ in found), from_gpu, len(found))
+    return SaveCopies(sum(nbytes for nbytes, _ in found), from_gpu, len(found))
 
 
 def _is_layer(module: nn.Module) -> bool:
