@@ -71,7 +71,7 @@ def test_what_recompute_and_zero_cost_alone() -> None:
 def test_what_a_change_brings_with_it_is_not_told() -> None:
     """Without pipeline stages there are no virtual ones, without tensor ranks no sequence
     parallel."""
-    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain", expert=4))
+    chosen = search(*on("16x8xh100-80gb", "mistral/mixtral-8x7b-pretrain", expert=8))
     by_name = decided(chosen)
     (no_pipeline,) = (one for one in by_name["pipeline"].alternatives if one.split()[1] == "1")
     assert "with" in no_pipeline and "virtual" not in no_pipeline

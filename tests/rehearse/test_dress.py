@@ -194,7 +194,7 @@ def test_a_plan_that_is_too_large_is_found() -> None:
         (["--gpu", "--ranks", "one"], ON_GPUS, "numbers of ranks"),
         (["--ranks", "1"], ON_GPUS, "only with --gpu"),
         (["--cluster", "1x4xh100-80gb"], ON_GPUS, "only with --gpu"),
-        (["--gpu", "--cluster", "4xh100-80gb"], [], "NODESxGPUSxNAME"),
+        (["--gpu", "--cluster", "h100-80gb"], [], "NODESxGPUSxNAME"),
         (["--gpu", "--layouts", "fsdp2"], ON_GPUS, "the recipe's own layout is run"),
         (["--gpu"], [], "a GPU, with --gpu"),
         (["--gpu"], [*ON_GPUS, *NVME], "--set parallel.zero.offload_optimizer=cpu"),
