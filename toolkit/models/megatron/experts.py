@@ -41,7 +41,7 @@ class GroupedLayer(MoELayer):  # type: ignore[misc]
             config=self.config,
             pg_collection=groups,
         )
-        token_dispatcher.permute = permute_known
+        token_dispatcher.permute = permute_known  # dispatchers call it by its module's name
 
 
 class Dispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
