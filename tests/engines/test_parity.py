@@ -24,8 +24,7 @@ OF_EVERY_ENGINE = [
 PAIRS = [
     *(Case("ddp", micro) for micro in (4, 1)),
     *(Case("deepspeed", micro, stage=stage) for stage in range(4) for micro in (4, 1)),
-    *(Case("fsdp", 4, stage=stage) for stage in (2, 3)),
-    Case("fsdp", 2, stage=1, parallel={"replicate": 2}),
+    *(Case("fsdp", 4, stage=stage) for stage in (1, 2, 3)),
     Case("fsdp", 2, stage=3, recompute="full"),
     Case("fsdp", 2, stage=3, offload="cpu"),
     Case("ddp", 2, recompute="full"),
