@@ -194,7 +194,7 @@ def test_a_save_waits_for_nothing_and_the_next_update_for_its_copies(
     assert places(found[name], WAITS, "save") == set()
     after = found[name]["order"][found[name]["order"].index("copied") + 1 :]
     # With offload, the optimizer's states are on the host.
-    assert after[0] == ("updates" if name == "fsdp3-offload" else "waits")
+    assert after[0] == ("updates" if "offload" in name else "waits")
     assert "updates" in after
 
 
