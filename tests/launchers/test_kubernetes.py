@@ -1,4 +1,4 @@
-"""The PyTorchJob is what the operator's and Kubernetes' published schemas allow."""
+"""The jobs are what Kubeflow's and Kubernetes' published schemas allow."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 from kubeflow.training import models
 from kubeflow.training.models import KubeflowOrgV1PyTorchJob
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 from kubernetes.client import ApiClient
 from ruamel.yaml import YAML
 
@@ -19,6 +20,17 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
 
 SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
+CLUSTERS_OWN = {
+    "labels": {"kueue.x-k8s.io/queue-name": "research"},
+    "resources": {"requests": {"cpu": "64"}, "limits": {"rdma/ib": "8"}},
+    "container": {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}},
+    "pod": {
+        "nodeSelector": {"pool": "h100"},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "imagePullSecrets": [{"name": "registry"}],
+    },
+}
+"""What a cluster may demand of a job: queue, resources, capabilities, nodes, pull secrets."""
 
 
 def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[Any]:
@@ -38,9 +50,9 @@ def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
-def test_the_schemas_accept_it(nodes, gpu):
-    config, job = documents(nodes, gpu)
+@pytest.mark.parametrize("gpu, own", [("cpu", {}), ("h100-80gb", CLUSTERS_OWN)])
+def test_the_schemas_accept_it(nodes, gpu, own):
+    config, job = documents(nodes, gpu, **own)
     kubernetes_validate.validate(config, "1.31", strict=True)
     # The SDK's classes are generated from the operator's schema. They drop what they do
     # not know: nothing may be missing from what they give back.
@@ -94,6 +106,48 @@ def test_every_pod_runs_dmt_launch():
     assert container["env"] == [{"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"}]
     assert pod["terminationGracePeriodSeconds"] == 120
     assert job["spec"]["runPolicy"]["backoffLimit"] == 3
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
+def test_kubeflow_trainers_schema_accepts_the_train_job(nodes, gpu):
+    _, job = documents(nodes, gpu, kind="trainjob", **{**CLUSTERS_OWN, "env_from": None})
+    read = TrainerV1alpha1TrainJob.from_dict(job)  # its fields are optional: compare them all
+    assert read is not None and read.to_dict() == job
+    trainer = job["spec"]["trainer"]
+    assert trainer["command"][:3] == ["env", "--chdir=/dmt", "python"]
+    assert trainer["resourcesPerNode"]["requests"] == {"cpu": "64"}
+    ((patch,),) = [
+        one["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        for one in job["spec"]["runtimePatches"]
+    ]
+    pod = patch["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"pool": "h100"}
+    assert pod["containers"][0]["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert [one["name"] for one in pod["volumes"]] == ["work", "recipe", "shm"]
+
+
+def test_a_train_job_refuses_what_it_cannot_set():
+    with pytest.raises(PlanError, match="TrainJob cannot set `envFrom`"):
+        documents(1, "cpu", kind="trainjob")
+    with pytest.raises(PlanError, match="TrainJob cannot set `hostNetwork`"):
+        documents(1, "cpu", kind="trainjob", env_from=None, pod={"hostNetwork": True})
+
+
+def test_a_clusters_own_fields_are_added_and_never_replace_ours():
+    _, job = documents(1, "h100-80gb", **CLUSTERS_OWN)
+    assert job["metadata"]["labels"] == CLUSTERS_OWN["labels"]
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    assert {key: pod[key] for key in CLUSTERS_OWN["pod"]} == CLUSTERS_OWN["pod"]
+    (container,) = pod["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "64"},
+        "limits": {"nvidia.com/gpu": "8", "rdma/ib": "8"},
+    }
+    with pytest.raises(PlanError, match=r"launch\.kubernetes\.container\.image"):
+        documents(1, "cpu", container={"image": "other"})
+    with pytest.raises(PlanError, match=r"resources\.limits\.nvidia\.com/gpu"):
+        documents(1, "h100-80gb", resources={"limits": {"nvidia.com/gpu": "4"}})
 
 
 def test_one_machine_needs_no_meeting_point():

@@ -13,8 +13,9 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.deepspeed import DeepSpeedLauncher
 from toolkit.launchers.local import LocalLauncher
 from toolkit.launchers.process import Deadline
+from toolkit.launchers.slurm import SlurmLauncher
 from toolkit.launchers.torchrun import TorchrunLauncher
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection, SlurmSection
 
 RUN = Path("/runs/a run")
 CPU = ClusterSection(gpus_per_node=2)
@@ -141,3 +142,22 @@ def test_other_machines_get_the_settings_of_this_one(monkeypatch):
     found = base.settings_here()
     assert sent.items() <= found.items()
     assert not kept.keys() & found.keys()
+
+
+def warned(**settings: object) -> list[str]:
+    launch = LaunchSection(slurm=SlurmSection(**settings))
+    spec = SlurmLauncher().spec(Job(RUN, GPU, launch, predicted_s=90_000.0))
+    (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
+    lines = [line for line in script.splitlines() if line.startswith("# WARNING")]
+    assert script.index("#SBATCH --requeue") < script.index("set -u"), "still directives"
+    return [line.removeprefix("# WARNING: no --") for line in lines]
+
+
+def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
+    cores, shared, memory, time = warned()
+    assert cores.startswith("cpus-per-task: ") and "launch.slurm.cpus_per_node=CORES" in cores
+    assert shared.startswith("exclusive: ") and memory.startswith("mem: ")
+    assert time.endswith("the plan predicts 25.0 hours for the whole run")
+    assert not warned(
+        cpus_per_node=64, time_limit="24:00:00", options=("--exclusive", "--mem-per-gpu=100G")
+    )

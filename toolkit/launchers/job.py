@@ -38,6 +38,7 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
     they depend on a cluster file that only this machine has.
     """
     recipe, plan = assignment.recipe, assignment.plan
+    steps = recipe.total_steps()
     return Job(
         run_dir=assignment.run_dir,
         cluster=recipe.cluster,
@@ -48,4 +49,5 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
             **gpu_variables(recipe),
             **plan.backend.environment(plan.layout, str(recipe.cluster.gpu)),
         },
+        predicted_s=None if steps is None else plan.run_s(recipe.lengths, steps),
     )

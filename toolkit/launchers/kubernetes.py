@@ -1,5 +1,4 @@
-"""`kubernetes`: a PyTorchJob of Kubeflow's training operator in which every pod runs
-`dmt launch`.
+"""`kubernetes`: a PyTorchJob or TrainJob of Kubeflow in which every pod runs `dmt launch`.
 
 The manifest is data, not text: no part of the recipe is interpreted by a shell. The recipe is
 passed in a ConfigMap, secrets in a Secret that the user created.
@@ -7,6 +6,7 @@ passed in a ConfigMap, secrets in a Secret that the user created.
 
 import re
 import shlex
+from collections.abc import Mapping
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,15 @@ _LONGEST_NAME = 30
 """Ours has 11 characters more; the operator adds up to 22 for the pods, which may have 63."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
+_PATCHED_CONTAINER = ("securityContext", "volumeMounts")
+_PATCHED_POD = frozenset(
+    {
+        *("affinity", "imagePullSecrets", "nodeSelector", "schedulingGates", "securityContext"),
+        *("serviceAccountName", "terminationGracePeriodSeconds", "tolerations", "volumes"),
+    }
+)
+"""What a TrainJob may patch of its runtime's container and pods (Kubeflow Trainer 2.3)."""
+
 Manifest = dict[str, Any]
 
 
@@ -46,11 +55,19 @@ class KubernetesLauncher:
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the submission, with the manifest as its file; see Launcher."""
-        manifest = job.run_dir / "launch" / "pytorchjob.yaml"
+        settings = job.launch.kubernetes
+        for key in ("image", "volume_claim"):
+            if getattr(settings, key) is None:
+                raise PlanError(
+                    f"launch.kubernetes.{key}: nothing, and launcher kubernetes needs it",
+                    fix=f"--set launch.kubernetes.{key}=NAME",
+                )
+        manifest = job.run_dir / "launch" / f"{settings.kind}.yaml"
+        made = train_job(job) if settings.kind == "trainjob" else pytorch_job(job)
         return LaunchSpec(
             argv=("kubectl", "create", "-f", str(manifest)),
             run_dir=job.run_dir,
-            files={manifest: _yaml([_config_map(job), pytorch_job(job)])},
+            files={manifest: _yaml([_config_map(job), made])},
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
@@ -65,17 +82,10 @@ class KubernetesLauncher:
 
 
 def pytorch_job(job: Job) -> Manifest:
-    """The PyTorchJob (kubeflow.org/v1): one pod a machine.
+    """The PyTorchJob (kubeflow.org/v1): one pod per machine.
 
-    Raises PlanError if a required setting is missing in the recipe.
+    Raises PlanError if `launch.kubernetes` states a field that DMT sets.
     """
-    settings = job.launch.kubernetes
-    for key in ("image", "volume_claim"):
-        if getattr(settings, key) is None:
-            raise PlanError(
-                f"launch.kubernetes.{key}: nothing, and launcher kubernetes needs it",
-                fix=f"--set launch.kubernetes.{key}=NAME",
-            )
     replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(job)}}
     replicas = {"Master": {"replicas": 1, **replica}}
     if job.cluster.nodes > 1:
@@ -112,18 +122,94 @@ def _pod(job: Job) -> Manifest:
     }
     if settings.env_from is not None:
         container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
-    if job.cluster.gpu != "cpu":
-        gpus = str(job.cluster.gpus_per_node)
-        container["resources"] = {"limits": {settings.gpu_resource: gpus}}
-    return {
-        "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
-        "containers": [container],
-        "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
-            {"name": "recipe", "configMap": {"name": name}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
+    if resources := _resources(job):
+        container["resources"] = resources
+    return _merged(
+        {
+            "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
+            "containers": [_merged(container, settings.container or {}, "container")],
+            "volumes": [
+                {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
+                {"name": "recipe", "configMap": {"name": name}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            ],
+        },
+        settings.pod or {},
+        "pod",
+    )
+
+
+def train_job(job: Job) -> Manifest:
+    """The TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer 2.2): one pod per machine,
+    as a patch of the runtime `launch.kubernetes.runtime`.
+
+    Raises PlanError for a field that a TrainJob cannot set, or that DMT sets itself.
+    """
+    pod = _pod(job)
+    (container,) = pod.pop("containers")
+    start = ["env", f"--chdir={container['workingDir']}", *container["command"]]
+    trainer = {
+        "numNodes": job.cluster.nodes,
+        "image": container["image"],
+        "command": start,
+        "env": container["env"],
     }
+    if "resources" in container:
+        trainer["resourcesPerNode"] = container["resources"]
+    patched = {key: container[key] for key in _PATCHED_CONTAINER if key in container}
+    known = {"name", "workingDir", "command", "image", "env", "resources", *patched}
+    for extra in [*(container.keys() - known), *(pod.keys() - _PATCHED_POD)]:
+        raise PlanError(
+            f"launch.kubernetes: a TrainJob cannot set `{extra}` of its pods",
+            fix="set it in the ClusterTrainingRuntime, or choose "
+            "--set launch.kubernetes.kind=pytorchjob",
+        )
+    spec = {**pod, "containers": [{"name": "node", **patched}]}
+    node = {"name": "node", "template": {"spec": {"template": {"spec": spec}}}}
+    patch = {
+        "manager": "dmt/launch",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}},
+    }
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "runtimeRef": {"name": job.launch.kubernetes.runtime},
+            "trainer": trainer,
+            "runtimePatches": [patch],
+        },
+    }
+
+
+def _resources(job: Job) -> Manifest:
+    """A pod's GPUs, and what the recipe asks for besides."""
+    settings = job.launch.kubernetes
+    gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
+    own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
+    return _merged(own, dict(settings.resources or {}), "resources")
+
+
+def _merged(own: Manifest, more: Mapping[str, Any], where: str) -> Manifest:
+    """Fields of DMT and of the recipe: maps merged, lists appended.
+
+    Raises PlanError for a field of which both state a different value.
+    """
+    merged = dict(own)
+    for key, value in more.items():
+        ours = own.get(key)
+        if isinstance(ours, dict) and isinstance(value, Mapping):
+            merged[key] = _merged(ours, value, f"{where}.{key}")
+        elif isinstance(ours, list) and isinstance(value, (list, tuple)) and key != "command":
+            merged[key] = [*ours, *value]
+        elif ours in (None, value):
+            merged[key] = value
+        else:
+            raise PlanError(
+                f"launch.kubernetes.{where}.{key}: {value!r}, and DMT sets it to {ours!r}",
+                fix="remove it from the recipe",
+            )
+    return merged
 
 
 def _arguments(job: Job) -> list[str]:
@@ -137,7 +223,10 @@ def _arguments(job: Job) -> list[str]:
     arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
     if job.cluster.nodes == 1:
         return [*arguments, "--launcher", "local"]
-    meeting = f"launch.rendezvous={_name(job)}-master-0:{PORT}"
+    name = _name(job)
+    trains = job.launch.kubernetes.kind == "trainjob"
+    first = f"{name}-node-0-0.{name}" if trains else f"{name}-master-0"
+    meeting = f"launch.rendezvous={first}:{PORT}"
     return [*arguments, "--launcher", "torchrun", "--set", meeting]
 
 
@@ -157,7 +246,9 @@ def _portable(recipe: str) -> str:
 
 
 def _metadata(job: Job) -> Manifest:
-    return {"name": _name(job), "namespace": job.launch.kubernetes.namespace}
+    settings = job.launch.kubernetes
+    labels = {} if settings.labels is None else {"labels": dict(settings.labels)}
+    return {"name": _name(job), "namespace": settings.namespace, **labels}
 
 
 def _name(job: Job) -> str:

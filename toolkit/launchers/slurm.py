@@ -4,9 +4,10 @@ The job's script makes no decisions: it sets the rendezvous machine, passes Slur
 to the run, and requeues the job if the run stopped before its end.
 """
 
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
@@ -15,6 +16,23 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.terminal import tell
 
+_LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
+    "cpus-per-task": (
+        "the cluster's default may be 1 core per node",
+        "launch.slurm.cpus_per_node=CORES",
+    ),
+    "exclusive": (
+        "other jobs may share the nodes",
+        "launch.slurm.options=[--exclusive,--mem=0]",
+    ),
+    "mem": (
+        "the cluster's default limits host memory, which loading, saving and offload need",
+        "launch.slurm.options=[--exclusive,--mem=0]",
+    ),
+    "time": ("the partition's default ends the job", "launch.slurm.time_limit=HH:MM:SS"),
+}
+"""Options of sbatch without which the cluster decides: the consequence, and the setting."""
+_WARNING = re.compile(r"^# (WARNING: no --.*)$", re.MULTILINE)
 _UNQUOTABLE = frozenset('"\\%\n')
 """Characters with a special meaning for Slurm in a quoted path of a directive."""
 
@@ -51,8 +69,8 @@ class SlurmLauncher:
         require_program("slurm", spec, "on a machine of the cluster")
         # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        if "--cpus-per-task" not in spec.printable():
-            tell("launch.slurm.cpus_per_node is not set: Slurm's default may be 1 processor")
+        for warning in _WARNING.findall(spec.printable()):
+            tell(warning)
         return run_submission(spec)
 
 
@@ -82,6 +100,21 @@ def _directives(job: Job) -> Iterator[str]:
     yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
     for option in slurm.options:
         yield f"#SBATCH {option}"
+    stated = {name for name, value in options.items() if value is not None}
+    stated |= {option[2:].partition("=")[0] for option in slurm.options}
+    stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
+    for name, (consequence, setting) in _LEFT_TO_DEFAULTS.items():
+        if name not in stated:
+            fix = f"--set {setting}{_longer(name, job)}"
+            yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
+
+
+def _longer(name: str, job: Job) -> str:
+    """How long the plan expects the whole run to take, next to the missing time limit."""
+    if name != "time" or job.predicted_s is None:
+        return ""
+    hours = job.predicted_s / 3600
+    return f"; the plan predicts {hours:,.1f} hours for the whole run"
 
 
 def _script(job: Job) -> Iterator[str]:

@@ -883,14 +883,20 @@ class SlurmSection(Section):
     requeue: bool = True
     """Requeue the job if it stopped before its end, or if a machine failed."""
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
-    """Additional options of sbatch, e.g. `[--constraint=a100, --array=0-9%1]`."""
+    """Additional options of sbatch, e.g. `[--exclusive, --mem=0, --constraint=a100]`. The
+    script names what it leaves to the cluster's defaults: cores, memory, time, other jobs."""
     setup: NonEmpty | None = None
     """A shell file that the job sources first, e.g. one that loads modules."""
 
 
 class KubernetesSection(Section):
-    """The PyTorchJob that `launcher: kubernetes` creates (Kubeflow's training operator)."""
+    """The job that `launcher: kubernetes` creates: Kubeflow's PyTorchJob or TrainJob."""
 
+    kind: Literal["pytorchjob", "trainjob"] = "pytorchjob"
+    """`pytorchjob`: of Kubeflow's training operator (v1). `trainjob`: of Kubeflow Trainer 2.2
+    or later."""
+    runtime: KubernetesName = "torch-distributed"
+    """With `kind: trainjob`: the ClusterTrainingRuntime that the job is built on."""
     image: NonEmpty | None = None
     """Container image with DMT installed; needed for this launcher."""
     namespace: KubernetesName = "default"
@@ -904,6 +910,17 @@ class KubernetesSection(Section):
     """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
     gpu_resource: KubernetesResource = "nvidia.com/gpu"
     """The name under which the cluster offers GPUs."""
+    labels: dict[str, str] | None = None
+    """Labels of the job, e.g. `{kueue.x-k8s.io/queue-name: research}`."""
+    resources: dict[Literal["requests", "limits"], dict[str, str]] | None = None
+    """Other resources of each pod, e.g. `{requests: {cpu: "64", memory: 900Gi},
+    limits: {rdma/ib: "8"}}`."""
+    container: dict[str, Any] | None = None
+    """Other fields of the container, as Kubernetes spells them, e.g. `{securityContext:
+    {capabilities: {add: [IPC_LOCK]}}}`. Maps are merged; lists are appended."""
+    pod: dict[str, Any] | None = None
+    """Other fields of each pod's spec, e.g. `{nodeSelector: {…}, tolerations: […],
+    imagePullSecrets: [{name: …}]}`, merged in the same way."""
 
 
 class RaySection(Section):
