@@ -187,10 +187,10 @@ def _resources(job: Job) -> Manifest:
     settings = job.launch.kubernetes
     gpus = {settings.gpu_resource: str(job.cluster.gpus_per_node)}
     own: Manifest = {} if job.cluster.gpu == "cpu" else {"limits": gpus}
-    return _merged(own, dict(settings.resources or {}), "resources")
+    return _merged(own, settings.resources or {}, "resources")
 
 
-def _merged(own: Manifest, more: Mapping[str, Any], where: str) -> Manifest:
+def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:
     """Fields of DMT and of the recipe: maps merged, lists appended.
 
     Raises PlanError for a field of which both state a different value.
