@@ -77,10 +77,25 @@ def test_signed_urls() -> None:
     assert not looks_secret("data.train.path", "https://host/a.bin?signal=yes")
 
 
-def test_logins_in_urls() -> None:
-    url = "https://me:pw@host/x"
+@pytest.mark.parametrize("name", ["token", "access_token", "api_key", "key", "password"])
+def test_secrets_in_the_query_of_a_url(name: str) -> None:
+    url = f"https://host/a.bin?part=1&{name}=canary&max_tokens=5"
+    assert looks_secret("data.train.path", url)
+    assert redact(url) == f"https://host/a.bin?part=1&{name}={MASK}&max_tokens=5"
+    assert not looks_secret("data.train.path", "https://host/a.bin?max_tokens=5&keys=a")
+
+
+@pytest.mark.parametrize("login", ["me:pw", "me:p/w", "me:p@w", "me:p:w/1"])
+def test_logins_in_urls(login: str) -> None:
+    url = f"https://{login}@host/x"
     assert looks_secret("data.train.path", url)
     assert redact(f"GET {url}") == f"GET https://{MASK}@host/x"
+
+
+def test_a_port_is_no_login() -> None:
+    url = "https://host:8080/model@main"
+    assert not looks_secret("data.train.path", url)
+    assert redact(url) == url
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:

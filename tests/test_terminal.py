@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from toolkit.cli.main import main
 from toolkit.errors import Problem
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
-from toolkit.terminal import printable
+from toolkit.terminal import LossyStream, printable
 
 EVIL = "a\x1b[31m\x9b2J\x07\r\u202eb\x7f\udcff[red]"
 SHOWN = "a\\x1b[31m\\x9b2J\\x07\\r\\u202eb\\x7f\\udcff[red]"
@@ -108,6 +109,19 @@ def printing(path: Path) -> Iterator[str]:
             yield said
         if call in ("print", "typer.echo") and "json.dumps" not in said:
             yield said
+
+
+def test_a_stream_whose_reader_is_gone() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as plain:
+        stream = LossyStream(plain)
+        print("read", file=stream, flush=True)  # type: ignore[call-overload]
+        assert (os.read(reader, 99), stream.problem) == (b"read\n", None)
+        os.close(reader)
+        for _ in range(2):
+            print("lost", file=stream, flush=True)  # type: ignore[call-overload]
+        assert stream.problem == "Broken pipe"
+        os.write(writer, b"a library's own line")  # no SIGPIPE, no error
 
 
 def test_nothing_prints_past_the_boundary() -> None:

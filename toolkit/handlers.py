@@ -1,4 +1,4 @@
-"""Signal handlers for a while."""
+"""The signals that ask a run to stop, and handlers for a while."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -6,13 +6,29 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+)
+"""Save, then exit. SIGHUP: the terminal or ssh connection is gone; SIGQUIT: Ctrl-\\; SIGUSR1:
+Slurm, ahead of a time limit (`--signal=USR1@120`)."""
+
 
 @contextmanager
 def handling(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[None]:
-    """While entered, `handler` gets these signals; then those before it. Main thread only."""
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    """While entered, `handler` gets these signals; then those before it. Main thread only.
+
+    A SIGHUP that is ignored stays so: the process was started by `nohup`.
+    """
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    previous = {
+        number: signal.signal(number, handler) for number in numbers if number not in ignored
+    }
     try:
         yield
     finally:

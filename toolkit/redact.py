@@ -10,9 +10,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 from urllib.parse import quote
 
 MASK = "***"
@@ -64,7 +65,9 @@ _CREDENTIALS = (
 )
 _CREDENTIAL = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(_CREDENTIALS)})")
 _URL_LOGIN = re.compile(
-    r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{0,20}://)[^/\s@'\"]{1,256}@(?=[^\s/])"
+    r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{0,20}://)"
+    # `user:pa/ss@` is no URL, but a password all the same; `host:8080/…@` has a port.
+    r"(?:[^/\s'\"]{1,256}@|[^/\s@:'\"]{1,128}:(?!\d{1,5}/)[^\s@'\"]{1,256}@)(?=[^\s/])"
 )
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]{0,20000}"
@@ -81,7 +84,8 @@ _ASSIGNED = re.compile(
     re.IGNORECASE,
 )
 _SIGNED = re.compile(
-    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig)=)[^&\s'\"]+",
+    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|key|auth|"
+    r"[a-z_-]{0,40}(?:token|secret|password|passwd|signature|api[_-]?key))=)[^&\s'\"]+",
     re.IGNORECASE,
 )
 """What makes a URL a key to what it names."""
@@ -123,11 +127,16 @@ def redact(text: str) -> str:
 
 
 def copy_to_log(lines: TextIO, log: Path) -> None:
-    """Append what a process says to its log, secrets masked."""
-    with log.open("a", encoding="utf-8") as file:
+    """Append a process's output to its log, secrets masked.
+
+    On a full disk lines are lost, but still read: the process must not wait for this one.
+    """
+    with ExitStack() as opened:
+        file: IO[bytes] | None = None
         for line in lines:
-            file.write(redact(line))
-            file.flush()
+            with suppress(OSError):
+                file = file or opened.enter_context(log.open("ab", buffering=0))
+                file.write(redact(line).encode())
 
 
 def redactor() -> "Redactor":

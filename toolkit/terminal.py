@@ -5,8 +5,10 @@ character reaches the terminal that would move its cursor, colour or reorder wha
 Machine output (`--json`) is escaped by JSON itself.
 """
 
+import os
 import sys
-from typing import IO
+from contextlib import suppress
+from typing import IO, Any
 
 from toolkit.redact import redact
 
@@ -27,3 +29,68 @@ def printable(text: str, *, lines: bool = False) -> str:
 def tell(message: str, file: IO[str] | None = None) -> None:
     """Print lines for people, by default on standard error: secrets masked, escaped."""
     print(printable(redact(message), lines=True), file=file or sys.stderr, flush=True)
+
+
+class LossyStream:
+    """A text stream whose reader may go away and whose disk may fill: what cannot be written is
+    dropped, and `problem` says why. Everything else is the wrapped stream's."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.problem: str | None = None
+        """The first failure; None until there is one."""
+
+    def write(self, text: str) -> int:
+        """Write `text` or drop it; return its length."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if it can be."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self.problem = self.problem or error.strerror or str(error)
+        # What is buffered would fail again at every flush and at the process's end. Later
+        # lines, of C libraries and child processes too, go where nothing fails.
+        with suppress(OSError):
+            _discard(self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def survive_lost_output() -> None:
+    """From now on, standard output and error that cannot be written are no failure.
+
+    For commands that outlive their terminal: `dmt launch … 2>&1 | head`, a killed `tee`, a full
+    log disk. `lost_output` reports it.
+    """
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        stream = getattr(sys, name)
+        if stream is None:  # closed before the start: the next opened file would take its place
+            _discard(number)
+            stream = os.fdopen(number, "w", closefd=False)
+        if not isinstance(stream, LossyStream):
+            setattr(sys, name, LossyStream(stream))
+
+
+def lost_output() -> list[str]:
+    """Which of this process's outputs are lost and why: `standard error: Broken pipe`."""
+    names = {"standard output": sys.stdout, "standard error": sys.stderr}
+    problems = {name: getattr(stream, "problem", None) for name, stream in names.items()}
+    return [f"{name}: {why}" for name, why in problems.items() if why]
+
+
+def _discard(number: int) -> None:
+    """Let a file descriptor lead to nowhere."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != number:
+        os.dup2(nowhere, number)
+        os.close(nowhere)

@@ -1,6 +1,7 @@
 """Ctrl-C, preemption and impatience: the run saves, says how to go on, and is gone."""
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -34,16 +35,21 @@ def terminate_launcher(command: Command) -> None:
     os.kill(command.process.pid, signal.SIGTERM)
 
 
-def terminate_rank_1(command: Command) -> None:
-    command.ranks()[1].send_signal(signal.SIGTERM)
+def hang_up_launcher(command: Command) -> None:
+    """What closing a terminal or an ssh connection does."""
+    os.kill(command.process.pid, signal.SIGHUP)
+
+
+def quit_rank_1(command: Command) -> None:
+    command.ranks()[1].send_signal(signal.SIGQUIT)
 
 
 @pytest.mark.parametrize(
     ("launcher", "stop"),
     [
         ("local", ctrl_c),
-        ("local", terminate_launcher),
-        ("local", terminate_rank_1),
+        ("local", hang_up_launcher),
+        ("local", quit_rank_1),
         ("torchrun", ctrl_c),
         ("accelerate", terminate_launcher),
     ],
@@ -69,6 +75,19 @@ def test_ctrl_c_on_a_worker_without_a_launcher(project: Project):
         command.interrupt()
         ended = command.end()
     assert_saved_and_stopped(ended, run_dir)
+
+
+def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
+    """A full log disk, a closed standard output: `2>&1 | head`, a killed `tee`."""
+    run_dir = project.folder / "no-output"
+    changes = {"training.steps": 3, "cluster.gpus_per_node": 1}
+    argv = shlex.join(map(str, project.command(run_dir.name, changes)))
+    with started(["bash", "-c", f"{argv} 2>/dev/full >&-"], project.folder) as command:
+        ended = command.end()
+    assert ended.code == 0
+    assert checkpoints(run_dir) == [3]
+    (warning,) = [e for e in events(run_dir, "warning") if e["source"] == "output"]
+    assert warning["message"] == "standard error: No space left on device"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.directory import RunDirectory, refuse_other_run
 from toolkit.run.events import EventLog, process_age_s
-from toolkit.terminal import tell
+from toolkit.terminal import lost_output, survive_lost_output, tell
 
 if TYPE_CHECKING:
     from toolkit.run.assignment import Assignment
@@ -60,6 +60,7 @@ def launch(
     """
     from toolkit.run import assignment as assignments
 
+    survive_lost_output()
     if launcher is not None:
         overrides = [*overrides, f"launch.launcher={launcher}"]
     if max_restarts is not None:
@@ -100,10 +101,13 @@ def _oversee(
     assignment.prepare(tell)
     run = assignments.write(assignment, ["dmt", *sys.argv[1:]], places)
     show_run_directory(run)
-    EventLog(run.events).write("launch", time=time.time() - process_age_s())
+    events = EventLog(run.events)
+    events.write("launch", time=time.time() - process_age_s())
     section = assignment.recipe
     ranks = f"{section.cluster.world_size} ranks ({section.launch.launcher})"
     tell(f"starting {ranks}: loading the libraries")
+    for lost in lost_output():  # the ranks inherit what is left of it
+        events.write("warning", source="output", message=lost)
     return supervise(
         launcher,
         spec,

@@ -165,8 +165,8 @@ class Launcher(Protocol):
         """Start it, wait, leave no process behind, report why it failed.
 
         A launcher that hands a job to a scheduler does not wait. The caller has written
-        the spec's files and entered `signals`, in the main thread. SIGINT, SIGTERM and
-        SIGUSR1 are passed on to every worker once; the third SIGINT kills.
+        the spec's files and entered `signals`, in the main thread. Each of STOP_SIGNALS
+        reaches every worker once, as SIGTERM; the third SIGINT kills.
         """
         ...
 

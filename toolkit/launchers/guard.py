@@ -32,7 +32,7 @@ from toolkit.launchers.process import (
     wake_if_stopped,
 )
 from toolkit.run.ending import grace_over
-from toolkit.terminal import tell
+from toolkit.terminal import survive_lost_output, tell
 
 _LOOK_S = 1.0
 """Interval of checking for stopped ranks."""
@@ -147,6 +147,7 @@ def kill_descendants() -> None:
 
 def main(grace_s: float, command: Sequence[str]) -> int:
     """Run `command`; return its exit code (128 + n when signal n killed it)."""
+    survive_lost_output()
     with StopSignals() as signals:
         code = Guard(command, grace_s).wait(signals)
     return code if code >= 0 else 128 - code

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from toolkit.handlers import handling
+from toolkit.handlers import STOP_SIGNALS, handling
 from toolkit.run.ending import STACKS_SIGNAL
 
 FAILED_GRACE_S = 5.0
@@ -86,16 +86,12 @@ def _ask_for_stacks(pid: int) -> None:
 
 
 class StopSignals:
-    """While entered, the signals that stop a job only set flags, which a loop polls.
-
-    SIGUSR1 is among them: SLURM sends it ahead of a time limit (`--signal=USR1@120`).
-    """
+    """While entered, STOP_SIGNALS only set flags, which a loop polls."""
 
     def __init__(self) -> None:
         self.stop_requested = False
         self._interrupts = 0
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._handlers = handling(signals, self._remember)
+        self._handlers = handling(STOP_SIGNALS, self._remember)
 
     @property
     def kill_requested(self) -> bool:

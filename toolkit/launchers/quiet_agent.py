@@ -22,7 +22,7 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.outcome import RankExit
-from toolkit.terminal import tell
+from toolkit.terminal import survive_lost_output, tell
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -53,6 +53,7 @@ def main(program: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    survive_lost_output()
     ends = tempfile.TemporaryDirectory(prefix="dmt-ends-")
     os.environ[ENDS] = ends.name
     try:

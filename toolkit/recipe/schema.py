@@ -946,7 +946,7 @@ class LaunchSection(Section):
     When one takes longer, each rank logs the stacks of its threads, and the run fails (and is
     restarted, see `max_restarts`)."""
     grace_s: PositiveFloat | None = None
-    """Seconds that ranks may take to save and exit after SIGTERM, SIGUSR1 or Ctrl-C; the
+    """Seconds that ranks may take to save and exit after a signal to stop; the
     remaining ranks are then killed. null: no limit."""
     rendezvous: HostPort | None = None
     """`launcher: torchrun` on several machines: `HOST:PORT` of one of them, with a name that

@@ -20,7 +20,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import Measured, event_fields
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
-from toolkit.terminal import tell
+from toolkit.terminal import lost_output, tell
 from toolkit.track.metrics import Metrics, MetricsLog, mfu
 from toolkit.track.progress import ProgressReport
 from toolkit.track.rank_waits import RankWaits, drop_later_waits
@@ -53,6 +53,8 @@ class Reporter:
         drop_later_samples(run, start)
         drop_later_waits(run, start)
         self.progress = progress
+        self._lost: set[str] = set()
+        """Outputs that cannot be written any more, as events say."""
         self.trackers = [
             TrackerFollower(run, name, settings, recipe.name, events)
             for name, settings in wanted(recipe.logging)
@@ -62,6 +64,9 @@ class Reporter:
         """Write one logged step to all outputs."""
         self.metrics.write(metrics)
         self.progress.logged(metrics)
+        for lost in set(lost_output()) - self._lost:
+            self._lost.add(lost)
+            self.events.write("warning", source="output", step=metrics.step, message=lost)
         for tracker in self.trackers:
             if problem := tracker.problem():
                 self.progress.message(problem)

@@ -5,18 +5,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from toolkit.handlers import handling
+from toolkit.handlers import STOP_SIGNALS, handling
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _INTERRUPTS_TO_FORCE = 3
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT, SIGUSR1 or a file into a flag that the loop checks once per step.
+    """Turns a signal of STOP_SIGNALS or a file into a flag that the loop checks once per step.
 
         with StopRequest() as stop:
             for step in …:

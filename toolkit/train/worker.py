@@ -61,7 +61,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_of, events_offset
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.run.rank_log import setup_rank_logging
-from toolkit.terminal import tell
+from toolkit.terminal import survive_lost_output, tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
@@ -96,6 +96,7 @@ def train_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path | None) -
 
 def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     """Run one rank and turn every outcome into an exit code, a log line and an event."""
+    survive_lost_output()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.captureWarnings(True)
