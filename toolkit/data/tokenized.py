@@ -32,6 +32,7 @@ from toolkit.data.indexed import (
     TokenArray,
     bin_path,
     idx_path,
+    is_as_written,
     read_indexed,
     read_remote_indexed,
     token_dtype,
@@ -191,6 +192,8 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
     if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
+        if not is_as_written(prefix):
+            raise DataError(f"{bin_path(prefix)} has changed since it was written", fix="")
         return read_indexed(prefix)
     except DataError as error:
         logger.warning("the data cache is damaged and is made again: %s", error.message)

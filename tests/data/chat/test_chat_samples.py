@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -412,6 +413,16 @@ def test_a_warm_start_reads_no_rows(
         [sys.executable, "-c", WARM, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert finished.stdout.split() == []
+
+
+def test_an_entry_that_was_altered_is_made_again(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
+    told = texts(samples_of(build(tmp_path)))
+    (stored,) = (tmp_path / "dmt-cache" / "tokens").glob("*.bin")
+    with stored.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write((2**30).to_bytes(4, "little"))  # an id that no tokenizer has
+    assert texts(samples_of(build(tmp_path))) == told
 
 
 def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
