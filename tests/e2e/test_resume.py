@@ -168,6 +168,26 @@ def test_a_checkpoint_of_another_run_is_refused(own_project: Project, ddp_run):
     assert steps_logged(own_project.folder / "same-model") == 22
 
 
+def test_a_schedule_and_a_rate_that_change_on_request(project: Project, ddp_run):
+    run_dir = shutil.copytree(ddp_run, project.folder / "changed")
+    linear = {"training.steps": 22, "schedule.name": "linear"}
+    ended = project.launch(run_dir.name, linear)
+    assert ended.code == 2
+    assert "--change schedule.name=linear" in ended.err
+    changes = "--change", "schedule.name=linear", "--change", "optimizer.learning_rate=1e-3"
+    ended = project.launch(run_dir.name, {"training.steps": 22}, *changes)
+    assert ended.code == 0, ended.err
+    assert "continues at learning rate 9.09e-05 instead of 0.003" in ended.err
+    changed = {event["key"]: event["now"] for event in events(run_dir, "change")}
+    assert changed == {"schedule.name": "linear", "optimizer.learning_rate": 1e-3}
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["lr"] for line in lines]
+    assert rates[20:] == pytest.approx([1e-3 * 2 / 22, 1e-3 * 1 / 22])
+    ended = project.launch(run_dir.name, {"training.steps": 22}, "--change", "training.seed=1")
+    assert ended.code == 2
+    assert "--change: found training.seed" in ended.err
+
+
 def test_a_killed_rank(project: Project, ddp_run):
     """DeepSpeed#7741, transformers#25129: what a kill leaves is no checkpoint."""
     run_dir = project.folder / "killed"

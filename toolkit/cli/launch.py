@@ -15,11 +15,11 @@ from toolkit.hardware.cluster_file import find_cluster
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.supervisor import supervise, visible_gpus, working_gpus
+from toolkit.launchers.supervisor import newest_step, supervise, visible_gpus, working_gpus
 from toolkit.recipe.layers import stated_in
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory
-from toolkit.run.directory import RunDirectory, refuse_other_run
+from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.terminal import lost_output, survive_lost_output, tell
 
@@ -47,6 +47,15 @@ def launch(
             "row without a new checkpoint; default: the recipe's launch.max_restarts (0)",
         ),
     ] = None,
+    change: Annotated[
+        list[str],
+        typer.Option(
+            "--change",
+            metavar="KEY=VALUE",
+            help="Continue the run with another learning rate, weight decay, gradient clipping "
+            "or schedule; its optimizer states are kept, and the change is recorded.",
+        ),
+    ] = [],  # noqa: B006
     cluster: ClusterOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
@@ -65,6 +74,7 @@ def launch(
         overrides = [*overrides, f"launch.launcher={launcher}"]
     if max_restarts is not None:
         overrides = [*overrides, f"launch.max_restarts={max_restarts}"]
+    overrides = [*overrides, *change]
     where = None if cluster is None else find_cluster(cluster)
     loaded = load_on(recipe, overrides, where)
     assignment = assignments.decide(loaded, run_dir, where)
@@ -78,6 +88,10 @@ def launch(
         tell(spec.printable(), sys.stdout)
         return
     assignments.check_local_files(assignment.recipe, recipe, overrides)
+    keys = [one.partition("=")[0] for one in change]
+    if keys:
+        run = RunDirectory(assignment.run_dir)
+        request_changes(run, assignment.recipe, keys, newest_step(run.checkpoints))
     if oversees:
         places = stated_in(recipe, overrides)
         code = _oversee(chosen, assignment, spec, loaded, where, places)

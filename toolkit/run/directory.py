@@ -15,6 +15,7 @@ from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.environment import environment_report, json_text
+from toolkit.run.events import EventLog
 
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
@@ -32,6 +33,14 @@ MAY_CHANGE = (
 """Settings that a resumed run may change: length, speed, devices, logging, and future stages of
 the data (a checkpoint records the past ones). Any other would make it a different run, with
 other weights, data or losses."""
+ON_REQUEST = (
+    "optimizer.learning_rate",
+    "optimizer.weight_decay",
+    "optimizer.clip_grad_norm",
+    "schedule",
+)
+"""Settings that `dmt launch --change` changes in a run that continues: they leave its data and
+its optimizer states as they are."""
 
 
 class _Inside:
@@ -176,13 +185,45 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
             key=key,
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
-            fix="--run-dir OTHER for a new run, or the old value to resume",
+            fix="--run-dir OTHER for a new run, or the old value to resume"
+            + (f", or --change {key}={shown(new_value)}" if _within(key, ON_REQUEST) else ""),
         )
         for key, old_value, new_value in changes(old, new)
-        if not may_change(key)
+        if not may_change(key) and not was_requested(run, key, new_value)
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step: int) -> None:
+    """Record in the run's events that it continues after `step` with the recipe's values of
+    `keys`.
+
+    Raises RecipeError for a setting that is not in ON_REQUEST, or without a run.
+    """
+    for key in keys:
+        if not _within(key, ON_REQUEST):
+            raise _not_changeable(key, ", ".join(ON_REQUEST), "--set, in a run of its own")
+    if not run.recipe.exists():
+        found = f"{run.path}, in which no run has begun"
+        raise _not_changeable(found, "the directory of a run that continues", "--set instead")
+    old = YAML(typ="safe").load(run.recipe.read_text(encoding="utf-8"))
+    new = YAML(typ="safe").load(redact(dump_recipe(recipe)))
+    for key, before, now in changes(old, new):
+        if _within(key, keys):
+            message = f"{key} was {shown(before)}, is {shown(now)}"
+            EventLog(run.events).write("change", step=step, key=key, now=now, message=message)
+
+
+def was_requested(run: RunDirectory, key: str, value: object) -> bool:
+    """Whether the last `--change` of a setting asked for this value."""
+    events = [one for one in jsonl.read(run.events) if one.get("kind") == "change"]
+    values = [event.get("now") for event in events if event.get("key") == key]
+    return bool(values) and values[-1] == value
+
+
+def _not_changeable(found: str, allowed: str, fix: str) -> RecipeError:
+    return RecipeError([Problem("--change", found, allowed, fix)])
 
 
 def _never_began(run: RunDirectory) -> bool:
@@ -214,7 +255,12 @@ def is_stated(value: object) -> bool:
 
 def may_change(key: str) -> bool:
     """Whether a resumed run may change this setting."""
-    return any(key == one or key.startswith(f"{one}.") for one in MAY_CHANGE)
+    return _within(key, MAY_CHANGE)
+
+
+def _within(key: str, settings: Sequence[str]) -> bool:
+    """Whether a dotted key is one of these settings, or of their sections."""
+    return any(key == one or key.startswith(f"{one}.") for one in settings)
 
 
 def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -12,6 +12,7 @@ from toolkit.run import jsonl
 
 EventKind = Literal[
     "launch",
+    "change",
     "start",
     "load",
     "save",
@@ -47,6 +48,8 @@ class EventLog:
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
       where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
       before ranks end because one hangs;
+    - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running
+      schedule or optimizer another setting;
     - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
       `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;

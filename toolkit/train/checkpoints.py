@@ -1,5 +1,6 @@
 """A worker's checkpoints: resume from one, write the next."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +20,11 @@ from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
+from toolkit.recipe.schema import ScheduleSection, TrainingSection
 from toolkit.run import jsonl
 from toolkit.run.announce import short
 from toolkit.run.assignment import Assignment
-from toolkit.run.directory import RunDirectory, changes, may_change, shown
+from toolkit.run.directory import RunDirectory, changes, may_change, shown, was_requested
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.terminal import tell
@@ -31,6 +33,7 @@ from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.fits import shape_problems
 from toolkit.train.loop import Progress
 from toolkit.train.phases import Mark, Phases
+from toolkit.train.schedule import learning_rate
 from toolkit.untrusted import read_json
 
 GB = 1e9
@@ -126,7 +129,9 @@ class RunCheckpoints:
             f"{key} was {shown(old)}, is {shown(new)}"
             for key, old, new in changes(found.manifest.recipe, self.recipe)
             # Data are compared as such.
-            if not may_change(key) and key.split(".")[0] not in ("name", "data")
+            if not may_change(key)
+            and not was_requested(self.directory, key, new)
+            and key.split(".")[0] not in ("name", "data")
         ]
         if self.leader:
             assert self._saved is not None
@@ -209,7 +214,28 @@ class RunCheckpoints:
             tell(f"finished: {place} is step {step} of {steps}, nothing is left to train")
         else:
             tell(f"continuing from step {step} of {steps}, {place}")
+            self._report_bend(found.manifest, steps)
         return ended
+
+    def _report_bend(self, manifest: Manifest, steps: int) -> None:
+        """Warn if the run's new length changes the rate at which it continues: schedules decay
+        over all steps of a run."""
+        saved, step = manifest.recipe, manifest.step
+        before = manifest.lengths.total_steps(TrainingSection(**saved["training"]))
+        if before is None or before == steps or step >= steps:
+            return
+        peak, schedule = (
+            saved["optimizer"]["learning_rate"],
+            ScheduleSection(**saved["schedule"]),
+        )
+        was = learning_rate(min(step, before - 1), before, peak, schedule)
+        now = self.assignment.recipe
+        rate = learning_rate(step, steps, now.optimizer.learning_rate, now.schedule)
+        if not math.isclose(rate, was, rel_tol=1e-6):
+            self._warn(
+                f"the run has {steps} steps, it had {before}: schedule {now.schedule.name} "
+                f"continues at learning rate {rate:.3g} instead of {was:.3g}"
+            )
 
     def take(self, found: Found) -> Progress:
         """Continue after a checkpoint from which nothing is loaded: all steps are done."""

@@ -39,6 +39,7 @@ _MARKS = {
     "restart": "restarted",
     "resume": "resumed",
     "hang": "hung",
+    "change": "setting changed",
     "signal": "signal",
     "end": "ended",
 }

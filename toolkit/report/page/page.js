@@ -5,7 +5,7 @@ let data = JSON.parse($("data").textContent);
 const AXES = { step: "step", tokens: "tokens", hours: "training time" };
 const HEIGHT = 240, AXIS_FONT = "12px system-ui, sans-serif";
 const MARKS = { skip: "skipped step", restart: "restart after a failure", resume: "resumed",
-  hang: "hang", signal: "signal", end: "ended early", stage: "data stage" };
+  hang: "hang", signal: "signal", end: "ended early", change: "setting changed", stage: "data stage" };
 const COLOURS = 6, LINES_EACH = 3;
 /** Three for the lines of a run; the next three are of the runs whose colours come again. */
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [10, 3, 2, 3, 2, 3], [16, 4], [6, 3, 6, 8], [16, 3, 5, 3]];
