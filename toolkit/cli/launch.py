@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,16 +88,20 @@ def launch(
         tell(spec.printable(), sys.stdout)
         return
     assignments.check_local_files(assignment.recipe, recipe, overrides)
-    keys = [one.partition("=")[0] for one in change]
-    if keys:
-        run = RunDirectory(assignment.run_dir)
-        request_changes(run, assignment.recipe, keys, newest_step(run.checkpoints))
+    _request(change, assignment)
     if oversees:
         places = stated_in(recipe, overrides)
         code = _oversee(chosen, assignment, spec, loaded, where, places)
     else:
         code = _hand_over(chosen, assignment, spec)
     raise typer.Exit(code)
+
+
+def _request(change: Sequence[str], assignment: "Assignment") -> None:
+    """Record what `--change` names, which lets the run continue with it."""
+    run = RunDirectory(assignment.run_dir)
+    if keys := [one.partition("=")[0] for one in change]:
+        request_changes(run, assignment.recipe, keys, newest_step(run.checkpoints))
 
 
 def _oversee(
