@@ -26,6 +26,25 @@ from toolkit.terminal import lost_output, survive_lost_output, tell
 if TYPE_CHECKING:
     from toolkit.run.assignment import Assignment
 
+Changes = Annotated[
+    list[str],
+    typer.Option(
+        "--change",
+        metavar="KEY=VALUE",
+        help="Continue the run with another learning rate, weight decay, gradient clipping or "
+        "schedule; its optimizer states are kept, and the change is recorded.",
+    ),
+]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Start a run that failed again from its last checkpoint, up to N times in a row "
+        "without a new checkpoint; default: the recipe's launch.max_restarts (0)",
+    ),
+]
+
 
 def launch(
     recipe: RecipePath,
@@ -38,24 +57,8 @@ def launch(
             "default: the recipe's launch.launcher"
         ),
     ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Start a run that failed again from its last checkpoint, up to N times in a "
-            "row without a new checkpoint; default: the recipe's launch.max_restarts (0)",
-        ),
-    ] = None,
-    change: Annotated[
-        list[str],
-        typer.Option(
-            "--change",
-            metavar="KEY=VALUE",
-            help="Continue the run with another learning rate, weight decay, gradient clipping "
-            "or schedule; its optimizer states are kept, and the change is recorded.",
-        ),
-    ] = [],  # noqa: B006
+    max_restarts: MaxRestarts = None,
+    change: Changes = [],  # noqa: B006
     cluster: ClusterOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print plan and command; write and start nothing.")
