@@ -86,6 +86,10 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
         # DeepSpeed reads these even in a run of one process.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
+    if "device_id" in options:
+        # Bound, every later group would be split off from all ranks, which they would do one
+        # after the other, and its messages between two ranks would wait for each other.
+        dist.group.WORLD.bound_device_id = None
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:

@@ -66,6 +66,7 @@ from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.exporting import export_last
+from toolkit.train.gpu_memory import out_of_memory
 from toolkit.train.loop import Progress, TrainingRun, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
@@ -137,6 +138,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             worker.record_end(exit_code=EXIT_FAILED, error=_INTERRUPTED)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
+        error = _explained(error, worker)
         code, message = _failure(error)
         cause = worker.cause() if worker is not None and message == PEER_LOST else None
         tell(f"error: {cause or message}")
@@ -165,17 +167,22 @@ def _failure(error: Exception) -> tuple[int, str]:
         logger.info("a collective failed", exc_info=error)  # for the log, not the terminal
         return EXIT_FAILED, PEER_LOST
     logger.error("training failed", exc_info=error)
-    return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
+    return EXIT_FAILED, f"{type(error).__name__}: {error}"
 
 
-def _advice(error: Exception) -> str:
-    """A hint for a failure with a common fix."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "\n  fix: --set training.micro_batch_size=1, --set parallel.recompute=full, "
-            "--set parallel.zero.stage=3, or offload (parallel.zero.offload_optimizer=cpu)"
-        )
-    return ""
+def _explained(error: Exception, worker: "_Worker | None") -> Exception:
+    """The failure, or if memory ran out, an error that states where and what held it.
+
+    Another start is worth while only after a step of this one.
+    """
+    if isinstance(error, DmtError):
+        return error
+    doing = worker.doing if worker is not None else "starting"
+    stepped = worker is not None and worker.has_stepped
+    explained = out_of_memory(error, doing, retry=stepped)
+    if explained is not None:
+        logger.error("out of memory", exc_info=error)
+    return explained or error
 
 
 class _Worker:
