@@ -89,6 +89,7 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
     if "device_id" in options:
         # Bound, every later group would be split off from all ranks, which they would do one
         # after the other, and its messages between two ranks would wait for each other.
+        assert dist.group.WORLD is not None
         dist.group.WORLD.bound_device_id = None
 
 

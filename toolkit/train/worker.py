@@ -199,6 +199,7 @@ class _Worker:
         self.progress = Progress()
         self._events_before = events_offset(assignment.run_dir)
         self._stop: StopRequest | None = None
+        self._watchdog: Watchdog | None = None
         self._watching = ExitStack()
         """Ends with the process: a rank that cannot exit hangs, too."""
         self._at_end = ExitStack()
@@ -242,7 +243,7 @@ class _Worker:
                 self.progress = self.together.run(load)
 
         self._stop = stop = self._at_end.enter_context(self._stop_request())
-        watchdog = self._watchdog(stop)
+        self._watchdog = watchdog = self._new_watchdog(stop)
         reporter = self._start_reporter(self.progress, steps, checkpoints)
         self._watching.enter_context(watchdog)
         limit = collective_limit(recipe.launch.hang_timeout_s)
@@ -269,6 +270,7 @@ class _Worker:
     ) -> None:
         """Run the remaining steps, save, validate, and compare with the plan."""
         progress, checkpoints = self.progress, observer.run.checkpoints
+        watchdog.mark(f"step {progress.step + 1}", progress.step)
         with observer.reporter.progress if observer.reporter is not None else nullcontext():
             try:
                 train(job, progress, Watched(observer, watchdog), stop)
@@ -300,6 +302,16 @@ class _Worker:
     def _stop_request(self) -> StopRequest:
         file = self.directory.stop if self.ranks.rank == 0 else None
         return StopRequest(file, self.together.group)
+
+    @property
+    def doing(self) -> str:
+        """What this rank began last."""
+        return self._watchdog.doing if self._watchdog is not None else self.phases.last
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this start has completed a training step."""
+        return self._watchdog is not None and self._watchdog.has_stepped
 
     def record_signal(self) -> None:
         """Record what stopped the run, on the ranks that received the request."""
@@ -373,7 +385,7 @@ class _Worker:
         self._at_end.callback(reporter.finish)
         return reporter
 
-    def _watchdog(self, stop: StopRequest) -> Watchdog:
+    def _new_watchdog(self, stop: StopRequest) -> Watchdog:
         launch = self.assignment.recipe.launch
         return Watchdog(
             self.directory,

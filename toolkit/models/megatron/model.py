@@ -213,7 +213,7 @@ def seed_dropout() -> None:
 def leave_groups() -> None:
     """Destroy what `join_groups` created: the threads of a forgotten group continue.
 
-    The last group first, on every rank: NCCL's destruction of a group waits for its other ranks.
+    The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
     """
     groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
