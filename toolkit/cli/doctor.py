@@ -57,6 +57,22 @@ SelfTestOption = Annotated[
 GpuSelfTestOption = Annotated[
     bool, typer.Option("--gpu-selftest", help="The same, but exit 3 where there is no GPU.")
 ]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="STEP",
+        help="Run only this step of --selftest, or those that begin so, e.g. losses; "
+        "repeatable.",
+        show_default=False,
+    ),
+]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        "--jobs", min=1, help="Steps of --selftest that run at once; speeds are measured alone."
+    ),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +107,8 @@ def doctor(
     selftest: SelfTestOption = False,
     gpu_selftest: GpuSelfTestOption = False,
     folder: FolderOption = None,
+    only: OnlyOption = None,
+    jobs: JobsOption = 1,
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -110,15 +128,18 @@ def doctor(
             "--bandwidth": (bandwidth, not here),
             "--out": (out, calibrate),
             "--folder": (folder, testing),
+            "--only": (only, testing),
+            "--jobs": (jobs > 1, testing),
             "--processes": (processes, here or (bandwidth and "RANK" not in os.environ)),
         }
     )
     file = out or Path("cluster.yaml")
     if testing:
-        from toolkit.cli.selftest import try_machine
+        from toolkit.cli.selftest import SelfTest, try_machine
 
-        where = folder or Path("dmt-selftest")
-        try_machine(where, processes, file if calibrate else None, gpu_selftest, as_json)
+        where, cluster = folder or Path("dmt-selftest"), file if calibrate else None
+        steps = tuple(only or ())
+        try_machine(SelfTest(where, processes, cluster, gpu_selftest, as_json, steps, jobs))
     elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:
@@ -135,7 +156,7 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
             f"dmt doctor: {', '.join(useless)} would be ignored here",
             fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
             "--processes, but not under a launcher; --calibrate reads --processes and --out; "
-            "--selftest reads --processes, --folder and --calibrate",
+            "--selftest reads --processes, --folder, --calibrate, --only and --jobs",
         )
 
 
