@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from tests.processes import ROOT
 from toolkit import launchers
+from toolkit.compilers import file_system
 from toolkit.doctor import accelerators, accounts, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import LAUNCHERS, Needs, needs_of
@@ -306,8 +307,8 @@ def test_no_fix_hands_a_foreign_word_to_the_shell(
 
 
 def test_file_systems(tmp_path: Path) -> None:
-    assert storage.file_system(Path("/proc/self")) == "proc"
-    assert storage.file_system(tmp_path) != "unknown"
+    assert file_system(Path("/proc/self")) == "proc"
+    assert file_system(tmp_path) != "unknown"
 
 
 def test_the_disk_is_measured_and_left_as_it_was(

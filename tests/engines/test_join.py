@@ -2,6 +2,8 @@
 needs."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from toolkit.engines import numa
 from toolkit.engines.distributed import join
 from toolkit.errors import BackendUnavailable
 
@@ -55,6 +58,9 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     return chosen
 
 
@@ -107,6 +113,38 @@ def test_one_rank_binds_no_device(
     have_gpus(monkeypatch, 1)
     assert join().device == torch.device("cuda", 0)
     assert joined[0]["backend"] == "nccl" and "device_id" not in joined[0]
+
+
+@pytest.mark.parametrize(
+    ("listed", "kept"),
+    [
+        ("0-1,64-65\n", {0, 1}),
+        ("1\n", {1}),
+        ("8-15\n", None),  # the launcher chose the other node's
+        ("\n", None),  # of a virtual machine
+        (None, None),
+    ],
+)
+def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    joined: list[dict[str, Any]],
+    tmp_path: Path,
+    listed: str | None,
+    kept: set[int] | None,
+) -> None:
+    """And computes convolutions in fp32, which torch computes in TF32."""
+    monkeypatch.setattr(numa, "_PCI_DEVICES", tmp_path)
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    if listed is not None:
+        (folder / "local_cpulist").write_text(listed)
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: bound.append(cores))
+    have_gpus(monkeypatch, 1)
+    join()
+    assert joined and bound == ([] if kept is None else [kept])
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_cpus_join_by_gloo(

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from toolkit.batch import MicroBatch
+from toolkit.engines import numa
 from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable, DataError
@@ -45,7 +46,9 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     ranks = Ranks(rank, world, local_rank, local_world, torch.device("cpu"))
     if torch.cuda.is_available():
         ranks = replace(ranks, device=_gpu(ranks, may_be_alone=bool(placed)))
+        numa.bind(ranks.device)
         torch.cuda.set_device(ranks.device)
+        torch.backends.cudnn.allow_tf32 = False  # torch's default for fp32 convolutions
     else:
         # Spares DeepSpeed a search and a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
