@@ -118,7 +118,7 @@ def doctor(
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
-    testing = selftest or gpu_selftest
+    file, testing = out or Path("cluster.yaml"), selftest or gpu_selftest
     here = calibrate or testing
     _refuse_useless(
         {
@@ -128,18 +128,15 @@ def doctor(
             "--bandwidth": (bandwidth, not here),
             "--out": (out, calibrate),
             "--folder": (folder, testing),
-            "--only": (only, testing),
-            "--jobs": (jobs > 1, testing),
+            "--only, --jobs": (only or jobs > 1, testing),
             "--processes": (processes, here or (bandwidth and "RANK" not in os.environ)),
         }
     )
-    file = out or Path("cluster.yaml")
     if testing:
         from toolkit.cli.selftest import SelfTest, try_machine
 
-        where, cluster = folder or Path("dmt-selftest"), file if calibrate else None
-        steps = tuple(only or ())
-        try_machine(SelfTest(where, processes, cluster, gpu_selftest, as_json, steps, jobs))
+        place = folder or Path("dmt-selftest"), processes, file if calibrate else None
+        try_machine(SelfTest(*place, gpu_selftest, as_json, tuple(only or ()), jobs))
     elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:
