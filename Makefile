@@ -4,13 +4,14 @@
 #   make test-all  run all tests but the long ones: half an hour (CI does)
 #   make check     lint, format, types (CI does, too)
 #   make soak      long fault and stress runs (not part of CI)
+#   make cuda-build  rehearse GPUs with a CUDA build of torch, 5 GB in .venv-cuda (not part of CI)
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --instafail
 
-.PHONY: setup demo test test-all check soak
+.PHONY: setup demo test test-all check soak cuda-build
 
 setup: $(READY)
 
@@ -30,7 +31,7 @@ demo: setup
 	@$(BIN)/python launch/demo.py
 
 test: setup
-	$(PYTEST) -m '(not slow or quick) and not gpu and not soak'
+	$(PYTEST) -m '(not slow or quick) and not gpu and not soak and not cuda_build'
 
 test-all: setup
 	$(PYTEST)
@@ -43,3 +44,8 @@ check: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m soak --timeout 3600
+
+cuda-build:
+	@test -x .venv-cuda/bin/python || $(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install -q -c constraints.txt -e '.[dev]'
+	.venv-cuda/bin/python -m pytest -m cuda_build

@@ -4,12 +4,17 @@ import os
 import shlex
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # has no type hints of its own
+
 from toolkit.errors import BackendUnavailable
 
+NETWORK_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "fuse", "beegfs", "9p", "cifs", "wekafs")
+"""File systems of other machines, by the beginnings of their names."""
 CPP = "C++ compiler"
 HEADERS = "Python headers"
 
@@ -75,19 +80,35 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
+def file_system(path: Path) -> str:
+    """The kind of file system that `path` is on: `ext4`, `tmpfs`, `nfs4`; else `unknown`."""
+    over = [
+        one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)
+    ]
+    # Later mounts cover earlier ones of the same place.
+    found = max(reversed(over), key=lambda one: len(Path(one.mountpoint).parts), default=None)
+    return "unknown" if found is None else str(found.fstype)
+
+
 def private_folder(*names: str) -> Path:
     """A folder under DMT's cache for code that will be executed: created, and private to this
-    user.
+    user. If the home directory is on another machine, it is in this one's temporary folder:
+    the processes of all nodes would write the same files.
 
     Raises BackendUnavailable where another user owns it or may write to it.
     """
-    folder = (user_cache() / "dmt").joinpath(*names)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise BackendUnavailable(
-            f"{folder}, where compiled code is kept, belongs to another user, or others may "
-            "write to it",
-            fix=f"chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of your own",
-        )
-    return folder
+    folders = [(user_cache() / "dmt").joinpath(*names)]
+    stated = os.environ.get("XDG_CACHE_HOME")
+    if not stated and file_system(Path.home().resolve()).startswith(NETWORK_SYSTEMS):
+        local = Path(tempfile.gettempdir()) / f"dmt-{os.getuid()}"
+        folders = [local, local.joinpath(*names)]  # all users may write around the first
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise BackendUnavailable(
+                f"{folder}, where compiled code is kept, belongs to another user, or others "
+                "may write to it",
+                fix=f"chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of your own",
+            )
+    return folders[-1]

@@ -1,9 +1,12 @@
 """`kernels.compile: layers`: the numbers of plain transformers, by kernels that torch makes."""
 
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +217,27 @@ def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder.chmod(0o770)
     with pytest.raises(BackendUnavailable, match="others may write to it"):
         compilers.private_folder("inductor")
+
+
+def test_not_in_a_home_that_all_nodes_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in a folder that another user made there before."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert compilers.private_folder("inductor") == home / ".cache" / "dmt" / "inductor"
+    mounts = [SimpleNamespace(mountpoint=str(home), fstype="nfs4")]
+    monkeypatch.setattr("psutil.disk_partitions", lambda **_: mounts)
+    folder = compilers.private_folder("inductor")
+    assert folder == tmp_path / f"dmt-{os.getuid()}" / "inductor"
+    folder.parent.chmod(0o777)
+    with pytest.raises(BackendUnavailable, match="others may write to it"):
+        compilers.private_folder("inductor")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    assert compilers.private_folder("inductor") == home / "dmt" / "inductor"
 
 
 @pytest.mark.parametrize(

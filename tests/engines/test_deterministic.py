@@ -19,7 +19,7 @@ from toolkit.run.assignment import decide
 
 GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 ASKED = {**GPU, "training__deterministic": True}
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 
 
 @pytest.fixture(autouse=True)

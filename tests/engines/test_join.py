@@ -1,12 +1,18 @@
 """Which GPU a rank takes, and what it joins: torch.cuda is replaced by as much of it as that
 needs."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from toolkit.engines import numa
 from toolkit.engines.distributed import join
 from toolkit.errors import BackendUnavailable
 
@@ -27,14 +33,23 @@ TORCHRUN = {
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the process group was asked to be; nothing is joined."""
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What the process group was asked to be; a fake one of two ranks is joined."""
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda **options: asked.append(options))
+    join_for_real = dist.init_process_group
+
+    def init_process_group(**options: Any) -> None:
+        asked.append(options)
+        join_for_real("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.group.WORLD.bound_device_id = options.get("device_id")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
     for name in (*TORCHRUN, "TORCHELASTIC_MAX_RESTARTS", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what `join` sets is undone
         monkeypatch.delenv(name)
-    return asked
+    yield asked
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -43,6 +58,9 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     return chosen
 
 
@@ -59,6 +77,22 @@ def test_a_scheduler_may_show_each_rank_its_gpu_only(
     assert ranks.local_rank == 3, "the leader of a machine is one of its ranks"
     (asked,) = joined
     assert (asked["backend"], asked["device_id"]) == ("nccl", ranks.device)
+
+
+def test_later_groups_are_not_split_off(
+    monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
+) -> None:
+    """All ranks would have to take part in each split: 1,553 for megatron-core on 256 GPUs."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    have_gpus(monkeypatch, 4)
+    join()
+    assert "device_id" in joined[0], "NCCL connects at once"
+    splits: list[object] = []
+    monkeypatch.setattr(distributed_c10d, "_get_split_source", splits.append)
+    for ranks in ([0], [1], [0, 1]):
+        dist.new_group(ranks)
+    assert not splits
 
 
 def test_more_ranks_than_gpus_are_refused(
@@ -79,6 +113,38 @@ def test_one_rank_binds_no_device(
     have_gpus(monkeypatch, 1)
     assert join().device == torch.device("cuda", 0)
     assert joined[0]["backend"] == "nccl" and "device_id" not in joined[0]
+
+
+@pytest.mark.parametrize(
+    ("listed", "kept"),
+    [
+        ("0-1,64-65\n", {0, 1}),
+        ("1\n", {1}),
+        ("8-15\n", None),  # the launcher chose the other node's
+        ("\n", None),  # of a virtual machine
+        (None, None),
+    ],
+)
+def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    joined: list[dict[str, Any]],
+    tmp_path: Path,
+    listed: str | None,
+    kept: set[int] | None,
+) -> None:
+    """And computes convolutions in fp32, which torch computes in TF32."""
+    monkeypatch.setattr(numa, "_PCI_DEVICES", tmp_path)
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    if listed is not None:
+        (folder / "local_cpulist").write_text(listed)
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: bound.append(cores))
+    have_gpus(monkeypatch, 1)
+    join()
+    assert joined and bound == ([] if kept is None else [kept])
+    assert not torch.backends.cudnn.allow_tf32
 
 
 def test_cpus_join_by_gloo(

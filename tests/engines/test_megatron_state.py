@@ -1,10 +1,12 @@
 """What of megatron-core's optimizer a checkpoint holds besides tensors."""
 
+import random
 import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +43,50 @@ def test_a_scale_of_another_engine_is_made_one_of_a_sum(state: ModuleType) -> No
     scaler = other.chained_optimizers[0].grad_scaler
     assert scaler._scale.item() == 4.0
     assert scaler._growth_tracker == 3, "counts of another scaler mean nothing"
+
+
+@pytest.mark.usefixtures("megatron_core")
+def test_groups_are_destroyed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last created first: in NCCL, ranks that destroy them in different orders wait
+    indefinitely. A set's order differs between ranks: hashes are addresses."""
+    from megatron.core import parallel_state
+
+    from toolkit.models.megatron.model import leave_groups
+
+    created = [object() for _ in range(100)]
+    random.Random(0).shuffle(created)
+    destroyed: list[object] = []
+    listed = [None, *created[:50], created[0], dist.GroupMember.NON_GROUP_MEMBER, *created[50:]]
+    monkeypatch.setattr(parallel_state, "_global_process_group_list", listed)
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
+    leave_groups()
+    assert destroyed == created[::-1]
+
+
+@pytest.mark.usefixtures("megatron_core")
+def test_gradients_are_clipped_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bits of megatron-core's own loop; what Apex brings stays."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    from toolkit.models.megatron import cpu
+
+    for name in ("multi_tensor_scale_impl", "l2_norm_impl"):
+        monkeypatch.setattr(clip_grads, name, getattr(clip_grads, name))
+    clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
+    cpu._clip_all_at_once()
+    ours = clip_grads.multi_tensor_scale_impl
+    given = [torch.randn(5), torch.randn(3, 2)]
+    expected = [torch.empty_like(one) for one in given]
+    local_multi_tensor_scale(0, None, [given, expected], 0.3)
+    written = [torch.empty_like(one) for one in given]
+    ours(0, None, [given, written], 0.3)
+    looped: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: looped.append("copy"))
+    ours(0, None, [given, given], 0.3)
+    for one, other, in_place in zip(expected, written, given, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, in_place)
+    assert not looped
+    clip_grads.multi_tensor_scale_impl = apex = object()
+    cpu._clip_all_at_once()
+    assert clip_grads.multi_tensor_scale_impl is apex

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import unmet
 from tests.processes import ROOT
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 
@@ -227,3 +228,23 @@ def test_the_planner_knows_what_small_layouts_hold(tmp_path: Path) -> None:
     assert sum(map(abs, errors)) / len(errors) < 5
     assert max(map(abs, errors)) < 10
     assert "called fitting: none" in done.stdout
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ["engine=megatron", "tensor=2"],
+        ["engine=fsdp", "zero.stage=3"],
+        ["engine=deepspeed", "zero.stage=2"],
+    ],
+    ids=lambda parallel: parallel[0],
+)
+def test_a_cuda_build_of_torch_rehearses_without_a_gpu(parallel: list[str]) -> None:
+    """It brings hooks and a device guard of its own, which look for a GPU."""
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.is_available():
+        unmet("a torch that is built with CUDA, on a machine without GPU")
+    (rank,) = rehearsed(*parallel, ranks="1")["ranks"]
+    assert rank["peak_gib"] > 0

@@ -57,6 +57,22 @@ SelfTestOption = Annotated[
 GpuSelfTestOption = Annotated[
     bool, typer.Option("--gpu-selftest", help="The same, but exit 3 where there is no GPU.")
 ]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--only",
+        metavar="STEP",
+        help="Run only this step of --selftest, or those that begin so, e.g. losses; "
+        "repeatable.",
+        show_default=False,
+    ),
+]
+JobsOption = Annotated[
+    int,
+    typer.Option(
+        "--jobs", min=1, help="Steps of --selftest that run at once; speeds are measured alone."
+    ),
+]
 FolderOption = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +107,8 @@ def doctor(
     selftest: SelfTestOption = False,
     gpu_selftest: GpuSelfTestOption = False,
     folder: FolderOption = None,
+    only: OnlyOption = None,
+    jobs: JobsOption = 1,
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,7 +118,7 @@ def doctor(
     Example: `dmt doctor recipes/tiny/llama-bytes.yaml`, or
     `dmt doctor --calibrate --out cluster.yaml`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
-    testing = selftest or gpu_selftest
+    file, testing = out or Path("cluster.yaml"), selftest or gpu_selftest
     here = calibrate or testing
     _refuse_useless(
         {
@@ -110,15 +128,15 @@ def doctor(
             "--bandwidth": (bandwidth, not here),
             "--out": (out, calibrate),
             "--folder": (folder, testing),
+            "--only, --jobs": (only or jobs > 1, testing),
             "--processes": (processes, here or (bandwidth and "RANK" not in os.environ)),
         }
     )
-    file = out or Path("cluster.yaml")
     if testing:
-        from toolkit.cli.selftest import try_machine
+        from toolkit.cli.selftest import SelfTest, try_machine
 
-        where = folder or Path("dmt-selftest")
-        try_machine(where, processes, file if calibrate else None, gpu_selftest, as_json)
+        place = folder or Path("dmt-selftest"), processes, file if calibrate else None
+        try_machine(SelfTest(*place, gpu_selftest, as_json, tuple(only or ()), jobs))
     elif bandwidth:
         _bandwidth(processes, as_json)
     elif calibrate:
@@ -135,7 +153,7 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
             f"dmt doctor: {', '.join(useless)} would be ignored here",
             fix="leave it out: a check reads RECIPE, --set and --hostfile; --bandwidth reads "
             "--processes, but not under a launcher; --calibrate reads --processes and --out; "
-            "--selftest reads --processes, --folder and --calibrate",
+            "--selftest reads --processes, --folder, --calibrate, --only and --jobs",
         )
 
 

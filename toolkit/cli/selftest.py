@@ -4,7 +4,8 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -13,8 +14,9 @@ from rich.text import Text
 
 from toolkit.cli.bars import print_hanging
 from toolkit.cli.console import Console
-from toolkit.doctor.calibrate import check_out
+from toolkit.doctor.calibrate import check_known, check_out, this_machine
 from toolkit.doctor.selftest import plan, report
+from toolkit.doctor.selftest.apart import in_processes
 from toolkit.doctor.selftest.check import Check, Workplace
 from toolkit.errors import EXIT_FAILED
 from toolkit.handlers import handling
@@ -23,23 +25,36 @@ from toolkit.terminal import tell
 _COLOURS = {"ok": "green", "measured": "cyan", "skipped": "dim", "failed": "bold red"}
 
 
-def try_machine(
-    folder: Path, processes: int | None, cluster: Path | None, gpu_only: bool, as_json: bool
-) -> None:
-    """Run the self-test, write its report, and exit with 4 when a part failed.
+@dataclass(frozen=True)
+class SelfTest:
+    """What the options of `dmt doctor` choose."""
 
-    `cluster`: the cluster file that is measured, written and used.
-    """
-    if cluster is not None:
-        check_out(cluster)
-    place = plan.workplace(gpu_only, processes, folder)
+    folder: Path
+    processes: int | None
+    cluster: Path | None
+    """The cluster file that is measured, written and used."""
+    gpu_only: bool
+    as_json: bool
+    only: tuple[str, ...]
+    """Titles of steps, or how they begin; none: all steps."""
+    jobs: int
+    """Steps that run at once, of those that measure no speed."""
+
+
+def try_machine(test: SelfTest) -> None:
+    """Run the self-test, write its report, and exit with 4 when a part failed."""
+    if test.cluster is not None:
+        check_out(test.cluster)
+        check_known(this_machine(test.processes))
+    place = plan.workplace(test.gpu_only, test.processes, test.folder)
+    steps = plan.chosen(plan.steps(place, test.cluster), test.only)
     began = time.monotonic()
-    checks = _run(plan.steps(place, cluster), place)
-    file = report.write(folder, place, checks, time.monotonic() - began)
+    checks = _run(steps, place, test.jobs)
+    file = report.write(test.folder, place, checks, time.monotonic() - began)
     failed = any(check.verdict == "failed" for check in checks)
     if not failed:
         shutil.rmtree(place.folder)
-    if as_json:
+    if test.as_json:
         typer.echo(json.dumps(report.machine_output(place, checks)))
     else:
         _show(checks, Console())
@@ -48,21 +63,31 @@ def try_machine(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _run(steps: Sequence[plan.Step], place: Workplace) -> list[Check]:
+def _run(steps: Sequence[plan.Step], place: Workplace, jobs: int) -> list[Check]:
     """Every step; a line on standard error about each check, and a bar on a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     checks = []
+    apart = [step for step in steps if not step.measures] if jobs > 1 else []
     # SIGTERM cleans up as Ctrl-C does.
     with handling([signal.SIGTERM], signal.default_int_handler), bar:
         task = bar.add_task("", total=len(steps))
-        for step in steps:
-            bar.update(task, description=step.title)
-            for check in plan.run([step], place):
-                checks.append(check)
-                tell(f"{check.step}  {check.name}  {check.verdict}  {check.found}")
-            bar.advance(task)
+
+        def found() -> Iterator[Check]:
+            for step, of_step in in_processes(apart, place, jobs):
+                yield from of_step
+                bar.update(task, description=step.title, advance=1)
+            for step in steps:
+                if step not in apart:
+                    bar.update(task, description=step.title)
+                    yield from plan.run([step], place)
+                    bar.advance(task)
+
+        for check in found():
+            checks.append(check)
+            report.append(place.folder.parent, check)
+            tell(f"{check.step}  {check.name}  {check.verdict}  {check.found}")
     return checks
 
 

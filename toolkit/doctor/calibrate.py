@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,17 @@ _DEVICES = (
     (r"mi300x", "mi300x"),
 )
 """What drivers call the accelerators of the catalogue."""
+_GENERATIONS = (
+    ((7, 0), "v100-32gb"),
+    ((7, 5), "t4"),
+    ((8, 0), "a100-80gb"),
+    ((8, 6), "a6000"),
+    ((8, 9), "l40s"),
+    ((9, 0), "h100-80gb"),
+    ((10, 0), "b200"),
+    ((12, 0), "rtx5090"),
+)
+"""From which CUDA capability on a GPU is like one of the catalogue."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ class Machine:
     """Name of the hardware catalogue, or the device's own where that lacks it."""
     processes: int
     """One per GPU, or as many as share the processor."""
+    device: str = ""
+    """The GPU's own name where `gpu` is the catalogue's closest (`closest`)."""
 
 
 def this_machine(processes: int | None) -> Machine:
@@ -106,6 +119,21 @@ def check_known(machine: Machine, option: str = "--calibrate") -> None:
             fix="write a cluster file with `gpu: {like: NAME}` and what you know of it "
             "(docs/cluster.md)",
         )
+
+
+def closest(machine: Machine, option: str) -> Machine:
+    """The machine, with a GPU that the catalogue lacks as one of the same generation: what is
+    compared needs a name, not a data sheet.
+
+    Raises BackendUnavailable for a GPU of none of these generations.
+    """
+    if machine.gpu in GPUS:
+        return machine
+    here = torch.cuda.get_device_capability(0) if torch.version.hip is None else (0, 0)
+    known = [like for least, like in _GENERATIONS if least <= here]
+    if not known:
+        check_known(machine, option)
+    return replace(machine, gpu=known[-1], device=machine.gpu)
 
 
 def calibrate(machine: Machine) -> Speeds:

@@ -31,7 +31,8 @@ class Package:
     """Of the distribution, as `pip install` takes it."""
     module: str
     compiled: bool = False
-    """Against torch, so that it may not fit the one that is there."""
+    """Against torch, so that it may not fit the one that is there. DMT itself uses none of
+    these: one that is not installed is not missing."""
     extra: str = ""
     """Which of its parts is used, as in `pip install NAME[EXTRA]`; also the submodule."""
     use: str = ""
@@ -67,10 +68,13 @@ PACKAGES = (
         "transformer_engine",
         compiled=True,
         extra="pytorch",
-        use="megatron-core is faster on GPUs with it",
+        use="megatron-core imports it where it is installed",
     ),
     Package(
-        "flash-attn", "flash_attn", compiled=True, use="attention on GPUs is faster with it"
+        "flash-attn",
+        "flash_attn",
+        compiled=True,
+        use="transformers imports it where it is installed",
     ),
 )
 
@@ -137,12 +141,17 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     """The finding for one package."""
     needed_by = needs.packages.get(package.name)
     version = _version(package)
+    if version is None and package.compiled:
+        return
     if version is None:
         yield _absent(package, needed_by)
         return
     requirement = _requirement(package)
     text = str(version)
-    if not requirement.specifier.contains(version, prereleases=True):
+    if newest := _newer_than_tested(version, requirement):
+        text += f"; newer than the tests ran with ({newest})"
+        yield Finding(GROUP, package.name, "warning", text, needed_by, _install(requirement))
+    elif not requirement.specifier.contains(version, prereleases=True):
         text += f"; DMT needs {requirement.specifier}"
         fix = _install(requirement)
         level: Level = "note" if package.use else "problem"
@@ -153,6 +162,12 @@ def _package(package: Package, needs: Needs) -> Iterator[Finding]:
     else:
         yield Finding(GROUP, package.name, "ok", text)
     yield from _known_bad(package.name, version, needed_by)
+
+
+def _newer_than_tested(version: Version, requirement: Requirement) -> str:
+    """The first untested version, as in `<2.14`, if `version` is not older; "" if it is."""
+    bounds = [str(one) for one in requirement.specifier if one.operator == "<"]
+    return next((one for one in bounds if version not in SpecifierSet(one, True)), "")
 
 
 def _import_failure(package: Package, needed_by: str | None) -> str | None:
@@ -182,7 +197,7 @@ def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[F
     for bad in KNOWN_BAD:
         if bad.package == name and SpecifierSet(bad.versions).contains(version, True):
             text = f"{version}: {bad.why} ({bad.source})"
-            fix = f"pip install --upgrade '{_stated()[1].get(name, name)}'"
+            fix = f"pip install --upgrade '{_text(_stated()[1].get(name, Requirement(name)))}'"
             yield Finding(GROUP, name, "warning", text, needed_by, fix)
 
 
@@ -195,7 +210,14 @@ def _requirement(package: Package) -> Requirement:
 def _install(requirement: Requirement) -> str:
     # flash-attn and Transformer Engine are compiled against the torch that is there.
     compiled = requirement.name in ("flash-attn", "transformer-engine")
-    return f"pip install {'--no-build-isolation ' * compiled}'{requirement}'"
+    return f"pip install {'--no-build-isolation ' * compiled}'{_text(requirement)}'"
+
+
+def _text(requirement: Requirement) -> str:
+    """As it stands in the project file: the lower bound first."""
+    bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))
+    extras = f"[{','.join(requirement.extras)}]" * bool(requirement.extras)
+    return f"{requirement.name}{extras}{bounds}"
 
 
 def _reinstall(requirement: Requirement) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
+from toolkit.compilers import NETWORK_SYSTEMS, file_system
 from toolkit.doctor.finding import Finding, Level
 from toolkit.doctor.needs import Needs
 from toolkit.units import byte_size
@@ -26,8 +27,6 @@ LEAST_SHARED_BYTES = 512 * 2**20
 64 MiB by default."""
 LEAST_FILES = 4096
 LEAST_LOCKED_BYTES = 2**30
-NETWORK_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "fuse", "beegfs", "9p", "cifs", "wekafs")
-"""File systems of other machines, by the beginnings of their names."""
 
 
 def check(needs: Needs) -> Iterator[Finding]:
@@ -93,16 +92,6 @@ def write_speed(folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return TRIAL_BYTES / (time.perf_counter() - began)
-
-
-def file_system(path: Path) -> str:
-    """The kind of file system that `path` is on: `ext4`, `tmpfs`, `nfs4`; else `unknown`."""
-    over = [
-        one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)
-    ]
-    # Later mounts cover earlier ones of the same place.
-    found = max(reversed(over), key=lambda one: len(Path(one.mountpoint).parts), default=None)
-    return "unknown" if found is None else str(found.fstype)
 
 
 def _existing(folder: Path) -> Path:

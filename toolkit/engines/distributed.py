@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from toolkit.batch import MicroBatch
+from toolkit.engines import numa
 from toolkit.engines.rendezvous import needs_new_store, new_store
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable, DataError
@@ -45,7 +46,9 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     ranks = Ranks(rank, world, local_rank, local_world, torch.device("cpu"))
     if torch.cuda.is_available():
         ranks = replace(ranks, device=_gpu(ranks, may_be_alone=bool(placed)))
+        numa.bind(ranks.device)
         torch.cuda.set_device(ranks.device)
+        torch.backends.cudnn.allow_tf32 = False  # torch's default for fp32 convolutions
     else:
         # Spares DeepSpeed a search and a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -86,6 +89,11 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
         # DeepSpeed reads these even in a run of one process.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
+    if "device_id" in options:
+        # Bound, every later group would be split off from all ranks, which they would do one
+        # after the other, and its messages between two ranks would wait for each other.
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = None
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:

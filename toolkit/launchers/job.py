@@ -1,6 +1,9 @@
 """Builds a launcher's job from a planned run."""
 
 import os
+from importlib import metadata
+
+from packaging.version import InvalidVersion, Version
 
 from toolkit.engines import deterministic
 from toolkit.launchers.base import Job
@@ -11,6 +14,11 @@ from toolkit.run.assignment import Assignment
 
 EXPANDABLE = "expandable_segments:True"
 """Expandable segments of GPU memory avoid fragmentation (docs/gpu.md#reserved-memory)."""
+EXACT_PINNED = "pinned_max_round_threshold_mb:1"
+"""torch rounds pinned buffers, a rank's copy of its training state, up to powers of two: only
+those below 1 MiB now."""
+_KNOWS_EXACT_PINNED = Version("2.13")
+"""The first torch in which the setting was tested: an older one refuses unknown names."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads the first of the last two that is set, and otherwise the first one
 (c10/cuda/CUDAAllocatorConfig.h)."""
@@ -22,7 +30,16 @@ def gpu_variables(recipe: Recipe) -> dict[str, str]:
         return {}
     fixed = deterministic.variables(os.environ) if recipe.training.deterministic else {}
     own_allocator = any(name in os.environ for name in _ALLOCATOR)
-    return fixed if own_allocator else {_ALLOCATOR[0]: EXPANDABLE, **fixed}
+    return fixed if own_allocator else {_ALLOCATOR[0]: _allocator(), **fixed}
+
+
+def _allocator() -> str:
+    """The settings of the allocator that the installed torch knows."""
+    try:
+        torch = Version(metadata.version("torch"))
+    except (metadata.PackageNotFoundError, InvalidVersion):
+        return EXPANDABLE
+    return f"{EXPANDABLE},{EXACT_PINNED}" if torch >= _KNOWS_EXACT_PINNED else EXPANDABLE
 
 
 def expandable_segments(recipe: Recipe) -> bool:

@@ -48,6 +48,8 @@ class Phases:
         """How long each phase took, of those that were shown."""
         self.heard: Mark = lambda _: None
         """Also gets the arguments of `begin`, again with every tick."""
+        self.last = ""
+        """The phase that this rank began last, whether shown or not."""
         self._leader = rank == 0
         self._shown = False
         self._doing, self._began = "", 0.0
@@ -88,6 +90,7 @@ class Phases:
     def begin(self, doing: str, total: int | None = None) -> Tick:
         """Begin a phase with a total amount; call the result with the amounts done."""
         self.heard(doing)
+        self.last = doing
         done, refreshed, bar = 0, 0.0, self._bar
         if self._shown:
             self._end()

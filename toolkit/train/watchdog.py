@@ -176,6 +176,16 @@ class Watchdog:
         faulthandler.unregister(STACKS_SIGNAL)
         self._log.close()
 
+    @property
+    def doing(self) -> str:
+        """What the main thread began last."""
+        return self._mine.doing
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this start has completed a step."""
+        return self._mine.step > self._mine.first_step
+
     def mark(self, doing: str, step: int, trained_s: float = 0.0) -> None:
         """Mark that the main thread began or ended something: its time limit restarts."""
         self._mine.doing, self._mine.step = doing, step

@@ -66,6 +66,7 @@ from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.exporting import export_last
+from toolkit.train.gpu_memory import out_of_memory
 from toolkit.train.loop import Progress, TrainingRun, train
 from toolkit.train.observer import Observed, Observer, Reporter
 from toolkit.train.phases import BUILDING, WAITING, CountedWeights, Phases
@@ -138,6 +139,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             worker.record_end(exit_code=EXIT_FAILED, error=_INTERRUPTED)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
+        error = _explained(error, worker)
         code, message = _failure(error)
         cause = worker.cause() if worker is not None and message == PEER_LOST else None
         tell(f"error: {cause or message}")
@@ -166,17 +168,22 @@ def _failure(error: Exception) -> tuple[int, str]:
         logger.info("a collective failed", exc_info=error)  # for the log, not the terminal
         return EXIT_FAILED, PEER_LOST
     logger.error("training failed", exc_info=error)
-    return EXIT_FAILED, f"{type(error).__name__}: {error}{_advice(error)}"
+    return EXIT_FAILED, f"{type(error).__name__}: {error}"
 
 
-def _advice(error: Exception) -> str:
-    """A hint for a failure with a common fix."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return (
-            "\n  fix: --set training.micro_batch_size=1, --set parallel.recompute=full, "
-            "--set parallel.zero.stage=3, or offload (parallel.zero.offload_optimizer=cpu)"
-        )
-    return ""
+def _explained(error: Exception, worker: "_Worker | None") -> Exception:
+    """The failure, or if memory ran out, an error that states where and what held it.
+
+    Another start is worth while only after a step of this one.
+    """
+    if isinstance(error, DmtError):
+        return error
+    doing = worker.doing if worker is not None else "starting"
+    stepped = worker is not None and worker.has_stepped
+    explained = out_of_memory(error, doing, retry=stepped)
+    if explained is not None:
+        logger.error("out of memory", exc_info=error)
+    return explained or error
 
 
 class _Worker:
@@ -193,6 +200,7 @@ class _Worker:
         self.progress = Progress()
         self._events_before = events_offset(assignment.run_dir)
         self._stop: StopRequest | None = None
+        self._watchdog: Watchdog | None = None
         self._watching = ExitStack()
         """Ends with the process: a rank that cannot exit hangs, too."""
         self._at_end = ExitStack()
@@ -236,7 +244,7 @@ class _Worker:
                 self.progress = self.together.run(load)
 
         self._stop = stop = self._at_end.enter_context(self._stop_request())
-        watchdog = self._watchdog(stop)
+        self._watchdog = watchdog = self._new_watchdog(stop)
         reporter = self._start_reporter(self.progress, steps, checkpoints)
         self._watching.enter_context(watchdog)
         limit = collective_limit(recipe.launch.hang_timeout_s)
@@ -263,6 +271,7 @@ class _Worker:
     ) -> None:
         """Run the remaining steps, save, validate, and compare with the plan."""
         progress, checkpoints = self.progress, observer.run.checkpoints
+        watchdog.mark(f"step {progress.step + 1}", progress.step)
         with observer.reporter.progress if observer.reporter is not None else nullcontext():
             try:
                 train(job, progress, Watched(observer, watchdog), stop)
@@ -294,6 +303,16 @@ class _Worker:
     def _stop_request(self) -> StopRequest:
         file = self.directory.stop if self.ranks.rank == 0 else None
         return StopRequest(file, self.together.group)
+
+    @property
+    def doing(self) -> str:
+        """What this rank began last."""
+        return self._watchdog.doing if self._watchdog is not None else self.phases.last
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this start has completed a training step."""
+        return self._watchdog is not None and self._watchdog.has_stepped
 
     def record_signal(self) -> None:
         """Record what stopped the run, on the ranks that received the request."""
@@ -367,7 +386,7 @@ class _Worker:
         self._at_end.callback(reporter.finish)
         return reporter
 
-    def _watchdog(self, stop: StopRequest) -> Watchdog:
+    def _new_watchdog(self, stop: StopRequest) -> Watchdog:
         launch = self.assignment.recipe.launch
         return Watchdog(
             self.directory,

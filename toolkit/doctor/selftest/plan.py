@@ -18,11 +18,13 @@ from toolkit.starter.draft import FOLDER
 
 DENSE = FOLDER / "tiny" / "llama-bytes.yaml"
 EXPERTS = FOLDER / "tiny" / "mixtral-bytes.yaml"
-EXPERT_LAYOUTS = ("ddp", "megatron-ep2")
-"""One for either implementation of experts."""
+EXPERT_LAYOUTS = ("ddp", "megatron-ep2", "ddp-dp1", "megatron-dp1")
+"""One for either implementation of experts, on several processes and on one."""
 BILLION = FOLDER / "llama" / "llama-3.2-1b-pretrain.yaml"
 _LOCAL_TEXT = ("data.train={kind: text, files: ['{stdlib}/*.py']}", "data.tokenizer=bytes")
 """Instead of a download."""
+CHECKS = "checks.jsonl"
+"""In the self-test's folder: each check, as soon as it has ended."""
 MARK = "# DMT self-test"
 """How a report begins."""
 
@@ -33,13 +35,15 @@ class Step:
 
     title: str
     run: Callable[[], Iterator[Check]]
+    measures: bool = False
+    """Whether it measures speed, which needs the machine for itself."""
 
 
 def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
     """Where to test: on this machine's GPUs, or its processor where it has none.
 
-    Raises BackendUnavailable with `gpu_only` and no GPU, or for a GPU that the hardware
-    catalogue lacks; PlanError when `folder` holds something else than a self-test.
+    Raises BackendUnavailable with `gpu_only` and no GPU, or for a GPU older than all of the
+    hardware catalogue; PlanError when `folder` holds something else than a self-test.
     """
     machine = calibrate.this_machine(processes)
     if gpu_only and machine.gpu == "cpu":
@@ -47,7 +51,7 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
             "--gpu-selftest: torch sees no GPU on this machine",
             fix="dmt doctor says why; --selftest tests the processor",
         )
-    calibrate.check_known(machine, "--gpu-selftest" if gpu_only else "--selftest")
+    machine = calibrate.closest(machine, "--gpu-selftest" if gpu_only else "--selftest")
     report = folder / "report.md"
     ours = report.is_file() and report.read_text("utf-8", errors="replace").startswith(MARK)
     if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
@@ -57,6 +61,7 @@ def workplace(gpu_only: bool, processes: int | None, folder: Path) -> Workplace:
         )
     shutil.rmtree(folder / "runs", ignore_errors=True)
     try:
+        (folder / CHECKS).unlink(missing_ok=True)
         (folder / "runs").mkdir(parents=True)
         report.write_text(f"{MARK}: not finished\n", "utf-8")  # the folder is ours from here on
     except OSError as error:
@@ -79,15 +84,43 @@ def steps(place: Workplace, cluster: Path | None) -> list[Step]:
     found = [Step(one.title, partial(one.checks, place)) for one in losses if one.layouts]
     found += [
         Step("resume", partial(runs.resume, place, DENSE)),
-        Step("bandwidth", partial(runs.bandwidth, place)),
+        Step("bandwidth", partial(runs.bandwidth, place), measures=True),
     ]
     if cluster is not None:
-        found.append(Step("calibrate", partial(runs.calibration, place, cluster)))
+        measure = partial(runs.calibration, place, cluster)
+        found.append(Step("calibrate", measure, measures=True))
+    return found + _speeds(place, cluster)
+
+
+def _speeds(place: Workplace, cluster: Path | None) -> list[Step]:
+    """Every engine's speed next to its plan, for which a GPU needs a data sheet."""
+    if place.machine.device:
+        why = f"no data sheet of {place.machine.device} (docs/cluster.md states one)"
+        return [Step("speed", lambda: iter([Check("speed", "", "skipped", why)]))]
     shape, settings = _timed(place)
-    for engine in BACKENDS.names:
-        timed = partial(runs.speed, place, engine, shape, settings, cluster)
-        found.append(Step(f"speed {engine}", timed))
-    return found
+    return [
+        Step(
+            f"speed {engine}",
+            partial(runs.speed, place, engine, shape, settings, cluster),
+            measures=True,
+        )
+        for engine in BACKENDS.names
+    ]
+
+
+def chosen(steps: Sequence[Step], only: Sequence[str]) -> list[Step]:
+    """The steps whose titles begin with one of `only`; without any, all.
+
+    Raises PlanError for one with which no title begins.
+    """
+    for wanted in only:
+        if not any(step.title.startswith(wanted) for step in steps):
+            known = ", ".join(step.title for step in steps)
+            raise PlanError(
+                f"--only: found {wanted!r}; the steps here: {known}",
+                fix="name one of these, or how several begin, e.g. --only losses",
+            )
+    return [step for step in steps if not only or step.title.startswith(tuple(only))]
 
 
 def layouts_for(processes: int) -> tuple[RehearsedLayout, ...]:

@@ -10,8 +10,8 @@ from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.selftest.check import Check, Workplace
-from toolkit.doctor.selftest.losses import BF16, FP8, GPU_FP32
-from toolkit.doctor.selftest.plan import MARK
+from toolkit.doctor.selftest.losses import BF16, FP8, GPU_FP32, UNMEASURED
+from toolkit.doctor.selftest.plan import CHECKS, MARK
 from toolkit.doctor.selftest.runs import LEAST_SHARE, SLOWEST
 from toolkit.redact import redact
 from toolkit.rehearse.comparison import TOLERANCE
@@ -23,7 +23,9 @@ on a processor {TOLERANCE.loss:g} (other orders of summation), on GPUs {GPU_FP32
 exponentials and roots; no GPU has measured it); bf16: loss {BF16.loss:g}, norm
 {BF16.grad_norm:g}; fp8: loss {FP8.loss:g}, norm {FP8.grad_norm:g} (five to ten times the
 largest difference on a processor). On GPUs, bandwidth: {LEAST_SHARE:.0%} of the link's peak
-(PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's."""
+(PCIe instead of NVLink has less); step time: {SLOWEST:g} times the plan's. No GPU has measured
+a bound: what exceeds one there is `measured`, and `failed` if losses or norms exceed it
+{UNMEASURED:g} times."""
 
 
 def write(folder: Path, place: Workplace, checks: Sequence[Check], took_s: float) -> Path:
@@ -33,6 +35,11 @@ def write(folder: Path, place: Workplace, checks: Sequence[Check], took_s: float
     home = str(Path.home())
     file.write_text(redact(text if home == "/" else text.replace(home, "~")) + "\n", "utf-8")
     return file
+
+
+def append(folder: Path, check: Check) -> None:
+    """Add a check that has ended to `checks.jsonl`: what is killed later is not lost."""
+    jsonl.append(folder / CHECKS, jsonl.plain(asdict(check), redact))
 
 
 def machine_output(place: Workplace, checks: Sequence[Check]) -> dict[str, Any]:
@@ -45,7 +52,7 @@ def machine_output(place: Workplace, checks: Sequence[Check]) -> dict[str, Any]:
 
 def _lines(place: Workplace, checks: Sequence[Check], took_s: float) -> Iterator[str]:
     count = place.machine.processes
-    yield f"{MARK}: {count} × {place.machine.gpu}\n"
+    yield f"{MARK}: {count} × {place.machine.device or place.machine.gpu}\n"
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     yield f"{when}, {took_s / 60:.1f} minutes, DMT {__version__}.\n"
     yield "| step | what | verdict | found | bound |"

@@ -26,8 +26,8 @@ def redirect() -> None:
     Covers the modules of megatron-core imported so far; further calls cover later ones.
     """
     _without_transformer_engine()
+    _clip_all_at_once()
     if torch.cuda.is_available():
-        _norm_without_waiting()
         return
     for name, module in list(sys.modules.items()):
         if name.startswith(_PACKAGE) and vars(module).get("torch") is torch:
@@ -35,7 +35,6 @@ def redirect() -> None:
     Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     _replace("tensor_parallel.random", "_get_cuda_rng_state", _get_rng_state)
     _replace("tensor_parallel.random", "_set_cuda_rng_state", _set_rng_state)
-    _replace("optimizer.clip_grads", "l2_norm_impl", _l2_norm)
     _replace("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _as_numbers)
 
 
@@ -69,13 +68,16 @@ def _without_transformer_engine() -> None:
         loaded.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-def _norm_without_waiting() -> None:
-    """Replace megatron-core's own norm, which is used without Transformer Engine and Apex and
-    synchronises with the GPU once per parameter."""
-    loaded = sys.modules.get(f"{_PACKAGE}.optimizer.clip_grads")
-    own = getattr(loaded, "local_multi_tensor_l2_norm", None)
-    if own is not None and loaded is not None and loaded.l2_norm_impl is own:
-        loaded.l2_norm_impl = _l2_norm  # type: ignore[attr-defined]
+def _clip_all_at_once() -> None:
+    """Replace megatron-core's own clipping, which is used without Transformer Engine and Apex:
+    for each parameter it synchronises with the GPU, and launches two kernels."""
+    loaded: Any = sys.modules.get(f"{_PACKAGE}.optimizer.clip_grads")
+    for name, own, ours in (
+        ("l2_norm_impl", "local_multi_tensor_l2_norm", _l2_norm),
+        ("multi_tensor_scale_impl", "local_multi_tensor_scale", _scale),
+    ):
+        if hasattr(loaded, own) and getattr(loaded, name) is getattr(loaded, own):
+            setattr(loaded, name, ours)
 
 
 def cuda_type_names() -> AbstractContextManager[None]:
@@ -208,6 +210,16 @@ def _l2_norm(
         return norms.double().norm().float().reshape(1), None
     squares = [tensor.square().sum().double() for tensor in tensor_lists[0]]
     return torch.stack(squares).sum().sqrt().float().reshape(1), None
+
+
+def _scale(
+    _: object, __: object, tensor_lists: Sequence[Sequence[Tensor]], factor: float
+) -> None:
+    """Write the tensors of the first list, times `factor`, into those of the second."""
+    sources, targets = map(list, tensor_lists)
+    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

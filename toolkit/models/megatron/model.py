@@ -211,11 +211,15 @@ def seed_dropout() -> None:
 
 
 def leave_groups() -> None:
-    """Destroy what `join_groups` created: the threads of a forgotten group continue."""
-    groups = set(parallel_state._global_process_group_list or ())
+    """Destroy what `join_groups` created: the threads of a forgotten group continue.
+
+    The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
+    """
+    groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
-    for group in groups - {None, dist.GroupMember.NON_GROUP_MEMBER}:
-        dist.destroy_process_group(group)
+    for group in reversed(groups):
+        if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+            dist.destroy_process_group(group)
 
 
 def build_chunks(

@@ -1,4 +1,4 @@
-// What a torch that was built without CUDA asks of a GPU before it differentiates a tensor on
+// What torch asks of a GPU before it differentiates a tensor on
 // one: a device guard that guards nothing, and hooks that say that there is CUDA.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -54,8 +54,14 @@ struct Registration {
         [](at::CUDAHooksArgs arguments) -> std::unique_ptr<at::CUDAHooksInterface> {
           return std::make_unique<Hooks>(arguments);
         },
-        "");
+        "", c10::REGISTRY_PREFERRED);
   }
 } const registration;
 
 }  // namespace
+
+// A torch that was built with CUDA registers its own guard when it is imported: the last one
+// is used.
+extern "C" void dmt_take_over() {
+  impl::registerDeviceGuard(DeviceType::CUDA, new Guard());
+}

@@ -1,7 +1,8 @@
-"""Makes autograd work on fake CUDA tensors in a torch without CUDA.
+"""Makes autograd work on fake CUDA tensors, whether torch is built with CUDA or without.
 
-Without a device guard for CUDA, autograd aborts the process. `load` compiles one, once per
-torch and machine, and loads it before torch is imported, because torch looks it up once.
+Without a device guard for CUDA, autograd aborts the process; that of a CUDA build needs a GPU.
+`load` compiles one, once per torch and machine, and loads it before torch is imported, because
+torch looks up the other hooks of CUDA once.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from toolkit.compilers import private_folder
@@ -20,7 +22,7 @@ _SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def load() -> None:
-    """Load the guard if torch has none; torch must not be imported yet.
+    """Load the guard, then torch, which must not be imported yet.
 
     Raises BackendUnavailable without torch or a C++ compiler.
     """
@@ -30,11 +32,11 @@ def load() -> None:
         raise BackendUnavailable("torch is not installed", fix="pip install torch")
     torch = Path(spec.origin).parent
     version = runpy.run_path(str(torch / "version.py"))
-    if version["cuda"] is not None:
-        return  # has its own
     for library in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(torch / "lib" / library), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(_built(torch, version["__version__"])))
+    guard = ctypes.CDLL(str(_built(torch, version["__version__"])))
+    import_module("torch")
+    guard.dmt_take_over()
 
 
 def _built(torch: Path, version: str) -> Path:

@@ -1,0 +1,59 @@
+"""Out of memory, in the forms in which it comes from a GPU."""
+
+import pytest
+import torch
+
+from toolkit.train import worker
+from toolkit.train.gpu_memory import out_of_memory
+
+FORMS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …\nmore"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously …"),
+    RuntimeError("NCCL error …: ncclUnhandledCudaError: …\nCuda failure 2 'out of memory'"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+
+
+class Worker:
+    """A rank that was in a step."""
+
+    doing = "step 8"
+
+    def __init__(self, has_stepped: bool) -> None:
+        self.has_stepped = has_stepped
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 70 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 74 * gib)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib, 79 * gib))
+
+
+@pytest.mark.usefixtures("h100")
+@pytest.mark.parametrize("error", FORMS, ids=lambda error: str(error)[:20])
+def test_every_form_is_named_with_numbers(error: Exception) -> None:
+    code, message = worker._failure(worker._explained(error, Worker(has_stepped=True)))
+    assert code == 4
+    assert message.startswith(
+        "out of memory in phase 'step 8': 70.00 GiB allocated, 74.00 GiB reserved, "
+        "4.00 GiB outside of PyTorch's allocator, of 79.00 GiB ("
+    )
+    assert "fix: --set training.micro_batch_size=1" in message
+    assert str(error).partition("\n")[0] in message
+
+
+def test_only_a_start_that_made_a_step_is_repeated() -> None:
+    for has_stepped in (False, True):
+        explained = worker._explained(FORMS[0], Worker(has_stepped))
+        assert explained.retry is has_stepped
+    assert not worker._explained(FORMS[0], None).retry
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for text in ("an illegal memory access was encountered", "CUBLAS_STATUS_EXECUTION_FAILED"):
+        assert out_of_memory(RuntimeError(text), "step 1", retry=True) is None
