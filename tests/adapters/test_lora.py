@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from tests.models.small import FAMILIES, filled, section
+from tests.models.small import FAMILIES, SMALL, filled, section
 from tests.plan.making import TINY, intent, recipe
 from toolkit.adapters.huggingface import inject, peft_config
 from toolkit.adapters.imported import PeftWeights
@@ -25,12 +25,20 @@ from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import AdapterSection, Recipe
+from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 DENSE = [
     name for name, config in FAMILIES.items() if not any("experts" in key for key in config)
 ]
+
+WITHOUT_FILE = {
+    "stablelm": SMALL | {"num_key_value_heads": 4},
+    "opt": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
+        "vocab_size": 100, "word_embed_proj_dim": 32,
+    },
+}  # fmt: skip
 
 
 def lora(config: Any, **fields: Any) -> Lora:
@@ -45,18 +53,25 @@ def meta(family: str) -> Any:
     return hf.meta_model(hf.build_config(section(family)))
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [*DENSE, *WITHOUT_FILE])
 def test_all_linear_is_what_peft_calls_so(family: str) -> None:
+    """Also for types without a family file: an untied head (stablelm) has no adapter, a
+    projection outside of the layers (opt) has one."""
+    config = hf.build_config(
+        ModelSection(config={"model_type": family, **WITHOUT_FILE[family]})
+        if family in WITHOUT_FILE
+        else section(family)
+    )
     transposed = family == "gpt2"
     peft = LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=transposed
     )
     theirs = {
         name.removeprefix("base_model.model.").replace(".default", ""): tuple(parameter.shape)
-        for name, parameter in get_peft_model(meta(family), peft).named_parameters()
+        for name, parameter in get_peft_model(hf.meta_model(config), peft).named_parameters()
         if "lora_" in name
     }
-    assert lora(config_of(family)).shapes == theirs
+    assert lora(config.to_dict()).shapes == theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

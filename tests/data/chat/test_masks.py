@@ -57,6 +57,7 @@ def test_trained_tokens_are_those_of_the_documented_format(family: Family) -> No
         if ended in family.special:
             ends = found.ids[found.trained] == tokenizer.convert_tokens_to_ids(ended)
             assert ends.sum() == len(spans) - (not family.closing)
+            assert tokenizer.convert_tokens_to_ids(ended) in template.turn_ends()
         last = tokens_of(template, messages, "last_assistant")
         assert last.trained.tolist() == reference(tokenizer, text, spans[-1:])[1]
         assert tokens_of(template, messages, "all").trained.all()

@@ -33,6 +33,9 @@ Span: TypeAlias = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_ANSWER = "four"
+_EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
+"""What shows how a template ends a turn."""
 _TODAY = date(2024, 7, 26)
 """The date for templates that insert today's date, so that the same data always gives the same
 tokens; Llama's own default for programs without a clock."""
@@ -130,6 +133,21 @@ class ChatTemplate:
             _tokens(encoding, one.spans)
             for encoding, one in zip(encodings, marked, strict=True)
         ]
+
+    def turn_ends(self) -> list[int]:
+        """Ids of the special tokens that end trained turns, ascending: after the answers of an
+        exchange, and of two, where a turn may end with the token that opens the next one."""
+        found = set[str]()
+        for messages in (_EXCHANGE, _EXCHANGE * 2):
+            try:
+                marked = self.mark(Conversation(messages), "assistant")
+            except (MalformedRow, RewrittenHistory, DataError):
+                continue  # the data has other conversations, or the run ends with this error
+            for start, end in marked.spans:
+                said = marked.text.find(_ANSWER, start, end)
+                if ended := self.special.search(marked.text, said + len(_ANSWER), end):
+                    found.add(ended[0])
+        return sorted(self._backend.token_to_id(token) for token in found)
 
     def _render(
         self, conversation: Conversation, until: int | None = None, *, prompt: bool = False
