@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
     Example,
@@ -111,15 +112,17 @@ class ChatTemplate:
                 "the tokenizer of an instruct model",
             )
         text, generated = self._render(example)
-        self._check_complete(example, text)
-        if loss_on == "all":
-            spans = [(0, len(text))]
-        elif loss_on == "completion":
-            spans = [(self._completion_start(example, text), len(text))]
+        check_complete(example, text, lambda changed: self._render(changed)[0])
+        if loss_on in ("all", "completion"):
+            whole = loss_on == "all"
+            start = 0 if whole else self._completion_start(example, text)
+            muted = [self._turn(example, text, turn) for turn in example.muted_turns]
+            left = _without((start, len(text)), muted)
+            spans = [(first, end) for first, end in left if text[first:end].strip()]
         elif self._marked:
             spans = self._generated(example, text, generated, loss_on)
         else:
-            turns = example.assistant_turns(loss_on)
+            turns = example.trained_turns(loss_on)
             spans = [self._turn(example, text, turn) for turn in turns]
         return self._closed(text, spans)
 
@@ -177,23 +180,6 @@ class ChatTemplate:
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
 
-    def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Refuse a text that lacks a part of the row."""
-        for i, message in enumerate(conversation.messages):
-            said = message["content"].rpartition("</think>")[2].strip()
-            if message["role"] != "tool" and said not in text:
-                what = f"message {i} ({message['role']})"
-                raise MalformedRow(f"the chat template leaves out or changes {what}")
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
-                    raise MalformedRow(
-                        f"the chat template leaves out the tool call of message {i}"
-                    )
-        for tool in conversation.tools:
-            name = tool.get("function", tool).get("name")
-            if name is not None and name not in text:
-                raise MalformedRow("the chat template leaves out the descriptions of tools")
-
     def _turn(self, conversation: Conversation, text: str, turn: int) -> Span:
         """The characters of assistant turn `turn`, with its end-of-turn token."""
         start = self._answer_start(conversation, text, turn)
@@ -249,10 +235,17 @@ class ChatTemplate:
             part, spans = self._render(conversation, turn + 1)
             if [part[start:end] for start, end in spans] != said[: len(spans)]:
                 raise RewrittenHistory(f"message {turn}")
+        muted = {
+            block
+            for turn in conversation.muted_turns
+            for block in range(
+                *(len(self._render(conversation, n)[1]) for n in (turn, turn + 1))
+            )
+        }
         return [
             (start, self._end_of_turn(text, start, end))
-            for start, end in generated[n_before:]
-            if start < end
+            for block, (start, end) in enumerate(generated)
+            if start < end and block >= n_before and block not in muted
         ]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
@@ -277,6 +270,16 @@ class ChatTemplate:
         except UnicodeEncodeError as error:
             raise MalformedRow("a text holds half of a surrogate pair") from error
         return MarkedText(text, tuple(spans))
+
+
+def _without(span: Span, holes: Sequence[Span]) -> list[Span]:
+    """What is left of `span` without `holes`, ascending."""
+    left, (start, stop) = list[Span](), span
+    for first, end in holes:
+        if start < first:
+            left.append((start, first))
+        start = max(start, end)
+    return [*left, (start, stop)] if start < stop else left
 
 
 def _tokens(encoding: Any, spans: Sequence[Span]) -> MarkedTokens:
