@@ -69,15 +69,15 @@ def _parts(conversation: Conversation) -> Iterator[_Part]:
         if message.get(_CALL):
             yield _Part(f"`{_CALL}` of {where}: write it as `tool_calls`", (0, i), (_CALL,))
         for j, call in enumerate(message.get("tool_calls", ())):
-            path = (0, i, "tool_calls", j, "function")
-            yield _Part(f"the tool call of message {i}", path, ("name",))
+            called = (0, i, "tool_calls", j, "function")
+            yield _Part(f"the tool call of message {i}", called, ("name",))
             if call["function"]["arguments"]:
                 said = f"the arguments of the tool call of message {i}"
-                yield _Part(said, path, ("arguments",))
+                yield _Part(said, called, ("arguments",))
     for i, tool in enumerate(conversation.tools):
         if tool.get("function", tool).get("name"):
-            path = (1, i, "function") if "function" in tool else (1, i)
-            yield _Part("the descriptions of tools", path, ("name",))
+            inside = ("function",) if "function" in tool else ()
+            yield _Part("the descriptions of tools", (1, i, *inside), ("name",))
 
 
 def _is_text(value: object) -> bool:

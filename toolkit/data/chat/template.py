@@ -150,7 +150,8 @@ class ChatTemplate:
                 said = marked.text.find(_ANSWER, start, end)
                 if ended := self.special.search(marked.text, said + len(_ANSWER), end):
                     found.add(ended[0])
-        return sorted(self._backend.token_to_id(token) for token in found)
+        ids = map(self._backend.token_to_id, found)
+        return sorted(token for token in ids if token is not None)
 
     def _render(
         self, conversation: Conversation, until: int | None = None, *, prompt: bool = False
