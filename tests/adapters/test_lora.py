@@ -1,6 +1,7 @@
 """Which projections have an adapter, its tensors and their first values, what a plan counts."""
 
 import json
+import re
 from itertools import chain
 from math import sqrt
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -17,7 +19,8 @@ from toolkit.adapters.huggingface import inject, peft_config
 from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import Lora, spec_of
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
-from toolkit.errors import DataError, RecipeError
+from toolkit.data.local import local_problems
+from toolkit.errors import DataError, Problem, RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import mapped
@@ -204,6 +207,14 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
         assert torch.equal(weights.read_block(block), tensor[1:3, 2:])
 
 
+def checked(folder: Path, **fields: Any) -> Problem | None:
+    """What `dmt check` finds wrong with a recipe that begins with a PEFT folder."""
+    stated = {"rank": 4, "alpha": 8.0, "folder": str(folder)} | fields
+    adapter = {f"adapter__{key}": value for key, value in stated.items()}
+    found = local_problems(recipe(model__config=config_of("llama"), **adapter))
+    return next((problem for problem in found if problem.key == "adapter.folder"), None)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -214,11 +225,24 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern is {'q_proj': 3}"),
+        (
+            {"target_modules": ["q_proj"], "r": 2, "use_rslora": True},
+            "r is 2, the recipe's is 4",
+        ),
     ],
 )
 def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
+    problem = checked(tmp_path)
+    assert problem is not None and re.search(told, problem.found), "also by `dmt check`"
+    assert problem.fix is not None
+    if "plain LoRA" in problem.found:
+        assert problem.fix.startswith("merge it into its base with PEFT")
+    else:
+        fixed = re.findall(r"adapter\.(\w+) to (.*?)(?:,(?= adapter)|$)", problem.fix)
+        assert checked(tmp_path, **{key: yaml.safe_load(value) for key, value in fixed}) is None
 
 
 @pytest.mark.parametrize(
@@ -229,13 +253,14 @@ def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> 
         ({"lora_alpha": None}, "lora_alpha is 8, the recipe's is 16"),
         ({"use_rslora": None}, "use_rslora is False, the recipe's is True"),
         ({"peft_type": None}, "peft_type is None"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"layers_to_transform": [0]}, r"layers_to_transform is \[0\]"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"use_qalora": True}, "use_qalora is True"),
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
-        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}, which the recipe cannot"),
+        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}"),
     ],
 )
 def test_a_configuration_with_another_function_is_refused(
@@ -247,6 +272,7 @@ def test_a_configuration_with_another_function_is_refused(
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     with pytest.raises(DataError, match=told):
         PeftWeights(folder, lora(config_of("llama"), alpha=16, rslora=True))
+    assert checked(folder, alpha=16.0, rslora=True) is not None
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
