@@ -65,11 +65,7 @@ def objective_settings(recipe: Recipe) -> dict[str, Any]:
     if recipe.training.objective == "sft":
         return {"assistant_only_loss": recipe.data.train.loss_on == "assistant"}
     settings = recipe.dpo or DpoSection()
-    return {
-        "beta": settings.beta,
-        "loss_type": [settings.loss],
-        "label_smoothing": settings.label_smoothing,
-    }
+    return {"beta": settings.beta, "loss_type": [settings.loss]}
 
 
 def check(recipe: Recipe) -> None:
@@ -83,6 +79,8 @@ def check(recipe: Recipe) -> None:
         "model.freeze": (bool(recipe.model.freeze), "null"),
         f"data.packing: {data.packing}": (data.packing != "none", "none"),
         "adapter.folder": (bool(recipe.adapter and recipe.adapter.folder), "null"),
+        # TRL's loss `sigmoid` ignores its own label_smoothing.
+        "dpo.label_smoothing": (bool(recipe.dpo and recipe.dpo.label_smoothing), "0"),
         "dpo.sft_weight": (bool(recipe.dpo and recipe.dpo.sft_weight), "0"),
         "data.train.loss_on": (
             getattr(data.train, "loss_on", "all") not in ("assistant", "all"),

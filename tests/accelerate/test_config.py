@@ -11,6 +11,8 @@ from accelerate import DeepSpeedPlugin
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from tests.accelerate.layouts import LAYOUTS
 from tests.e2e.product import dmt, run, settings
@@ -26,6 +28,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import Plan, plan_recipe
 from toolkit.recipe.schema import Recipe
 
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 
 
@@ -85,12 +88,37 @@ def test_deepspeeds_whole_json_arrives(
     plugin = DeepSpeedPlugin()
     expected = dict(script_config(plan.backend.render(recipe, plan.layout)))
     assert "optimizer" not in expected and "auto" not in json.dumps(expected)
+    expected |= dict.fromkeys(BATCH, "auto")
     found: dict[str, Any] = plugin.deepspeed_config
     assert found.pop("steps_per_print") == float("inf")  # Accelerate's own
     del expected["steps_per_print"]
     assert found == expected
     assert found["gradient_clipping"] == 0.0, "DeepSpeed's default would be 1.0"
     assert plugin.zero3_init_flag is (plan.layout.zero_stage == 3)
+
+
+@pytest.mark.parametrize("clips_at", [1.0, 0.5])
+def test_a_trainer_of_your_own_states_batch_and_clipping(
+    clips_at: float, tmp_path: Path
+) -> None:
+    """TRL's scripts too: with numbers in the file, they would have to state the same."""
+    recipe, plan = of_layout("zero2", f"optimizer.clip_grad_norm={clips_at}")
+    text = render(recipe, plan)
+    stated = json.loads(read(text, tmp_path).deepspeed_config["deepspeed_config_file"])
+    assert f"{plan.layout.micro_batch} per device" in text and f"clips at {clips_at}" in text
+    config = HfTrainerDeepSpeedConfig(stated)
+    own = TrainingArguments(
+        per_device_train_batch_size=3, gradient_accumulation_steps=5, max_grad_norm=clips_at,
+        use_cpu=True, bf16=False,
+    )  # fmt: skip
+    config.trainer_config_process(own)
+    assert config.mismatches == []
+    assert [config.config[name] for name in BATCH] == [15, 3, 5]
+    assert config.config["gradient_clipping"] == clips_at
+    own.max_grad_norm = 0.7
+    again = HfTrainerDeepSpeedConfig(stated)
+    again.trainer_config_process(own)
+    assert bool(again.mismatches) == (clips_at != 1.0), "loud, where Accelerate would clip at 1"
 
 
 def test_one_process_is_no_distributed_run(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ REFUSED = {
     "data.train.columns": "{messages: talk}",
     "data.train.loss_on": "last_assistant",
     "adapter.folder": "./start",
+    "dpo.label_smoothing": "0.1",
+    "dpo.sft_weight": "1.0",
 }
 
 
@@ -158,5 +160,5 @@ def test_what_the_script_does_not_know_is_refused(folder: Path) -> None:
                 "data={train: {kind: text, files: ['*.jsonl']}, chat_template: null}"
             )
         with pytest.raises(PlanError, match="this script does not know") as caught:
-            check(load_recipe(folder / "sft.yaml", changes))
+            check(load_recipe(folder / f"{'dpo' if 'dpo' in key else 'sft'}.yaml", changes))
         assert f"set {key} to" in (caught.value.fix or "")

@@ -1,6 +1,7 @@
 """Which projections have an adapter, its tensors and their first values, what a plan counts."""
 
 import json
+import re
 from itertools import chain
 from math import sqrt
 from pathlib import Path
@@ -8,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from tests.models.small import FAMILIES, filled, section
+from tests.models.small import FAMILIES, SMALL, filled, section
 from tests.plan.making import TINY, intent, recipe
 from toolkit.adapters.huggingface import inject, peft_config
 from toolkit.adapters.imported import PeftWeights
 from toolkit.adapters.lora import Lora, spec_of
 from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
-from toolkit.errors import DataError, RecipeError
+from toolkit.data.local import local_problems
+from toolkit.errors import DataError, Problem, RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.families import mapped
@@ -25,12 +28,20 @@ from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import AdapterSection, Recipe
+from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 DENSE = [
     name for name, config in FAMILIES.items() if not any("experts" in key for key in config)
 ]
+
+WITHOUT_FILE = {
+    "stablelm": SMALL | {"num_key_value_heads": 4},
+    "opt": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
+        "vocab_size": 100, "word_embed_proj_dim": 32,
+    },
+}  # fmt: skip
 
 
 def lora(config: Any, **fields: Any) -> Lora:
@@ -45,18 +56,25 @@ def meta(family: str) -> Any:
     return hf.meta_model(hf.build_config(section(family)))
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [*DENSE, *WITHOUT_FILE])
 def test_all_linear_is_what_peft_calls_so(family: str) -> None:
+    """Also for types without a family file: an untied head (stablelm) has no adapter, a
+    projection outside of the layers (opt) has one."""
+    config = hf.build_config(
+        ModelSection(config={"model_type": family, **WITHOUT_FILE[family]})
+        if family in WITHOUT_FILE
+        else section(family)
+    )
     transposed = family == "gpt2"
     peft = LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=transposed
     )
     theirs = {
         name.removeprefix("base_model.model.").replace(".default", ""): tuple(parameter.shape)
-        for name, parameter in get_peft_model(meta(family), peft).named_parameters()
+        for name, parameter in get_peft_model(hf.meta_model(config), peft).named_parameters()
         if "lora_" in name
     }
-    assert lora(config_of(family)).shapes == theirs
+    assert lora(config.to_dict()).shapes == theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,6 +207,14 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
         assert torch.equal(weights.read_block(block), tensor[1:3, 2:])
 
 
+def checked(folder: Path, **fields: Any) -> Problem | None:
+    """What `dmt check` finds wrong with a recipe that begins with a PEFT folder."""
+    stated = {"rank": 4, "alpha": 8.0, "folder": str(folder)} | fields
+    adapter = {f"adapter__{key}": value for key, value in stated.items()}
+    found = local_problems(recipe(model__config=config_of("llama"), **adapter))
+    return next((problem for problem in found if problem.key == "adapter.folder"), None)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -199,11 +225,24 @@ def test_a_peft_folder_is_read(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, "it lacks model.layers.0.mlp.down_proj.lora_A.weight"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"rank_pattern": {"q_proj": 3}}, "rank_pattern is {'q_proj': 3}"),
+        (
+            {"target_modules": ["q_proj"], "r": 2, "use_rslora": True},
+            "r is 2, the recipe's is 4",
+        ),
     ],
 )
 def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         PeftWeights(peft_folder(tmp_path, **changes), lora(config_of("llama")))
+    problem = checked(tmp_path)
+    assert problem is not None and re.search(told, problem.found), "also by `dmt check`"
+    assert problem.fix is not None
+    if "plain LoRA" in problem.found:
+        assert problem.fix.startswith("merge it into its base with PEFT")
+    else:
+        fixed = re.findall(r"adapter\.(\w+) to (.*?)(?:,(?= adapter)|$)", problem.fix)
+        assert checked(tmp_path, **{key: yaml.safe_load(value) for key, value in fixed}) is None
 
 
 @pytest.mark.parametrize(
@@ -214,13 +253,14 @@ def test_other_adapters_are_refused(tmp_path: Path, changes: Any, told: str) -> 
         ({"lora_alpha": None}, "lora_alpha is 8, the recipe's is 16"),
         ({"use_rslora": None}, "use_rslora is False, the recipe's is True"),
         ({"peft_type": None}, "peft_type is None"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"layers_to_transform": [0]}, r"layers_to_transform is \[0\]"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"use_qalora": True}, "use_qalora is True"),
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is \[1, 2\]"),
-        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}, which the recipe cannot"),
+        ({"invented_later": {"x": 1}}, "invented_later is {'x': 1}"),
     ],
 )
 def test_a_configuration_with_another_function_is_refused(
@@ -232,6 +272,7 @@ def test_a_configuration_with_another_function_is_refused(
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     with pytest.raises(DataError, match=told):
         PeftWeights(folder, lora(config_of("llama"), alpha=16, rslora=True))
+    assert checked(folder, alpha=16.0, rslora=True) is not None
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])

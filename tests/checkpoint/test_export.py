@@ -11,14 +11,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.conftest import MANIFEST
+from tests.data.chat.families import make_tokenizer
 from tests.models.small import FAMILIES, filled, section
+from tests.plan.making import recipe
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore
+from toolkit.data.chat.named import CHATML
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import correction_biases
+from toolkit.train.exporting import add_turn_ends
 
 
 def checkpoint_of(model: Any, folder: Path, leave_out: str = "", **recipe: str) -> Path:
@@ -108,3 +112,28 @@ def test_a_pretrained_model_keeps_its_own_words(tmp_path: Path) -> None:
     (base / "generation_config.json").unlink()
     hf.save_companions(hf.build_config(model), torch.bfloat16, tmp_path / "again", base)
     assert not (tmp_path / "again" / "generation_config.json").exists()
+
+
+def test_a_chat_model_stops_where_its_template_ends_a_turn(tmp_path: Path, capsys: Any) -> None:
+    """A base model whose end token is another one: greedy answers would run to the limit."""
+    tokenizer = make_tokenizer(("</s>", "<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML
+    ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    base = filled(section("llama", vocab_size=len(tokenizer)))
+    chats = recipe(data__train={"kind": "chat", "path": "x"}, training__objective="sft")
+    with torch.no_grad():  # whatever it reads, it writes <|im_end|>
+        for parameter in base.parameters():
+            parameter.zero_()
+        base.model.embed_tokens.weight[:] = -1.0
+        base.model.embed_tokens.weight[ends] = 1.0
+        base.model.norm.weight[:] = 1.0
+        base.model.embed_tokens.weight[5] = 0.5
+    base.save_pretrained(tmp_path)
+    add_turn_ends(chats, tokenizer, tmp_path)
+    assert "<|im_end|>" in capsys.readouterr().err
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert read.generation_config.eos_token_id == read.config.eos_token_id == [2, ends]
+    answer = read.generate(torch.tensor([[5]]), max_new_tokens=9, do_sample=False)
+    assert answer.tolist() == [[5, ends]]
+    add_turn_ends(chats, tokenizer, tmp_path)
+    assert "export:" not in capsys.readouterr().err, "once"

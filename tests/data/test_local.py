@@ -42,6 +42,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "half.bin").touch()
     (tmp_path / "empty").mkdir()
     byte_tokenizer().save_pretrained(tmp_path / "bytes-folder")
+    byte_tokenizer().save_pretrained(tmp_path / "padded")
+    stated = json.loads((tmp_path / "padded" / "tokenizer_config.json").read_text())
+    stated["pad_token"] = "[PAD]"  # which transformers adds to tokenizer.json when it loads
+    (tmp_path / "padded" / "tokenizer_config.json").write_text(json.dumps(stated))
     train_bpe(["a" * 50], 258, tmp_path / "bpe")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
@@ -64,6 +68,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.tokenizer=./empty",), "data.tokenizer", "holds no tokenizer.json"),
     (("data.tokenizer=./broken",), "data.tokenizer", "cannot"),
     (("data.tokenizer=./bpe", SMALL), "data.tokenizer", "258 tokens"),
+    (("data.tokenizer=./padded", SMALL), "data.tokenizer", "258 tokens"),
     (("model.config.vocab_size=256",), "data.tokenizer", "257 tokens"),
     (("data.train={kind: text, files: [./no*.txt]}",), "data.train.files", "no file matches"),
     (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),
@@ -102,6 +107,8 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
              "no column `talk`"),
             *((f"chat.{kind}", "columns: {tools: functions}", (), "train.columns",
                "no column `functions`") for kind in ("jsonl", "json", "parquet")),
+            ("malformed.jsonl", "", ("data.chat_template=chatml",), "train.path",
+             "malformed.jsonl:2: it is not JSON"),
             ("chat.jsonl", "", (), "chat_template", "`bytes` has no template"),
             ("chat.jsonl", "", ("data.chat_template=./no.jinja",), "chat_template",
              "cannot read"),
@@ -147,7 +154,8 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         "data.train={kind: hf, path: some/dataset}",
         "data={train: {kind: chat, path: ./chat.jsonl}, tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: some/dataset}}",
-        "data={train: {kind: chat, path: ./malformed.jsonl, columns: {tools: fns}}, "
+        "data={train: {kind: chat, path: ./malformed.jsonl, malformed: drop, "
+        "columns: {tools: fns}}, "
         "tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: ./plain.jsonl}}",
         "data.train={kind: text, files: ['memory://none/*.txt']}",

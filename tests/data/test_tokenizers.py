@@ -1,21 +1,28 @@
 """The shipped tokenizer, trained ones, and what is refused."""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
+from tests.models.small import filled, section
 from toolkit.data.tokenizers import (
     byte_tokenizer,
+    check_vocabulary,
     encoder,
     load_tokenizer,
     tokenizer_fingerprint,
     train_bpe,
 )
 from toolkit.errors import DataError
+from toolkit.models import huggingface as hf
+from toolkit.recipe.schema import ModelSection
 
 BYTES = byte_tokenizer()
 TEXTS = ["the cat sat on the mat; the cat ate", "def f(x):\n    return x\n"] * 20
@@ -76,6 +83,24 @@ def test_encoder_does_not_truncate(tmp_path: Path) -> None:
 def test_vocabulary_too_small(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="257 tokens"):
         train_bpe(TEXTS, 256, tmp_path / "bpe")
+
+
+def test_the_fix_for_a_larger_tokenizer_works(tmp_path: Path) -> None:
+    """A larger `model.config.vocab_size` alone would not match the weights."""
+    filled(section("llama")).save_pretrained(tmp_path)
+    model = ModelSection(hub=str(tmp_path), init="pretrained")
+    with pytest.raises(DataError, match="257 tokens") as caught:
+        check_vocabulary("bytes", 257, hf.build_config(model).vocab_size)
+    called = re.search(r"resize_token_embeddings\((\d+)\)", caught.value.fix or "")
+    assert called is not None
+    larger = AutoModelForCausalLM.from_pretrained(tmp_path)
+    larger.resize_token_embeddings(int(called[1]))
+    larger.save_pretrained(tmp_path)
+    config = hf.build_config(model)
+    check_vocabulary("bytes", 257, config.vocab_size)
+    read = hf.empty_model(config, torch.device("cpu"))
+    hf.fill(read, hf.weight_source(model, config, 1))
+    assert torch.equal(read.model.embed_tokens.weight, larger.model.embed_tokens.weight)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

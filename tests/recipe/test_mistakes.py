@@ -533,6 +533,33 @@ MISTAKES = {
     "packing of text": M(
         "tokenizer: bytes", "packing: greedy", "data.packing", "remove it", at="packing"
     ),
+    "packing as TRL has it": M(
+        "tokenizer: bytes", "packing: true", "data.packing", "greedy for chats", at="packing"
+    ),
+    "reinforcement learning": M(
+        "  steps: 100", "  steps: 100\n  objective: grpo", "training.objective",
+        "on given answers only: write dpo or orpo", at="objective",
+    ),
+    "noise of TRL": M(
+        "  steps: 100", "  steps: 100\n  neftune: 5", "training.neftune", "remove it",
+        at="neftune",
+    ),
+    "early stopping": M(
+        "  steps: 100", "  steps: 100\n  early_stopping: 5", "training.early_stopping",
+        "RUN/stop", at="early_stopping",
+    ),
+    "generation": M(
+        "  steps: 100", "  steps: 100\n  predict_with_generate: true",
+        "training.predict_with_generate", "generate with the export", at="predict",
+    ),
+    "the best model": M(
+        "  steps: 100", "  steps: 100\n  load_best_model_at_end: true",
+        "training.load_best_model_at_end", "dmt checkpoint export", at="load_best",
+    ),
+    "completions": M(
+        "  validation_fraction", "  completion_only: true\n  validation_fraction",
+        "data.completion_only", "data.train.loss_on", at="completion_only",
+    ),
     "chat template for text": M(
         "tokenizer: bytes", "chat_template: chatml", "data.chat_template", "kind: chat"
     ),

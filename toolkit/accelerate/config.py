@@ -47,7 +47,17 @@ def render(recipe: Recipe, plan: Plan) -> str:
     precision = MIXED_PRECISION[recipe.training.precision]
     config = plan.backend.render(recipe, plan.layout)
     body = words.section(plan.layout, precision, config)
-    return _file(_heading(recipe, words), words, recipe.cluster, body)
+    heading = [*_heading(recipe, words)]
+    if '"auto"' in body:
+        layout = plan.layout
+        heading += (
+            'What is "auto" is stated by the script: in TrainingArguments, or its DataLoader',
+            "and Accelerator(gradient_accumulation_steps=…). "
+            f"The recipe has a batch of {layout.micro_batch} per device,",
+            f"{layout.gradient_accumulation} accumulation steps, and clips at "
+            f"{recipe.optimizer.clip_grad_norm or 0.0}.",
+        )
+    return _file(heading, words, recipe.cluster, body)
 
 
 def render_common(name: str) -> str:

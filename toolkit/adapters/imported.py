@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from toolkit.adapters.lora import Lora
 from toolkit.errors import DataError
@@ -13,10 +11,17 @@ from toolkit.models.families.tensors import Block
 from toolkit.models.safetensors_folder import SafetensorsFolder
 from toolkit.untrusted import read_json
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _FIX = "name a folder that PEFT wrote"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT's prefix for the wrapped model."""
+_MERGE = (
+    "merge it into its base with PEFT (`merge_and_unload()`, then `save_pretrained`), name the "
+    "result in model.hub, and remove adapter.folder"
+)
 _DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "bias": "none"}
 """PEFT's defaults for missing keys of its configuration."""
 _WITHOUT_EFFECT = frozenset({
@@ -40,23 +45,24 @@ class PeftWeights:
     in tensors or function.
     """
 
-    def __init__(self, folder: Path, lora: Lora) -> None:
+    def __init__(self, folder: Path, lora: Lora, *, framework: str = "pt") -> None:
+        """`framework`: of the values that it reads; "numpy" does not import torch."""
         self.folder = folder
         self.shapes = lora.shapes
-        self._stored = SafetensorsFolder(folder, only=PEFT_WEIGHTS)
+        self._stored = SafetensorsFolder(folder, PEFT_WEIGHTS, framework)
+        if found := [*self._beyond_lora()]:
+            said = f"adapter.folder: {folder} is more than plain LoRA: {'; '.join(found)}"
+            raise DataError(said, fix=_MERGE)
         if found := [*self._differences(lora)]:
-            raise DataError(
-                f"adapter.folder: {folder} holds other adapters: {'; '.join(found)}",
-                fix="state in the recipe's `adapter` what its adapter_config.json says; "
-                "adapters that are more than plain LoRA cannot be imported",
-            )
+            said = f"adapter.folder: {folder} holds other adapters: {'; '.join(found)}"
+            raise DataError(said, fix=self._fix(lora))
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> "Tensor":
         """See `WeightSource.read`: in the folder's type."""
         values: Tensor = self._part(name)[:]
         return values.reshape(-1)[start:stop]
 
-    def read_block(self, block: Block) -> Tensor:
+    def read_block(self, block: Block) -> "Tensor":
         """See `WeightSource.read_block`: in the folder's type."""
         assert block.columns is not None, "a matrix"
         values: Tensor = self._part(block.tensor)[slice(*block.rows), slice(*block.columns)]
@@ -76,26 +82,29 @@ class PeftWeights:
             raise DataError(f"{path} cannot be read: it is not a map", fix=_FIX)
         return config
 
+    def _stated(self, key: str) -> Any:
+        found = self._config.get(key)
+        return _DEFAULTS.get(key) if found is None else found
+
+    def _beyond_lora(self) -> Iterator[str]:
+        """What a recipe cannot say."""
+        for key, wanted in (("peft_type", "LORA"), ("bias", "none")):
+            if (found := self._stated(key)) != wanted:
+                yield f"{key} is {found!r}"
+        if (first := self._config.get("init_lora_weights")) not in _FIRST_VALUES:
+            yield f"init_lora_weights is {first!r}, which changes more than first values"
+        known = {"peft_type", "init_lora_weights", *_DEFAULTS, *_WITHOUT_EFFECT}
+        for key in sorted(self._config.keys() - known):
+            if found := self._config[key]:
+                yield f"{key} is {found!r}"
+
     def _differences(self, lora: Lora) -> Iterator[str]:
         """How its adapters differ from the recipe's."""
         section = lora.section
-        ours = {
-            "peft_type": "LORA",
-            "r": section.rank,
-            "lora_alpha": section.alpha,
-            "use_rslora": section.rslora,
-            "bias": "none",
-        }
+        ours = {"r": section.rank, "lora_alpha": section.alpha, "use_rslora": section.rslora}
         for key, wanted in ours.items():
-            found = self._config.get(key)
-            found = _DEFAULTS.get(key) if found is None else found
-            if found != wanted:
+            if (found := self._stated(key)) != wanted:
                 yield f"{key} is {found!r}, the recipe's is {wanted!r}"
-        if (first := self._config.get("init_lora_weights")) not in _FIRST_VALUES:
-            yield f"init_lora_weights is {first!r}, which changes more than first values"
-        for key in sorted(self._config.keys() - ours.keys() - _WITHOUT_EFFECT):
-            if (found := self._config[key]) and key != "init_lora_weights":
-                yield f"{key} is {found!r}, which the recipe cannot say"
         names = {name.removeprefix(PEFT_PREFIX) for name in self._stored.files}
         if lacking := sorted(self.shapes.keys() - names):
             yield f"it lacks {lacking[0]}"
@@ -105,3 +114,21 @@ class PeftWeights:
             if (shape := tuple(self._part(name).get_shape())) != self.shapes[name]:
                 yield f"{name} is {list(shape)}, not {list(self.shapes[name])}"
                 return
+
+    def _fix(self, lora: Lora) -> str:
+        """The settings of the recipe that its adapters need."""
+        section = lora.section
+        settings = (
+            ("rank", self._stated("r"), section.rank),
+            ("alpha", self._stated("lora_alpha"), section.alpha),
+            ("rslora", self._stated("use_rslora"), section.rslora),
+        )
+        changes = [f"adapter.{key} to {is_}" for key, is_, ours in settings if is_ != ours]
+        modules = {
+            name.partition(".lora_")[0].rpartition(".")[2] for name in self._stored.files
+        }
+        if modules != {one.name.rpartition(".")[2] for one in lora.projections}:
+            changes.append(f"adapter.targets to [{', '.join(sorted(modules))}]")
+        if not changes:
+            return "name a folder with adapters of this model: these are of another one"
+        return f"set {', '.join(changes)}"

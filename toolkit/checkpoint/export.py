@@ -16,7 +16,11 @@ from toolkit.checkpoint.shards import stored_shape
 from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.convert import appearing
-from toolkit.models.convert.safetensors_stream import TensorToWrite, write_model
+from toolkit.models.convert.safetensors_stream import (
+    LARGEST_FILE_BYTES,
+    TensorToWrite,
+    write_model,
+)
 from toolkit.models.families import family_of
 from toolkit.models.weights import checkpoint_names, is_correction_bias
 
@@ -53,12 +57,14 @@ def export(
     tick: Callable[[int], None] = lambda _: None,
     *,
     merged: bool = False,
+    shard_bytes: int = LARGEST_FILE_BYTES,
 ) -> None:
     """Write config, tokenizer and sharded safetensors of the checkpoint `folder` into `dst`.
 
     Weights are rounded to the type that the recipe computes in. For a run with adapters, only
     these are written, in fp32 and in PEFT's format, unless they are `merged` into their base,
-    which is then read from the source in the recipe. `tick` gets the bytes of every piece that
+    which is then read from the source in the recipe. A file has `shard_bytes` at most, unless
+    one tensor has more. `tick` gets the bytes of every piece that
     was written. `dst` appears when it is complete and must not exist. Raises CheckpointError
     for a damaged checkpoint, and for a missing or different base; DataError if writing fails.
     """
@@ -78,7 +84,7 @@ def export(
             return
         source = state if lora is None else Merged(state, lora, manifest)
         entries = _entries(source, exported_dtype(manifest), config)
-        write_model(hidden, [entry.telling(tick) for entry in entries])
+        write_model(hidden, [entry.telling(tick) for entry in entries], shard_bytes)
 
 
 def check_complete(state: SavedState) -> PretrainedConfig:

@@ -17,7 +17,7 @@ from toolkit.checkpoint.overview import Listed, overview
 from toolkit.cli.bars import byte_progress, columns, print_hanging
 from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, load_on
-from toolkit.errors import EXIT_USER_ERROR
+from toolkit.errors import EXIT_USER_ERROR, CheckpointError
 from toolkit.layout import degrees_text
 from toolkit.models.convert.agreement import Agreement
 from toolkit.redact import redact
@@ -248,6 +248,13 @@ def export(
             "needs room for two in fp32.",
         ),
     ] = False,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--shard-size",
+            help="Largest file of weights, e.g. 500MB or 2GiB; 5GB if not stated.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer and sharded safetensors.
@@ -261,6 +268,10 @@ def export(
     from toolkit.models.convert import check_destination
 
     found = _find(checkpoint)
+    limit = {} if shard_size is None else {"shard_bytes": _shard_bytes(shard_size)}
+    if limit and found.manifest.adapter is not None and not merged:
+        fix = "remove --shard-size, or add --merged"
+        raise CheckpointError("--shard-size: adapters are one file", fix=fix)
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
     if verify:
@@ -268,13 +279,27 @@ def export(
         with byte_progress("verify", found.manifest.nbytes) as tick:
             require_whole(found.folder, tick)
     with byte_progress("export", nbytes) as tick:
-        exporting.export(found.folder, dst, tick, merged=merged)
+        exporting.export(found.folder, dst, tick, merged=merged, **limit)
     report: dict[str, Any] = {"bytes": nbytes, "verified": verify}
     if compare:
         from toolkit.checkpoint import logits
 
         report["logits"] = asdict(logits.compare(found.folder, dst))
     _wrote(dst, found, report, as_json)
+
+
+def _shard_bytes(text: str) -> int:
+    """Bytes of a size in transformers' words for `max_shard_size`."""
+    from accelerate.utils import convert_file_size_to_int
+
+    try:
+        found = int(convert_file_size_to_int(text))
+    except ValueError:
+        found = 0
+    if found <= 0:
+        said = f"--shard-size: found {text!r}, allowed is a number with KB, MB, GB, MiB or GiB"
+        raise CheckpointError(said, fix="write e.g. --shard-size 2GB")
+    return found
 
 
 def _wrote(dst: Path, found: Located, written: dict[str, Any], as_json: bool) -> None:

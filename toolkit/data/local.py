@@ -5,21 +5,35 @@ hub, and deep in a file, are found when the data is built.
 """
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.chat.conversations import check_columns, check_mapped, needs_template
+from toolkit.adapters.imported import PEFT_CONFIG, PeftWeights
+from toolkit.adapters.lora import Lora
+from toolkit.data.chat.conversations import (
+    MalformedRow,
+    check_columns,
+    check_mapped,
+    conversation_of,
+    needs_template,
+    preference_of,
+)
 from toolkit.data.chat.named import stated_template
+from toolkit.data.chat.records import ChatRecord
+from toolkit.data.dropped import DroppedRows
 from toolkit.data.files import find_files
-from toolkit.data.json_rows import OPENERS, is_json, open_json
+from toolkit.data.json_rows import OPENERS, UNREADABLE, is_json, json_rows, open_json
 from toolkit.data.mds import MDS_INDEX, columns_of, is_mds, read_mds
 from toolkit.data.remote.store import check_package
 from toolkit.data.sources import MESSAGES, TEXT, arrow_kinds, check_column, local_files
 from toolkit.data.streaming.listing import list_files, needs_datasets
 from toolkit.data.tokenizers import BYTES, BYTES_VOCAB_SIZE, check_vocabulary, count_tokens
-from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
+from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem, RecipeError
+from toolkit.models.families import settings_of
 from toolkit.models.safetensors_folder import INDEX, SINGLE
 from toolkit.plan.planner import model_config
 from toolkit.recipe.places import is_remote
@@ -41,6 +55,8 @@ from toolkit.recipe.schema import (
 _BEGINNING = 10 * 2**20
 """Bytes of a JSON file that are looked at: `datasets` takes the columns from as many."""
 _FILES_OF_A_FOLDER = 8
+_FIRST_ROWS = 10_000
+"""Chats that are parsed: a second."""
 _PLACES = ("files", "path", "prefix")
 """The settings that say where a source is, each of other kinds."""
 
@@ -54,8 +70,11 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     data = recipe.data
     yield from _weights_problems(recipe.model)
-    yield from _adapter_problems(recipe.adapter)
-    yield from _tokenizer_problems(data, _vocabulary(recipe.model))
+    config: Mapping[str, Any] = {}
+    with suppress(PlanError):  # reported by the planner
+        config = model_config(recipe.model, download=False)
+    yield from _adapter_problems(recipe.adapter, config)
+    yield from _tokenizer_problems(data, _vocabulary(config))
     for key, source in data.named_sources:
         wrong = list(_source_problems(key, source))
         if data.streaming is not None and key.startswith("data.train") and not wrong:
@@ -63,11 +82,9 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from wrong or _template_problems(data, source)
 
 
-def _vocabulary(model: ModelSection) -> int | None:
-    config: Mapping[str, Any] = {}
-    with suppress(PlanError):  # reported by the planner
-        config = model_config(model, download=False)
-    size = config.get("vocab_size")
+def _vocabulary(config: Mapping[str, Any]) -> int | None:
+    """The model's tokens, also where its config leaves them to the default of its type."""
+    size = settings_of(config)["vocab_size"] if config else None
     return size if isinstance(size, int) else None
 
 
@@ -81,18 +98,26 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
 
 
-def _adapter_problems(adapter: AdapterSection | None) -> Iterator[Problem]:
+def _adapter_problems(
+    adapter: AdapterSection | None, config: Mapping[str, Any]
+) -> Iterator[Problem]:
     if adapter is None or adapter.folder is None:
         return
     folder = Path(adapter.folder).expanduser()
-    if not (folder / "adapter_config.json").is_file():
-        allowed = "a folder that PEFT or `dmt checkpoint export` wrote"
+    allowed = "a folder that PEFT or `dmt checkpoint export` wrote"
+    if not (folder / PEFT_CONFIG).is_file():
         yield Problem(
-            "adapter.folder",
-            f"{folder}, without adapter_config.json",
-            allowed,
-            "check the path",
+            "adapter.folder", f"{folder}, without {PEFT_CONFIG}", allowed, "check the path"
         )
+    elif config:
+        try:
+            PeftWeights(folder, Lora.of(adapter, config), framework="numpy")
+        except DataError as error:
+            allowed += ", with the adapters that the recipe states"
+            found = error.message.removeprefix("adapter.folder: ")
+            yield Problem("adapter.folder", found, allowed, error.fix)
+        except RecipeError:  # reported by the planner
+            pass
 
 
 def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[Problem]:
@@ -132,12 +157,41 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                 check_columns(source, list(columns))
                 if all_seen:
                     check_mapped(source, columns)
+                setting, allowed = "path", "rows that are conversations (docs/chat.md)"
+                _check_rows(source, files)
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
                 find_files(here, Path.cwd(), () if remote else source.exclude)
     except (DataError, BackendUnavailable) as error:
         yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
+
+
+def _check_rows(source: ChatSource | PreferenceSource, files: list[Path]) -> None:
+    """Raise DataError for a malformed row among the first ones, unless such are dropped.
+
+    What a template omits or refuses is found when the data is built.
+    """
+    parse: Any = conversation_of if isinstance(source, ChatSource) else preference_of
+    dropped = DroppedRows(source)
+    for place, row in islice(chain.from_iterable(map(_rows_of, files)), _FIRST_ROWS):
+        try:
+            parse(ChatRecord(place, row), source)
+        except MalformedRow as error:
+            dropped.add(f"{place}: {error}")
+
+
+def _rows_of(file: Path) -> Iterator[tuple[str, object]]:
+    """Rows of a JSON file, with their places; none of other files, and of a long list."""
+    beginning = b"["
+    with suppress(*UNREADABLE):  # reported when the data is built
+        if is_json(file):
+            with open_json(file) as stream:
+                beginning = stream.read(_BEGINNING + 1)
+            if len(beginning) <= _BEGINNING:
+                beginning = b""
+    if not beginning.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        yield from json_rows(file)
 
 
 def _streaming_problems(key: str, source: Source) -> Iterator[Problem]:

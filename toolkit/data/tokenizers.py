@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from toolkit.data.files import fingerprint_of
 from toolkit.errors import DataError
 from toolkit.models.remote_code import asks_to_run_code, runs_code
+from toolkit.untrusted import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,7 +56,7 @@ def _folder(name: str, base: Path) -> Path | None:
 
 
 def count_tokens(name: str, base: Path) -> int | None:
-    """Tokens in the tokenizer.json of a local folder; None where only transformers knows.
+    """Tokens of the tokenizer in a local folder; None where only transformers knows.
 
     Raises DataError when there is no such folder, or no tokenizer in it.
     """
@@ -70,9 +71,27 @@ def count_tokens(name: str, base: Path) -> int | None:
     from tokenizers import Tokenizer
 
     try:
-        return int(Tokenizer.from_file(str(file)).get_vocab_size())
+        known = Tokenizer.from_file(str(file)).get_vocab()
+        return len(known.keys() | _added_tokens(folder))
     except Exception as error:  # its only kind
         raise DataError(f"tokenizer: {file} cannot be read: {error}", fix=_NAME_ONE) from error
+
+
+def _added_tokens(folder: Path) -> set[str]:
+    """Tokens that the other files of a folder add to its tokenizer.json."""
+    added = set[str]()
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        stated = read_json(folder / name) if (folder / name).is_file() else {}
+        if name == "added_tokens.json":
+            added |= stated.keys()
+        listed = [value for key, value in stated.items() if key.endswith("_token")]
+        listed += stated.get("added_tokens_decoder", {}).values()
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = stated.get(key) or []
+            listed += more.values() if isinstance(more, dict) else more
+        contents = (one.get("content") if isinstance(one, dict) else one for one in listed)
+        added |= {content for content in contents if isinstance(content, str)}
+    return added
 
 
 def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
@@ -81,8 +100,10 @@ def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
         raise DataError(
             f"the tokenizer `{name}` has {n_tokens:,} tokens; the model's vocabulary has "
             f"{vocab_size:,}",
-            fix=f"set `model.config.vocab_size` to {n_tokens} or more, or use the tokenizer "
-            "that belongs to the model",
+            fix="use the tokenizer that belongs to the model; or, with `init: random`, set "
+            f"`model.config.vocab_size` to {n_tokens} or more; or, with `init: pretrained`, "
+            f"call transformers' `model.resize_token_embeddings({n_tokens})` and "
+            "`save_pretrained`, and name that folder in `model.hub`",
         )
 
 

@@ -281,10 +281,10 @@ class _Tensors(MegatronModel):
 
 def _tensors(model: PreTrainedModel, parts: Mapping[str, str]) -> MegatronModel:
     """The checkpoint's tensors under descriptive names, as in megatron-core."""
-    linear = {
+    linear = {  # without the head, which PEFT's `all-linear` leaves out as well
         f"{name}.weight"
         for name, part in model.named_modules()
-        if isinstance(part, nn.Linear | Conv1D)
+        if isinstance(part, nn.Linear | Conv1D) and part is not model.get_output_embeddings()
     }
     tensors = []
     for name, parameter in model.named_parameters():

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
@@ -392,6 +392,21 @@ def write_chat_template(template: str, folder: Path) -> None:
     stated = read_json(config) if config.is_file() else {}
     if stated.pop("chat_template", None) is not None:
         config.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+
+
+def add_end_tokens(folder: Path, tokens: Iterable[int]) -> list[int]:
+    """Let generation with the model in `folder` also stop at `tokens`; returns those at which
+    it did not stop before."""
+    config = folder / CONFIG, read_json(folder / CONFIG)
+    file = folder / GENERATION
+    generation = file, read_json(file) if file.is_file() else {}
+    own = generation[1].get("eos_token_id", config[1].get("eos_token_id"))
+    known = own if isinstance(own, list) else [] if own is None else [own]
+    added = [token for token in tokens if token not in known]
+    for path, stated in (config, generation) if added else ():
+        stated["eos_token_id"] = [*known, *added]
+        path.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    return added
 
 
 def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:

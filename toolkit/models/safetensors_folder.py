@@ -15,12 +15,13 @@ SINGLE = "model.safetensors"
 _AGAIN = "download or copy the file again"
 
 
-def open_file(path: Path) -> Any:
-    """An open safetensors file. Raises DataError when it is missing or damaged."""
+def open_file(path: Path, framework: str = "pt") -> Any:
+    """An open safetensors file with values of `framework`. Raises DataError when it is missing
+    or damaged."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} cannot be read: it is not a file", fix=_AGAIN)
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework=framework)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}", fix=_AGAIN) from error
 
@@ -31,8 +32,9 @@ class SafetensorsFolder:
     Raises DataError, which names the file, for missing or damaged ones.
     """
 
-    def __init__(self, folder: Path, only: str | None = None) -> None:
+    def __init__(self, folder: Path, only: str | None = None, framework: str = "pt") -> None:
         self.folder = folder
+        self._framework = framework
         self.only = only
         """The one file to look at; None for the model's."""
         self._handles: dict[str, Any] = {}
@@ -70,7 +72,7 @@ class SafetensorsFolder:
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
-            self._handles[file] = open_file(self.folder / file)
+            self._handles[file] = open_file(self.folder / file, self._framework)
         return self._handles[file]
 
 

@@ -302,7 +302,8 @@ def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]
         return f"put it in brackets: [{node.text}]"
     if isinstance(node.value, bool):
         word = "auto" if node.value else "none"
-        return f"write {word}" if word in choices(annotation) else ""
+        later = LATER_VALUES.get(key, {}).get(str(node.value).lower(), "")
+        return f"write {word}" if word in choices(annotation) else later
     if isinstance(node.value, float) and accepts(annotation, int) and abs(node.value) < 1e18:
         if node.value.is_integer():
             return f"write {int(node.value)}"

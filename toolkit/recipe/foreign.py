@@ -114,12 +114,23 @@ _NAMES = {
     # what this release does not do
     Foreign(None, "this release keeps frozen weights in the training precision; remove it"):
         "load_in_4bit load_in_8bit quantization",
-    # pairs (TRL, LLaMA-Factory)
+    # TRL, LLaMA-Factory
+    Foreign(None, "no noise is added to embeddings; remove it"): "neftune_noise_alpha neftune",
+    Foreign(None, "the last weights are exported; `dmt checkpoint export` exports those of any "
+            "kept checkpoint; remove it"):
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+    Foreign(None, "a run ends after `training.steps`; a file `RUN/stop` saves and ends it "
+            "before; remove it"):
+        "early_stopping early_stopping_patience early_stopping_steps early_stopping_threshold",
+    Foreign(None, "evaluation computes losses; generate with the export; remove it"):
+        "generate predict_with_generate do_sample generation_config generation_max_length",
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",
     Foreign("dpo.beta"): "pref_beta dpo_beta",
     Foreign("dpo.sft_weight"): "rpo_alpha pref_ftx",
     Foreign("data.train", "`{kind: chat, path: …}`"): "messages conversations sft",
-    Foreign("data.train.loss_on"): "train_on_inputs assistant_only_loss completion_only_loss",
+    Foreign("data.train.loss_on"):
+        "train_on_inputs assistant_only_loss completion_only_loss "
+        "completion_only completion_only_collator",
     # what is written
     Foreign("evaluation.every_steps"): "eval_steps eval_interval",
     Foreign("evaluation.batches"): "eval_iters",
@@ -165,7 +176,12 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 """Values of other tools, lower-case, by our setting: what they are called here."""
 
 
+_NO_RL = "this release trains on given answers only: write dpo or orpo, with preferences"
+_PACKS = "write greedy for chats, best_fit for documents"
+
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
+    "data.packing": {"true": _PACKS},
     "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
 """Values, lowercase, by our setting, that this release lacks: what to write instead."""

@@ -3,12 +3,18 @@
 import shutil
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 from toolkit.checkpoint.export import export, exported_bytes
 from toolkit.checkpoint.store import CheckpointStore
+from toolkit.data.chat.template import ChatTemplate
 from toolkit.failpoints import failpoint
+from toolkit.models.huggingface import add_end_tokens
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.terminal import tell
 from toolkit.train.phases import Phases
 
 
@@ -27,6 +33,24 @@ def export_last(run: RunDirectory, step: int, phases: Phases) -> None:
     shutil.rmtree(run.export, ignore_errors=True)
     export(checkpoint, run.export, tick)
     EventLog(run.events).write("export", step=step, files=_files_of(run.export))
+
+
+def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Let the model in `folder` also stop where the chats that it is trained on end a turn.
+
+    Without this, one with another end token would write until its limit.
+    """
+    template = tokenizer.chat_template
+    chats = any(isinstance(source, ChatRowsSource) for source in recipe.data.sources)
+    if not chats or not isinstance(template, str):
+        return
+    added = add_end_tokens(folder, ChatTemplate(template, tokenizer).turn_ends())
+    if added:
+        names = ", ".join(map(str, tokenizer.convert_ids_to_tokens(added)))
+        where = "in its generation_config.json and config.json"
+        if recipe.adapter is not None:
+            where = "in an export --merged; a PEFT folder has no end tokens: state it there"
+        tell(f"export: generation also stops at {names}, which ends a chat's turn ({where})")
 
 
 def _files_of(folder: Path) -> dict[str, int]:

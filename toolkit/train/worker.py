@@ -65,7 +65,7 @@ from toolkit.terminal import survive_lost_output, tell
 from toolkit.track.progress import ProgressReport
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.exporting import export_last
+from toolkit.train.exporting import add_turn_ends, export_last
 from toolkit.train.gpu_memory import out_of_memory
 from toolkit.train.loop import Progress, TrainingRun, train
 from toolkit.train.observer import Observed, Observer, Reporter
@@ -510,6 +510,7 @@ class _Worker:
                 stated = recipe.model.config
                 hf.save_companions(config, dtype, Path(folder), self._base_model(), stated)
                 self._save_tokenizer(data, Path(folder))
+                add_turn_ends(recipe, data.tokenizer, Path(folder))
                 files = sorted(Path(folder).iterdir())
                 companions = {f"{COMPANIONS}/{file.name}": file.read_bytes() for file in files}
         return RunCheckpoints(self.assignment, self.ranks.rank, data, companions)

@@ -303,7 +303,7 @@ def test_a_surrogate_is_malformed(tmp_path: Path) -> None:
 
 
 def test_an_optional_column_may_begin_late(tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "user"}}]  # a name that is written
+    tools = [{"type": "function", "function": {}}]  # nothing that a template must write
     rows = [*[chat("Hi", "Hello")] * 513, {**chat("Hi", "Hello"), "fns": tools}]
     write(tmp_path / "rows.jsonl", rows)
     assert len(samples_of(build(tmp_path, {"columns": {"tools": "fns"}}))) == 514

@@ -140,8 +140,10 @@ MALFORMED: list[tuple[object, str]] = [
     (messages(USER, {"role": "assistant"}), "message 1 has no content"),
     (
         messages(USER, {"role": "assistant", "content": " \n"}),
-        "message 1, an assistant turn, is",
+        r"message 1, an assistant turn, holds only white space \(' \\n'\)",
     ),
+    (messages(USER, {**ANSWER, "content": ""}), "message 1, an assistant turn, is empty"),
+    (messages(USER, {**ANSWER, "weight": 0.5}), "message 1 has the weight 0.5, which is not"),
     (messages({"role": "user", "content": None}, ANSWER), "message 0 has no content"),
     (messages({"role": "user", "content": [{"type": "image"}]}), "is not text"),
     (messages({"role": "user", "content": 4}), "is not text"),
@@ -163,7 +165,7 @@ MALFORMED: list[tuple[object, str]] = [
     ({"prompt": [], "completion": [ANSWER]}, "the prompt has no messages"),
     ({"prompt": [USER], "completion": []}, "the completion has no messages"),
     ({"prompt": [USER], "completion": [USER]}, "does not begin with an assistant turn"),
-    ({"prompt": "Hi", "completion": " "}, "the completion is empty"),
+    ({"prompt": "Hi", "completion": " "}, "the completion holds only white space"),
     ({"prompt": "Hi", "completion": [ANSWER]}, "`prompt` is not a list"),
     ({"text": "Hi"}, "it has the columns text, and not `messages` or `conversations` or"),
 ]

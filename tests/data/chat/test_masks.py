@@ -1,6 +1,7 @@
 """Trained tokens of every chat format are those that its documentation lets the model write."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,7 @@ def test_trained_tokens_are_those_of_the_documented_format(family: Family) -> No
         if ended in family.special:
             ends = found.ids[found.trained] == tokenizer.convert_tokens_to_ids(ended)
             assert ends.sum() == len(spans) - (not family.closing)
+            assert tokenizer.convert_tokens_to_ids(ended) in template.turn_ends()
         last = tokens_of(template, messages, "last_assistant")
         assert last.trained.tolist() == reference(tokenizer, text, spans[-1:])[1]
         assert tokens_of(template, messages, "all").trained.all()
@@ -220,6 +222,9 @@ CALLED = (
     {"role": "tool", "content": "4"},
     {"role": "assistant", "content": "It's four."},
 )
+ADD = {"role": "user", "content": "Can you add?"}
+SYSTEM = {"role": "system", "content": "two plus"}
+OLD_CALL = {"role": "assistant", "content": "ok", "function_call": {"name": "add"}}
 
 
 def test_tool_calls_are_trained_and_their_results_are_not() -> None:
@@ -233,20 +238,64 @@ def test_tool_calls_are_trained_and_their_results_are_not() -> None:
     ]
 
 
+WITHOUT_SYSTEM = CHATML.template.replace(
+    "messages -%}", "messages if m.role != 'system' -%}", 1
+)
+WITHOUT_ARGUMENTS = QWEN3.replace("call.function | tojson", "call.function.name")
+WITHOUT_ANSWERS = QWEN3.replace(r"~ m.content ~ '\n</tool_response", r"~ '\n</tool_response")
+
+
 @pytest.mark.parametrize(
-    ("conversation", "says"),
+    ("text", "messages", "tools", "says"),
     [
-        (Conversation(CALLED[:2], TOOLS), "leaves out the tool call of message 1"),
-        (Conversation((CALLED[0], CALLED[3]), TOOLS), "leaves out the descriptions of tools"),
+        (CHATML.template, CALLED[:2], (), "the tool call of message 1"),
+        (CHATML.template, (ADD, *CALLED[1:2]), (), "the tool call of message 1"),
+        (CHATML.template, (CALLED[0], CALLED[3]), TOOLS, "the descriptions of tools"),
+        (CHATML.template, (ADD, CALLED[3]), TOOLS, "the descriptions of tools"),
+        (WITHOUT_ARGUMENTS, CALLED, TOOLS, "the arguments of the tool call of message 1"),
+        (WITHOUT_ANSWERS, CALLED, TOOLS, r"message 2 \(tool\)"),
+        (WITHOUT_SYSTEM, (SYSTEM, *THOUGHT[:1], CALLED[3]), (), r"message 0 \(system\)"),
+        (CHATML.template, THOUGHT, (), "`reasoning_content` of message 1"),
+        (CHATML.template, (ADD, OLD_CALL), (), "`function_call` of message 1 .*: write it as"),
     ],
 )
 def test_what_a_template_does_not_render_is_not_lost_silently(
-    conversation: Conversation, says: str
+    text: str, messages: Sequence[Message], tools: Any, says: str
 ) -> None:
-    """slime#1008: tool calls never rendered."""
-    template = ChatTemplate(CHATML.template, CHATML.tokenizer())
-    with pytest.raises(MalformedRow, match=says):
-        template.mark(conversation, "assistant")
+    """Also what another message happens to say. slime#1008: tool calls never rendered."""
+    template = ChatTemplate(text, make_tokenizer(QWEN3_SPECIAL))
+    with pytest.raises(MalformedRow, match=f"the chat template leaves out {says}"):
+        template.mark(Conversation(tuple(map(dict, messages)), tools), "last_assistant")
+
+
+@pytest.mark.parametrize("text", [CHATML.template, MARKED_CHATML.template])
+def test_a_message_of_weight_0_is_not_trained(text: str) -> None:
+    """As in OpenAI's format; its tokens are the history of the others."""
+    template = ChatTemplate(text, CHATML.tokenizer())
+    asked = {"role": "user", "content": "ok"}
+    turns = [{"role": "assistant", "content": said} for said in ("def", "two", "is")]
+    for weights in ((0, 1, 1), (1, 0, 1), (1, 1, 0.0), (False, True, False), (0, 0, 0)):
+        messages = [
+            one
+            for turn, w in zip(turns, weights, strict=True)
+            for one in (asked, turn | {"weight": w})
+        ]
+        conversation = Conversation(tuple(messages), n_prompt=1)
+        plain = Conversation(tuple(m for turn in turns for m in (asked, turn)), n_prompt=1)
+        assert template.mark(conversation, "all").text == template.mark(plain, "all").text
+
+        def said(loss_on: str, conversation: Conversation = conversation) -> list[str]:
+            marked = template.mark(conversation, loss_on)
+            return [marked.text[start:end] for start, end in marked.spans]
+
+        wanted = [f"{t['content']}<|im_end|>" for t, w in zip(turns, weights, strict=True) if w]
+        assert said("assistant") == wanted
+        assert said("last_assistant") == (wanted[-1:] if weights[2] else [])
+        for loss_on in ("all", "completion"):
+            trained = "".join(said(loss_on))
+            for turn, weight in zip(turns, weights, strict=True):
+                assert (f"{turn['content']}<|im_end|>" in trained) == bool(weight)
+            assert trained.startswith("<|im_start|>user\nok") == (loss_on == "all")
 
 
 def test_what_a_template_refuses_is_malformed() -> None:
@@ -262,5 +311,5 @@ def test_what_a_template_refuses_is_malformed() -> None:
 def test_todays_date_is_the_same_tomorrow() -> None:
     text = "{{- strftime_now('%d %b %Y') -}}" + CHATML.template
     template = ChatTemplate(text, CHATML.tokenizer())
-    marked = template.mark(Conversation(tuple(map(dict, THOUGHT[:2]))), "assistant")
+    marked = template.mark(Conversation((CALLED[0], CALLED[3])), "assistant")
     assert marked.text.startswith("26 Jul 2024<|im_start|>")

@@ -47,19 +47,30 @@ class Conversation:
 
     messages: tuple[Message, ...]
     """`role` and `content` (a string) each; where there are any, also `tool_calls`,
-    `reasoning_content` and whatever else the row states."""
+    `reasoning_content`, `weight` (0 or 1) and whatever else the row states."""
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions (JSON schemas) of the tools that the assistant may call."""
     n_prompt: int | None = None
     """Messages of the prompt, if the data separates prompt and completion."""
 
     def assistant_turns(self, loss_on: str = "assistant") -> list[int]:
-        """Indices of the assistant's messages that are trained; `loss_on` as in
-        `ChatSource`."""
+        """Indices of the assistant's messages that `loss_on` selects, as in `ChatSource`."""
         first = self.n_prompt or 0 if loss_on == "completion" else 0
         roles = [message["role"] for message in self.messages]
         turns = [i for i, role in enumerate(roles) if role == "assistant" and i >= first]
         return turns[-1:] if loss_on == "last_assistant" else turns
+
+    def trained_turns(self, loss_on: str) -> list[int]:
+        """Those of `assistant_turns` without `weight: 0`, which OpenAI's format has."""
+        return [turn for turn in self.assistant_turns(loss_on) if self._weight(turn)]
+
+    @property
+    def muted_turns(self) -> list[int]:
+        """The assistant's messages with `weight: 0`."""
+        return [turn for turn in self.assistant_turns() if not self._weight(turn)]
+
+    def _weight(self, turn: int) -> object:
+        return self.messages[turn].get("weight", 1)
 
     def until(self, turn: int) -> "Conversation":
         """The conversation up to and including message `turn`."""
@@ -202,7 +213,7 @@ def _alpaca(found: Mapping[ColumnName, Any]) -> tuple[Message, ...]:
 def _answered(prompt: Any, completion: Any, tools: tuple[dict[str, Any], ...]) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
-            raise MalformedRow("the completion is empty")
+            raise MalformedRow(f"the completion {_blank(completion)}")
         return PlainText(prompt, completion)
     turns = [*_list(prompt, "prompt"), *_list(completion, "completion")]
     n_prompt = len(turns) - len(completion)
@@ -260,7 +271,7 @@ def _messages(turns: object) -> tuple[Message, ...]:
         if roles[i] == "assistant" and not (
             message["content"].strip() or message.get("tool_calls")
         ):
-            raise MalformedRow(f"message {i}, an assistant turn, is empty")
+            raise MalformedRow(f"message {i}, an assistant turn, {_blank(message['content'])}")
     return messages
 
 
@@ -287,9 +298,16 @@ def _message(turn: object, name: str) -> Message:
         message["tool_calls"] = [
             _tool_call(c, name) for c in _list(message["tool_calls"], name)
         ]
+    if message.get("weight", 1) not in (0, 1):
+        raise MalformedRow(f"{name} has the weight {message['weight']!r}, which is not 0 or 1")
     if message.get("content") is None and not message.get("tool_calls"):
         raise MalformedRow(f"{name} has no content")
     return {**message, "content": _text(message.get("content") or "", name)}
+
+
+def _blank(text: str) -> str:
+    """What is wrong with a text without words."""
+    return f"holds only white space ({text[:20]!r})" if text else "is empty"
 
 
 def _text(content: object, name: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from toolkit.data.chat.complete import check_complete
 from toolkit.data.chat.conversations import (
     Conversation,
     Example,
@@ -33,6 +34,9 @@ Span: TypeAlias = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_ANSWER = "four"
+_EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
+"""What shows how a template ends a turn."""
 _TODAY = date(2024, 7, 26)
 """The date for templates that insert today's date, so that the same data always gives the same
 tokens; Llama's own default for programs without a clock."""
@@ -108,15 +112,17 @@ class ChatTemplate:
                 "the tokenizer of an instruct model",
             )
         text, generated = self._render(example)
-        self._check_complete(example, text)
-        if loss_on == "all":
-            spans = [(0, len(text))]
-        elif loss_on == "completion":
-            spans = [(self._completion_start(example, text), len(text))]
+        check_complete(example, text, lambda changed: self._render(changed)[0])
+        if loss_on in ("all", "completion"):
+            whole = loss_on == "all"
+            start = 0 if whole else self._completion_start(example, text)
+            muted = [self._turn(example, text, turn) for turn in example.muted_turns]
+            left = _without((start, len(text)), muted)
+            spans = [(first, end) for first, end in left if text[first:end].strip()]
         elif self._marked:
             spans = self._generated(example, text, generated, loss_on)
         else:
-            turns = example.assistant_turns(loss_on)
+            turns = example.trained_turns(loss_on)
             spans = [self._turn(example, text, turn) for turn in turns]
         return self._closed(text, spans)
 
@@ -130,6 +136,22 @@ class ChatTemplate:
             _tokens(encoding, one.spans)
             for encoding, one in zip(encodings, marked, strict=True)
         ]
+
+    def turn_ends(self) -> list[int]:
+        """Ids of the special tokens that end trained turns, ascending: after the answers of an
+        exchange, and of two, where a turn may end with the token that opens the next one."""
+        found = set[str]()
+        for messages in (_EXCHANGE, _EXCHANGE * 2):
+            try:
+                marked = self.mark(Conversation(messages), "assistant")
+            except (MalformedRow, RewrittenHistory, DataError):
+                continue  # the data has other conversations, or the run ends with this error
+            for start, end in marked.spans:
+                said = marked.text.find(_ANSWER, start, end)
+                if ended := self.special.search(marked.text, said + len(_ANSWER), end):
+                    found.add(ended[0])
+        ids = map(self._backend.token_to_id, found)
+        return sorted(token for token in ids if token is not None)
 
     def _render(
         self, conversation: Conversation, until: int | None = None, *, prompt: bool = False
@@ -158,23 +180,6 @@ class ChatTemplate:
         except Exception as error:  # a template may do anything with what it is given
             raise MalformedRow(f"the chat template refuses it: {error}") from error
         return str(texts[0]), [tuple(span) for span in generated[0]] if self._marked else []
-
-    def _check_complete(self, conversation: Conversation, text: str) -> None:
-        """Refuse a text that lacks a part of the row."""
-        for i, message in enumerate(conversation.messages):
-            said = message["content"].rpartition("</think>")[2].strip()
-            if message["role"] != "tool" and said not in text:
-                what = f"message {i} ({message['role']})"
-                raise MalformedRow(f"the chat template leaves out or changes {what}")
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
-                    raise MalformedRow(
-                        f"the chat template leaves out the tool call of message {i}"
-                    )
-        for tool in conversation.tools:
-            name = tool.get("function", tool).get("name")
-            if name is not None and name not in text:
-                raise MalformedRow("the chat template leaves out the descriptions of tools")
 
     def _turn(self, conversation: Conversation, text: str, turn: int) -> Span:
         """The characters of assistant turn `turn`, with its end-of-turn token."""
@@ -231,10 +236,17 @@ class ChatTemplate:
             part, spans = self._render(conversation, turn + 1)
             if [part[start:end] for start, end in spans] != said[: len(spans)]:
                 raise RewrittenHistory(f"message {turn}")
+        muted = {
+            block
+            for turn in conversation.muted_turns
+            for block in range(
+                *(len(self._render(conversation, n)[1]) for n in (turn, turn + 1))
+            )
+        }
         return [
             (start, self._end_of_turn(text, start, end))
-            for start, end in generated[n_before:]
-            if start < end
+            for block, (start, end) in enumerate(generated)
+            if start < end and block >= n_before and block not in muted
         ]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
@@ -259,6 +271,16 @@ class ChatTemplate:
         except UnicodeEncodeError as error:
             raise MalformedRow("a text holds half of a surrogate pair") from error
         return MarkedText(text, tuple(spans))
+
+
+def _without(span: Span, holes: Sequence[Span]) -> list[Span]:
+    """What is left of `span` without `holes`, ascending."""
+    left, (start, stop) = list[Span](), span
+    for first, end in holes:
+        if start < first:
+            left.append((start, first))
+        start = max(start, end)
+    return [*left, (start, stop)] if start < stop else left
 
 
 def _tokens(encoding: Any, spans: Sequence[Span]) -> MarkedTokens:

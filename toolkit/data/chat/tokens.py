@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
 _ROWS_AT_ONCE = 512
 """Rows that are tokenised together, in parallel."""
@@ -246,7 +246,7 @@ class _Maker:
                 raise
         assert isinstance(example, Conversation), "plain text has no history"
         self._count(rewritten=1)
-        turns = [example.until(turn) for turn in example.assistant_turns(loss_on)]
+        turns = [example.until(turn) for turn in example.trained_turns(loss_on)]
         return [(self._template.mark(turn, "last_assistant"),) for turn in turns]
 
     def _check_text(self, *examples: Example) -> None:

@@ -19,10 +19,11 @@ from toolkit.recipe.dump import dump
 if TYPE_CHECKING:
     from torch import nn
 
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_CLIPS_AT = 1.0
+"""What Accelerate, and by default a Trainer, fills "auto" with."""
 _FILLED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
+    *_BATCH,
     "gradient_clipping",
     "bf16.enabled",
     "fp16.enabled",
@@ -66,7 +67,7 @@ class DeepSpeedInAccelerate(InAccelerate):
             "deepspeed_multinode_launcher": "standard",
         }
         head = dump({"deepspeed_config": settings}, flow=False)
-        text = textwrap.indent(json.dumps(script_config(config), indent=2), "    ")
+        text = textwrap.indent(json.dumps(_open_batch(script_config(config)), indent=2), "    ")
         return f"{head}  deepspeed_config_file: |-\n{text}\n"
 
     def prepare_process(self) -> None:
@@ -114,6 +115,18 @@ def script_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Accelerate refuses a torch optimizer next to an `optimizer` block.
     """
     return {key: value for key, value in config.items() if key != "optimizer"}
+
+
+def _open_batch(config: dict[str, Any]) -> dict[str, Any]:
+    """The JSON with "auto" for what scripts state themselves: a Trainer, TRL's included,
+    refuses other numbers than its own.
+
+    For clipping, a script without a Trainer gets 1.0 from Accelerate: any other value stays.
+    """
+    changed = dict.fromkeys(_BATCH, "auto")
+    if config.get("gradient_clipping") == _CLIPS_AT:
+        changed["gradient_clipping"] = "auto"
+    return {**config, **changed}
 
 
 def _complete_optimizers() -> None:
