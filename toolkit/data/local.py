@@ -64,6 +64,8 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _vocabulary(model: ModelSection) -> int | None:
+    if model.config is None and model.hub is None:
+        return None  # reported when the recipe was loaded
     config: Mapping[str, Any] = {}
     with suppress(PlanError):  # reported by the planner
         config = model_config(model, download=False)

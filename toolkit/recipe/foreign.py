@@ -96,7 +96,7 @@ _NAMES = {
     Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
     # adapters
     Foreign("adapter", "a map with rank and alpha"): "peft use_peft lora peft_config",
-    Foreign("adapter.rank"): "lora_r lora_rank",
+    Foreign("adapter.rank"): "lora_r lora_rank adapter.r",
     Foreign("adapter.alpha"): "lora_alpha",
     Foreign("adapter.dropout"): "lora_dropout",
     Foreign("adapter.targets", "all-linear, attention, mlp or a list"):
@@ -158,19 +158,34 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "warmup_stable_decay": "wsd",
         "warmupdecaylr": "linear",
     },
-    "parallel.engine": {"fsdp2": "fsdp", "zero": "deepspeed", "megatron-lm": "megatron"},
+    "parallel.engine": {
+        "fsdp2": "fsdp",
+        "zero": "deepspeed",
+        **{f"zero{n}": f"deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)},
+        "megatron-lm": "megatron",
+    },
+    "parallel.zero.offload_optimizer": {"true": "cpu", "false": "none"},
+    "parallel.zero.offload_parameters": {"true": "cpu", "false": "none"},
+    "data.packing": {
+        "true": "greedy for chats, or best_fit for documents",
+        "false": "none",
+    },
     "parallel.model": {"transformers": "hf", "huggingface": "hf", "mcore": "megatron"},
     "model.init": {"scratch": "random", "from_pretrained": "pretrained"},
 }
 """Values of other tools, lower-case, by our setting: what they are called here."""
 
 
+_NO_GENERATION = "write sft, dpo or orpo: this release has no objective that generates text"
+
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo"), _NO_GENERATION),
     "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
 """Values, lowercase, by our setting, that this release lacks: what to write instead."""
 
 
 def foreign(name: str) -> Foreign | None:
-    """What a foreign setting is called here; dashes, case and leading `--` do not matter."""
+    """What a foreign setting is called here, by its name or, where that is short, with its
+    section; dashes, case and leading `--` do not matter."""
     return FOREIGN.get(name.lstrip("-").replace("-", "_").lower())

@@ -158,7 +158,8 @@ def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) 
         raise stop(f"{name}: {reason}", "a readable file", "check name and rights") from None
     if len(data) > yaml_nodes.MAX_BYTES:
         limit = f"at most {yaml_nodes.MAX_BYTES // 1024} KiB"
-        raise stop(f"{name} with more than that", limit, "is this the right file?")
+        found = f"{name} of {path.stat().st_size / 1024:,.0f} KiB"
+        raise stop(found, limit, "name a recipe: this file is too large to be one")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
