@@ -27,7 +27,9 @@ accepts and its default.
 - `extends: ../base/pretrain.yml` at the top bases a recipe on another, `[a.yml, b.yml]` on
   several, of which the last takes precedence: maps are merged deeply, lists and values
   replaced; a map with another `kind` (or, in `model.config`, another `model_type`) is
-  replaced whole.
+  replaced whole. `recipes:llama/llama-3.1-8b.yml` names a shipped file, from anywhere.
+- A shipped recipe can be given by its name alone (`dmt plan llama-3.1-8b-pretrain`); `dmt
+  recipes` lists them.
 - `--set KEY.PATH=VALUE` overrides any setting from the command line; the value is YAML.
 - Relative paths are relative to the file that states them; in `--set`, to the working
   directory. A value that may also be a hub id is a path when it begins with `./`, `../`,
