@@ -305,8 +305,8 @@ def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]
         return _fix_text(key, node, annotation)
     if _takes_list(annotation) and node.value is not None:
         return "" if _is_pair(annotation) else f"put it in brackets: [{node.text}]"
-    if translated := FOREIGN_VALUES.get(key, {}).get(node.text.lower()):
-        return f"write {translated}"
+    if translated := _translated(key, node.text):
+        return translated
     if isinstance(node.value, bool):
         word = "auto" if node.value else "none"
         return f"write {word}" if word in choices(annotation) else ""
@@ -332,15 +332,20 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
         return f"remove the quotes: {text}"
     if wants_number and (number := _spelt_out(text)):
         return f"write {number}"
-    if translated := FOREIGN_VALUES.get(key, {}).get(text.lower()):
-        return f"write {translated}"
-    if later := LATER_VALUES.get(key, {}).get(text.lower()):
-        return later
+    if translated := _translated(key, text):
+        return translated
     if _takes_list(annotation):
         return f"put it in brackets: [{describe_node(node)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
         return f"write {slug}"
     return _similar(text, choices(annotation))
+
+
+def _translated(key: str, text: str) -> str:
+    """What another tool's value is called here; empty for a value that none has."""
+    if value := FOREIGN_VALUES.get(key, {}).get(text.lower()):
+        return f"write {value}"
+    return LATER_VALUES.get(key, {}).get(text.lower(), "")
 
 
 def _takes_list(annotation: Any) -> bool:

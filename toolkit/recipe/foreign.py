@@ -161,15 +161,11 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "parallel.engine": {
         "fsdp2": "fsdp",
         "zero": "deepspeed",
-        **{f"zero{n}": f"deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)},
         "megatron-lm": "megatron",
     },
     "parallel.zero.offload_optimizer": {"true": "cpu", "false": "none"},
     "parallel.zero.offload_parameters": {"true": "cpu", "false": "none"},
-    "data.packing": {
-        "true": "greedy for chats, or best_fit for documents",
-        "false": "none",
-    },
+    "data.packing": {"false": "none"},
     "parallel.model": {"transformers": "hf", "huggingface": "hf", "mcore": "megatron"},
     "model.init": {"scratch": "random", "from_pretrained": "pretrained"},
 }
@@ -179,10 +175,14 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
 _NO_GENERATION = "write sft, dpo or orpo: this release has no objective that generates text"
 
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "parallel.engine": {
+        f"zero{n}": f"write deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)
+    },
+    "data.packing": {"true": "write greedy for chats, or best_fit for documents"},
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo"), _NO_GENERATION),
     "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
-"""Values, lowercase, by our setting, that this release lacks: what to write instead."""
+"""Values, lowercase, by our setting, that this release lacks or splits: what to write."""
 
 
 def foreign(name: str) -> Foreign | None:
