@@ -50,6 +50,8 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}" if self.line else self.file
+        if where == self.key:  # `--set` itself
+            where = ""
         parts = [f"{self.key}: found {self.found}", f"allowed: {self.allowed}"]
         if self.fix:
             parts.append(f"fix: {self.fix}")

@@ -97,7 +97,7 @@ def test_every_pod_runs_dmt_launch():
     pod = replicas["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"] == [
-        *("python", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
+        *("python", "-P", "-m", "toolkit.cli.main", "launch", "/etc/dmt/recipe.yaml"),
         *("--run-dir", "/dmt/runs/tiny", "--launcher", "torchrun"),
         *("--set", f"launch.rendezvous={config['metadata']['name']}-master-0:29400"),
     ]

@@ -2,11 +2,13 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import toolkit
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.launchers import LAUNCHERS, base, deepspeed
 from toolkit.launchers.base import Job
@@ -41,6 +43,25 @@ def test_local_starts_one_process_per_rank(monkeypatch):
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert "GROUP_RANK" not in env
     assert spec.process_env(0)["MASTER_PORT"] == spec.process_env(1)["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("name", ["local", "torchrun", "deepspeed", "accelerate", "ray"])
+def test_the_working_directory_is_not_on_the_path(name, monkeypatch, tmp_path):
+    """A folder `toolkit/` there is not ours; only a checkout that is not installed needs it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toolkit").mkdir()
+    (tmp_path / "toolkit" / "__init__.py").write_text("raise SystemExit('a stranger')")
+    job = Job(RUN, CPU)
+    env = LAUNCHERS[name]().spec(job).process_env(0)
+    assert env["PYTHONSAFEPATH"] == "1"
+    if name == "local":
+        command = [sys.executable, "-m", "toolkit.units"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        bare = {key: value for key, value in env.items() if key != "PYTHONSAFEPATH"}
+        assert subprocess.run(command, env=bare, capture_output=True, check=False).returncode
+    monkeypatch.chdir(Path(toolkit.__file__).parents[1])
+    assert "PYTHONSAFEPATH" not in LAUNCHERS[name]().spec(job).process_env(0)
 
 
 def test_torchrun_command():

@@ -251,7 +251,7 @@ class TestFiles:
             (b"\xff\xfe\x00\x01", "no UTF-8"),
             (b"name: a\nmodel: \xe9\n", "no UTF-8"),
             (b"\x7fELF\x00\x00\x00\x80", "no UTF-8"),
-            ("x: 1\n" * 100_000, "more than that"),
+            ("x: 1\n" * 100_000, "of 488 KiB"),
             ("a: " + "[" * 1000, "deeper nesting"),
             ("a: [" + "1," * 30_000 + "]", "more values"),
             ("a: &a [x, x]\n" + "\n".join(

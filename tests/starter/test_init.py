@@ -5,21 +5,30 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from functools import cache
 from pathlib import Path
+from typing import get_args
 
+import huggingface_hub
 import pytest
 
 from toolkit.cli.main import main
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
+from toolkit.models.families import model_spec
 from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.hub import download
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ParallelSection, Recipe
-from toolkit.starter.draft import shipped_sizes
+from toolkit.starter.draft import Task, draft, shipped_sizes
+from toolkit.starter.text import _lines
 from toolkit.units import GIB, seconds
 
 SHIPPED = [(size, task) for size, tasks in shipped_sizes().items() for task in tasks]
+WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}
+"""Sizes whose published weights are not of their text model alone."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000,
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
@@ -73,6 +82,83 @@ def test_every_shipped_size(
     assert recipe.training.global_batch_size == max(64, shipped.training.global_batch_size)
     assert len(text.splitlines()) <= 75
     assert max(map(len, text.splitlines())) <= 160
+
+
+@cache
+def _shipped(size: str) -> Recipe:
+    return load_recipe(next(iter(shipped_sizes()[size].values())))
+
+
+TINY_LIKE_OTHERS = {
+    "llama-adafactor", "llama-adamw-8bit", "llama-blend", "llama-dpo", "llama-lora",
+    "llama-muon", "llama-sft", "llama-streaming",
+}  # fmt: skip
+OTHERS = [
+    (size, task)
+    for size, tasks in shipped_sizes().items()
+    for task in get_args(Task)
+    if task not in tasks
+    and size not in TINY_LIKE_OTHERS
+    and not (size in WITH_VISION and task != "pretrain")
+]
+
+
+@pytest.mark.parametrize(("size", "task"), OTHERS)
+def test_every_shipped_shape_has_every_task(size: str, task: Task, tmp_path: Path) -> None:
+    """The shape and tokenizer of a shipped recipe, the numbers of the task's shared part."""
+    cluster = find_cluster("8x8xh100-80gb")
+    drafted = draft(size, cluster, task)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("\n".join(_lines(drafted, cluster, "8x8xh100-80gb", None)))
+    recipe = load_recipe(file)  # no rule is broken
+    shipped = _shipped(size)
+    assert recipe.name == f"{size}-{task}" and recipe.data.tokenizer == shipped.data.tokenizer
+    assert (recipe.model.hub, recipe.model.config) == (shipped.model.hub, shipped.model.config)
+    objective = "sft" if task == "lora" else task
+    assert recipe.training.objective == objective
+    experts = model_spec(recipe.model.config or {}).parameters.experts
+    if recipe.adapter is not None:
+        assert recipe.adapter.targets == ("attention" if experts else "all-linear")
+    assert (recipe.adapter is not None) == (task == "lora")
+    trained_on = task != "pretrain" and recipe.model.hub is not None
+    assert recipe.model.init == ("pretrained" if trained_on else "random")
+
+
+def test_a_hub_id_of_a_shipped_shape() -> None:
+    """Its shape is known without the hub."""
+    cluster = find_cluster("8x8xh100-80gb")
+    assert draft("Qwen/Qwen3-32B", cluster, "sft") == draft("qwen3-32b", cluster, "sft")
+
+
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after a limit, however long the hub's own client tries."""
+    answer = threading.Event()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: answer.wait())
+    with pytest.raises(TimeoutError):
+        download("some/model", "config.json", None, limit_s=0.01)
+    answer.set()
+
+
+def test_shipped_recipes_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From anywhere; a file of the same name is the user's."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    shipped = [file for tasks in shipped_sizes().values() for file in tasks.values()]
+    assert len(listed) == len(set(listed)) == len(shipped)
+    assert main(["check", listed[0], "llama-sft"]) == 0
+    Path("mine.yaml").write_text(
+        "extends: [recipes:base/sft.yml, recipes:llama/llama-3.1-8b.yml]\nname: mine\n"
+    )
+    mine = load_recipe(Path("mine.yaml"))
+    assert mine.model == load_recipe(Path("llama-3.1-8b-sft")).model
+    Path("gpt2-124m-pretrain").write_text("name: mine\n")
+    assert main(["check", "gpt2-124m-pretrain"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "llama-3.1-8b-pretrian"]) == 2
+    assert "did you mean the shipped recipe `llama-3.1-8b-pretrain`?" in capsys.readouterr().err
 
 
 def test_a_file_is_written_once(
@@ -225,8 +311,8 @@ def test_offload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["no/such-model", "--cluster", "8xh100-80gb"], "not on the hub or in its cache"),
         (["no/such-model", "--cluster", "8xh100-80gb"], "llama-3.1-70b, llama-3.1-8b"),
         (
-            ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "lora"],
-            "no recipe of gpt2-124m for lora is shipped",
+            ["gemma-3-4b", "--cluster", "8xh100-80gb", "--task", "lora"],
+            "name a folder with them: dmt init FOLDER --task lora",
         ),
         (
             ["gpt2-124m", "--cluster", "8xh100-80gb", "--task", "chat"],

@@ -22,8 +22,9 @@ from toolkit.cli.console import Console
 from toolkit.cli.options import AsJson
 from toolkit.conflicts import Report, against, places_in
 from toolkit.data.local import local_problems
+from toolkit.engines.deepspeed.json_file import DEEPSPEED_CONFIG
 from toolkit.errors import EXIT_USER_ERROR, PlanError, Problem, RecipeError
-from toolkit.intake.load import load_recipe, placed
+from toolkit.intake.load import Examined, examine, placed
 from toolkit.plan.planner import Plan, ShapeUnknown, model_config, plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
@@ -95,20 +96,35 @@ def check(
 
 
 def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ()) -> Verdict:
-    """Load, plan and render one recipe; its mistakes become part of the verdict."""
-    try:
-        recipe = load_recipe(path, overrides)
-    except RecipeError as error:
-        return Verdict(str(path), None, error.problems)
+    """Load, plan and render one recipe; its mistakes become part of the verdict.
+
+    Mistakes of single settings do not hide those that only planning or the local files show,
+    unless these depend on them.
+    """
+    examined = examine(path, overrides)
+    recipe = examined.usable
+    if recipe is None:
+        return Verdict(str(path), None, examined.problems)
     note, found, plan = None, list[Problem](), None
     try:
-        plan, note = _plan(recipe)
+        if examined.guessed:
+            adopt_engine_config(recipe)
+        else:
+            plan, note = _plan(recipe)
     except RecipeError as error:
-        found += error.problems
+        whole = [one for one in error.problems if one.key == DEEPSPEED_CONFIG]
+        found += whole if examined.guessed else error.problems
     except PlanError as error:
         key, _, reason = error.message.partition(": ")
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
     found += local_problems(recipe)
+    if examined.problems:
+        certain = (one for one in found if _independent(one, examined))
+        later = tuple(placed(problem, path, overrides) for problem in certain)
+        every = (*examined.problems, *later)
+        files = list(dict.fromkeys(problem.file for problem in every))
+        ordered = sorted(every, key=lambda one: (files.index(one.file), one.line))
+        return Verdict(str(path), None, tuple(ordered))
     reports: list[Report] = []
     if others:
         places = places_in(path, overrides)
@@ -122,6 +138,18 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[str] = ())
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
+
+
+def _independent(problem: Problem, examined: Examined) -> bool:
+    """Whether a problem does not come from a setting that was found wrong before."""
+    reads = [problem.key]
+    if problem.file:  # DeepSpeed's own
+        reads = ["parallel.zero"]
+    elif problem.key.partition(".")[0] not in Recipe.model_fields:
+        return False
+    elif problem.key in ("data.tokenizer", "data.chat_template"):
+        reads += ["model", "data.train", "data.validation", "data.tokenizer"]
+    return all(map(examined.meant, reads))
 
 
 def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:

@@ -15,6 +15,7 @@ from toolkit.cli.bars import byte_progress
 from toolkit.cli.check import human
 from toolkit.cli.options import AsJson
 from toolkit.errors import DataError, RunFailed
+from toolkit.interpreter import python
 from toolkit.models.convert.agreement import Agreement
 from toolkit.terminal import tell
 
@@ -136,7 +137,7 @@ def _write(job: "ToHuggingFace | ToMegatron | ToExperts", dst: Path) -> float:
 def _verify(source: "ConvertibleModel", dst: Path) -> Agreement:
     """Compare the logits of both sides in a separate process. Raises RunFailed."""
     folders = (dst, source.folder) if source.is_megatron else (source.folder, dst)
-    command = [sys.executable, "-m", "toolkit.models.convert.verify"]
+    command = [*python(), "-m", "toolkit.models.convert.verify"]
     command += [*map(str, folders), str(source.config_file)]
     # On the CPU, where both sides compute in fp32 alike, also on a machine with a GPU.
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -26,6 +26,7 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "init": Verb("toolkit.cli.init:init", "Write a recipe for a model and a cluster."),
+    "recipes": Verb("toolkit.cli.recipes:recipes", "List the shipped recipes."),
     "check": Verb("toolkit.cli.check:check", "Check recipes and report every mistake at once."),
     "plan": Verb("toolkit.cli.plan:plan", "Choose a layout for a recipe and explain it."),
     "estimate": Verb(

@@ -62,6 +62,11 @@ def find_files(patterns: Sequence[str], base: Path, exclude: Sequence[str] = ())
     found: dict[Path, None] = {}
     for pattern in patterns:
         matches = [path for path in matching_paths(pattern, base) if path.is_file()]
+        if not matches and Path(_expand(pattern, base)).is_dir():
+            inside = f"{pattern.rstrip('/')}/**/*.txt"
+            raise DataError(
+                f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
+            )
         if not matches:
             raise DataError(
                 f"no file matches `{pattern}` (looked in {_expand(pattern, base)})",

@@ -71,8 +71,9 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     yield from _weights_problems(recipe.model)
     config: Mapping[str, Any] = {}
-    with suppress(PlanError):  # reported by the planner
-        config = model_config(recipe.model, download=False)
+    if recipe.model.config is not None or recipe.model.hub is not None:  # else reported at load
+        with suppress(PlanError):  # reported by the planner
+            config = model_config(recipe.model, download=False)
     yield from _adapter_problems(recipe.adapter, config)
     yield from _tokenizer_problems(data, _vocabulary(config))
     for key, source in data.named_sources:

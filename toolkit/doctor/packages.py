@@ -19,6 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
+from toolkit.extras import source
 
 GROUP = "packages"
 
@@ -126,7 +127,7 @@ def _python(needs: Needs) -> Finding:
         "problem",
         f"{found}; {wanted}",
         needs.run,
-        "python3.12 -m venv .venv && .venv/bin/pip install dmt",
+        f"python3.12 -m venv .venv && .venv/bin/pip install {source()}",
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toolkit.checkpoint.shards import CODES, QUANTITIES, SCALES, dtype_of
 from toolkit.errors import BackendUnavailable
+from toolkit.extras import install
 from toolkit.models.families.tensors import Block
 from toolkit.models.matrices import has_codes, scale_count
 from toolkit.models.parameter_groups import is_embedding
@@ -85,7 +86,7 @@ def operators() -> Any:
     except ImportError as error:
         raise BackendUnavailable(
             f"optimizer.name is adamw_8bit: bitsandbytes cannot be imported ({error})",
-            fix="pip install 'dmt[8bit]', or set optimizer.name to adamw",
+            fix=f"{install('8bit')}, or set optimizer.name to adamw",
         ) from error
     return functional
 

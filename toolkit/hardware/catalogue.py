@@ -1,5 +1,6 @@
 """Accelerators by name: memory and peak speed, from the vendors' data sheets."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -192,6 +193,21 @@ def figures(stated: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _similar(name: str) -> str:
+    """What a name that is not in the catalogue may mean: of a product sold with several
+    memories (`A100`), the largest."""
+    words = set(re.split(r"[^a-z0-9]+", name[:80].lower()))
+    family = [one for one in GPUS if one.partition("-")[0] in words]
+    if family:
+        most = max(family, key=lambda one: (len(words & set(one.split("-"))), _memory(one)))
+        return f"did you mean `{most}`?"
+    return did_you_mean(name.lower(), GPUS, "choose one of these,")
+
+
+def _memory(name: str) -> float:
+    return GPUS[name].memory_gib or 0.0
+
+
 def gpu(name: str) -> Gpu:
     """Look an accelerator up by its catalogue name, in any case (`H100-80GB`).
 
@@ -201,7 +217,7 @@ def gpu(name: str) -> Gpu:
     if found is None:
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",
-            fix=f"{did_you_mean(name.lower(), GPUS, 'choose one of these,')} or"
+            fix=f"{_similar(name)} or"
             " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
         )
     return found

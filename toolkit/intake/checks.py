@@ -41,16 +41,23 @@ class Rule:
 
     reads: tuple[str, ...]
     check: Callable[[Recipe], Iterable[Problem]]
+    hidden: bool = False
+    """Whether a mistake may hide another one that this rule finds once it is fixed."""
 
 
-def broken_rules(recipe: Recipe, wrong: Iterable[str] = ()) -> Iterator[Problem]:
+def broken_rules(
+    recipe: Recipe, wrong: Iterable[str] = (), *, hidden: bool = False
+) -> Iterator[Problem]:
     """Every broken rule that reads none of the `wrong` settings (dotted keys).
 
-    The problems carry full dotted keys; file and line are left to the caller.
+    With `hidden`, only rules that may find more once other mistakes are fixed. The problems
+    carry full dotted keys; file and line are left to the caller.
     """
     wrong = frozenset(wrong)
     partly_wrong = {whole for key in wrong for whole in _wholes(key)}
     for rule in RULES:
+        if hidden and not rule.hidden:
+            continue
         if partly_wrong.isdisjoint(rule.reads) and not any(
             wrong.intersection(_wholes(read)) for read in rule.reads
         ):
@@ -479,7 +486,9 @@ def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
             f"{data.packing} with `kind: {kind}`",
             "none, greedy with chats, or best_fit with documents",
         )
-        yield Problem("data.packing", found, allowed, "remove it")
+        other = "greedy" if "chat" in forms else "best_fit"
+        fix = f"write {other}, or remove it" if documents or "chat" in forms else "remove it"
+        yield Problem("data.packing", found, allowed, fix)
     if data.isolate_documents and not documents:
         allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
         yield Problem("data.isolate_documents", "true", allowed, fix)
@@ -508,6 +517,7 @@ def _restarts(recipe: Recipe) -> Iterator[Problem]:
 
 
 _SEQUENCES = ("training.sequence_length", "data.stages")
+_SOURCES = ("data.train", "data.validation")
 _STEPS = (*LENGTH_SETTINGS, "training.global_batch_size", *_SEQUENCES)
 _SPREAD = (
     "parallel",
@@ -519,7 +529,7 @@ _SPREAD = (
 
 RULES: tuple[Rule, ...] = (
     Rule(LENGTH_SETTINGS, _length_of_run),
-    Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup),
+    Rule((*_STEPS, "schedule.warmup_steps", "schedule.decay_steps"), _warmup, hidden=True),
     Rule(("schedule.name", "schedule.decay_steps"), _decay),
     Rule(("schedule.min_learning_rate", "optimizer.learning_rate"), _learning_rates),
     Rule(("optimizer", "adapter"), _optimizer),
@@ -529,7 +539,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.config",), _router_loss),
     Rule(("model.config", "model.balance", "adapter"), _balance),
     Rule(("model.config", *_SEQUENCES), _positions),
-    Rule(("model.config", "training.sequence_length", "data"), _dynamic_frequencies),
+    Rule(
+        ("model.config", *_SEQUENCES, "data.isolate_documents", "data.packing"),
+        _dynamic_frequencies,
+    ),
     Rule(("parallel", "cluster.nodes", "cluster.gpus_per_node"), _parallel),
     Rule(
         (
@@ -546,6 +559,7 @@ RULES: tuple[Rule, ...] = (
             "fp8",
         ),
         _model_in_parallel,
+        hidden=True,
     ),
     Rule(("parallel.zero",), _nvme),
     Rule(_SPREAD, _batch),
@@ -563,9 +577,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("training.objective", *OBJECTIVE_SECTIONS), _objective_settings),
     Rule(("training.objective", "data.train"), _objective_data),
-    Rule(("data",), _chat_settings),
-    Rule(("data", "training.epochs"), blend_problems),
-    Rule(("data", "training.global_batch_size", "training.sequence_length"), stage_problems),
-    Rule(("data", "training.epochs"), streaming_problems),
+    Rule(
+        (*_SOURCES, "data.chat_template", "data.packing", "data.isolate_documents"),
+        _chat_settings,
+    ),
+    Rule((*_SOURCES, "training.epochs"), blend_problems),
+    Rule(
+        ("data.train", "data.packing", *_SEQUENCES, "training.global_batch_size"),
+        stage_problems,
+    ),
+    Rule(
+        ("data.train", "data.streaming", "data.validation_fraction", "training.epochs"),
+        streaming_problems,
+    ),
     Rule(("checkpoint.resume", "launch.max_restarts"), _restarts),
 )

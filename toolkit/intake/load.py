@@ -6,14 +6,14 @@ broken_rules  settings that disagree                      (checks.py)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.checks import broken_rules
+from toolkit.intake.repair import repaired
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.explain import (
     MAX_PROBLEMS,
@@ -31,14 +31,26 @@ from toolkit.redact import MASK, Redactor
 _LONGEST_TEXT = 200
 """Longest `found` or `fix` shown, in characters."""
 
-_STAND_IN: dict[str, Any] = {
-    "name": "stand-in",
-    "model": {},
-    "data": {"train": {"kind": "text", "files": ["stand-in"]}},
-    "training": {"sequence_length": 2, "global_batch_size": 1},
-    "optimizer": {"learning_rate": 1.0},
-}
-"""Placeholder of wrong required settings while the other rules run."""
+_NO_DEFAULT = ("model.config", "model.hub", "cluster.gpu")
+"""Settings without which the default says nothing about the others."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What is wrong in a recipe, and as much of it as can be checked further."""
+
+    usable: Recipe | None
+    """The recipe, with placeholders for its wrong settings; None where nothing is left."""
+    problems: tuple[Problem, ...]
+    """Every mistake found, in file order; with none, `usable` is the recipe as written."""
+    wrong: frozenset[str] = frozenset()
+    """Dotted keys of the settings that `usable` does not hold as they were meant."""
+    guessed: frozenset[str] = frozenset()
+    """Those of them whose placeholder says nothing: rules that read them were skipped."""
+
+    def meant(self, key: str) -> bool:
+        """Whether `usable` has this setting, all around it and all in it as it was meant."""
+        return not any(_touch(key, other) for other in self.wrong)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -51,22 +63,66 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError with every mistake found, in file order: the recipe's own lines,
     then those of the files it extends, then overrides. Secrets are masked in it.
     """
+    examined = examine(path, overrides)
+    if examined.problems or examined.usable is None:
+        raise RecipeError(examined.problems)
+    return examined.usable
+
+
+def examine(path: Path, overrides: Sequence[str] = ()) -> Examined:
+    """As `load_recipe`, but returns the mistakes together with what can be checked further."""
     redactor = Redactor()
     try:
         layers = read_layers(path, overrides)
     except RecipeError as error:
-        raise RecipeError(_presentable(error.problems, (), redactor)) from None
+        return Examined(None, tuple(_presentable(error.problems, (), redactor)))
     secrets = [p for tree in layers.trees for p in _secrets(tree, "", redactor)]
-    recipe, wrong = _validate(layers.root)
-    stated = [*secrets, *layers.problems, *(item.problem for item in wrong)]
-    blamed = {key for item in wrong for key in item.blames}
-    blamed.update(problem.key for problem in stated)
-    usable = recipe or _usable_part(layers.root, blamed)
-    joined = list(broken_rules(usable, blamed)) if usable else []
+    recipe, explained = _validate(layers.root)
+    stated = [*secrets, *layers.problems, *(item.problem for item in explained)]
+    wrong = {key for item in explained for key in item.blames}
+    wrong.update(problem.key for problem in stated)
+    # Without an unknown key, its section is as meant, unless the key stands for another.
+    unknown = {item.problem.key for item in explained if item.problem.found == UNKNOWN_KEY}
+    usable, joined, wrong, guessed = _rounds(layers.root, recipe, wrong, wrong - unknown)
     problems = [*stated, *(_placed(problem, layers.root) for problem in joined)]
-    if problems or recipe is None:
-        raise RecipeError(_presentable(problems, layers.files, redactor))
-    return recipe
+    shown = tuple(_presentable(problems, layers.files, redactor))
+    return Examined(usable, shown, frozenset(wrong), frozenset(guessed))
+
+
+def _rounds(
+    root: yaml_nodes.Mapping, recipe: Recipe | None, wrong: set[str], guessed: set[str]
+) -> tuple[Recipe | None, list[Problem], set[str], set[str]]:
+    """Apply the rules until they find nothing new: what breaks a rule gets its default, because
+    it may hide another mistake; rules that read a setting without one are skipped.
+
+    Returns the recipe that is left, the problems, its wrong settings and the skipped ones.
+    """
+    found: list[Problem] = []
+    if recipe is None or wrong:
+        recipe, replaced = repaired(yaml_nodes.to_data(root), wrong)
+        guessed |= replaced - wrong
+        wrong = wrong | replaced
+    while recipe is not None:
+        new = [
+            problem
+            for problem in broken_rules(recipe, guessed, hidden=bool(found))
+            if not any(_touch(problem.key, key) for key in wrong)
+        ]
+        if not new:
+            break
+        found += new
+        keys = {problem.key for problem in new}
+        wrong |= keys
+        recipe, replaced = repaired(yaml_nodes.to_data(root), wrong)
+        wrong |= replaced
+        guessed |= replaced | {key for key in keys if key.startswith(_NO_DEFAULT)}
+    return recipe, found, wrong, guessed
+
+
+def _touch(key: str, other: str) -> bool:
+    """Whether one of two settings is the other, or a part of it."""
+    short, long = sorted((key, other), key=len)
+    return long == short or long.startswith((f"{short}.", f"{short}["))
 
 
 def _validate(root: yaml_nodes.Mapping) -> tuple[Recipe | None, list[Explained]]:
@@ -75,38 +131,6 @@ def _validate(root: yaml_nodes.Mapping) -> tuple[Recipe | None, list[Explained]]
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         return None, explain(details, root)
-
-
-def _usable_part(root: yaml_nodes.Mapping, wrong: Iterable[str]) -> Recipe | None:
-    """The recipe without its wrong settings, so that the rules on the rest can run."""
-    data = yaml_nodes.to_data(root)
-    for key in wrong:
-        parts = key.partition("[")[0].split(".")
-        if parts[:2] in (["data", "train"], ["data", "validation"]):
-            parts = parts[:2]  # half a source is of no use
-        _drop(data, parts)
-    _fill(data, _STAND_IN)
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError:
-        return None
-
-
-def _drop(data: dict[str, Any], parts: Sequence[str]) -> None:
-    for part in parts[:-1]:
-        child = data.get(part)
-        if not isinstance(child, dict):
-            return
-        data = child
-    data.pop(parts[-1], None)
-
-
-def _fill(data: dict[str, Any], stand_in: dict[str, Any]) -> None:
-    for key, value in stand_in.items():
-        if isinstance(data.get(key), dict) and key != "train":
-            _fill(data[key], value)
-        elif key not in data:
-            data[key] = value
 
 
 def _secrets(node: yaml_nodes.Node, key: str, redactor: Redactor) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from random import SystemRandom
 from typing import Protocol
 
 from toolkit.errors import PlanError
+from toolkit.interpreter import safe_path
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.redact import redact, secret_variable
@@ -205,6 +206,8 @@ def worker_env(job: Job) -> dict[str, str]:
     would give each process all cores, and they would slow each other down.
     """
     env = dict(job.env)
+    if safe_path():
+        env["PYTHONSAFEPATH"] = "1"
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // job.cluster.gpus_per_node))

@@ -5,11 +5,11 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from shutil import which
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable
+from toolkit.interpreter import python
 from toolkit.launchers.base import LaunchSpec, Outcome
 from toolkit.launchers.outcome import has_failed, has_started, outcome_from_events
 from toolkit.launchers.process import (
@@ -33,7 +33,7 @@ def run_guarded(spec: LaunchSpec, signals: StopSignals) -> Outcome:
     """Run `spec` under `toolkit.launchers.guard`; see Launcher."""
     offset = events_offset(spec.run_dir)
     guard = subprocess.Popen(
-        [sys.executable, "-m", "toolkit.launchers.guard", str(spec.grace_s), *spec.argv],
+        [*python(), "-m", "toolkit.launchers.guard", str(spec.grace_s), *spec.argv],
         env=spec.process_env(0),
         stdin=subprocess.PIPE,
         # Ctrl-C at the terminal is for this process, which passes it on once.

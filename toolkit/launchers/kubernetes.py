@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import PlanError
+from toolkit.interpreter import SAFE
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
@@ -110,7 +111,7 @@ def _pod(job: Job) -> Manifest:
     container: Manifest = {
         "name": "pytorch",  # The operator looks for this name.
         "image": settings.image,
-        "command": ["python", *DMT, *_arguments(job)],
+        "command": ["python", *SAFE, *DMT, *_arguments(job)],
         "workingDir": settings.mount_path,
         "env": [{"name": key, "value": value} for key, value in job.env.items()],
         "volumeMounts": [

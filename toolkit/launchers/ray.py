@@ -1,9 +1,9 @@
 """`ray`: a Ray Train job whose workers are the ranks; Ray restarts failed ones."""
 
 import importlib.util
-import sys
 
 from toolkit.errors import BackendUnavailable
+from toolkit.interpreter import python
 from toolkit.launchers.base import Job, LaunchSpec, Outcome, worker_env
 from toolkit.launchers.foreign import run_remote
 from toolkit.launchers.process import StopSignals
@@ -36,7 +36,7 @@ class RayLauncher:
         if job.launch.ray.address is not None:
             words += ["--address", job.launch.ray.address]
         return LaunchSpec(
-            argv=(sys.executable, "-m", "toolkit.launchers.ray_job", *words),
+            argv=(*python(), "-m", "toolkit.launchers.ray_job", *words),
             run_dir=job.run_dir,
             env={**worker_env(job), "RAY_USAGE_STATS_ENABLED": "0"},
             grace_s=job.grace_s,

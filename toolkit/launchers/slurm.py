@@ -6,10 +6,10 @@ to the run, and requeues the job if the run stopped before its end.
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
+from toolkit.interpreter import python
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
 from toolkit.launchers.foreign import require_program, run_submission
 from toolkit.launchers.process import StopSignals
@@ -123,7 +123,7 @@ def _script(job: Job) -> Iterator[str]:
     if slurm.setup is not None:
         yield f"source {shlex.quote(slurm.setup)}"
     command = shlex.join(
-        (sys.executable, *DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
+        (*python(), *DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
     )
     log = shlex.quote(f"{job.run_dir}/logs/slurm-%j-%N.log")
     yield "set -u"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.extras import install
 from toolkit.models.huggingface import decoder_layers
 from toolkit.recipe.schema import Fp8Section
 
@@ -64,6 +65,6 @@ def _import_torchao() -> Any:
     except ImportError as error:
         raise BackendUnavailable(
             f"fp8: torchao cannot be imported ({error})",
-            fix="pip install 'dmt[fp8]', or remove fp8",
+            fix=f"{install('fp8')}, or remove fp8",
         ) from error
     return torchao.float8

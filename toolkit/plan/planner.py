@@ -20,6 +20,7 @@ from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.explain import decisions
+from toolkit.plan.hub import download as download_file
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
@@ -322,7 +323,7 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
 
 def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     """The cached or downloaded config.json of a hub id."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -332,7 +333,7 @@ def _hub_config(hub: str, revision: str | None, download: bool) -> Path:
     fix = "state the shape in model.config to plan offline, or point at a local folder"
     try:
         if download:
-            return Path(hf_hub_download(hub, "config.json", revision=revision))
+            return download_file(hub, "config.json", revision)
         # hf_hub_download(local_files_only=True) still makes other network requests.
         found = try_to_load_from_cache(hub, "config.json", revision=revision)
         if not isinstance(found, str):

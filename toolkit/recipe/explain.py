@@ -77,7 +77,7 @@ def explain(errors: Sequence[ErrorDetails], root: yaml_nodes.Mapping) -> list[Ex
     """
     by_key: dict[str, tuple[list[str | int], str]] = {}
     for error in errors:
-        path = _path(error["loc"])
+        path = path_of(error["loc"])
         kind = error["type"]
         if kind == "missing" and path and isinstance(path[-1], int):
             path, kind = path[:-1], "too_short"
@@ -162,7 +162,7 @@ def _inside(key: str, section: str) -> bool:
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
-def _path(loc: Sequence[str | int]) -> list[str | int]:
+def path_of(loc: Sequence[str | int]) -> list[str | int]:
     """The recipe's own path in pydantic's location, without names of union members."""
     path: list[str | int] = []
     sections: Sequence[type[Section]] = (Recipe,)
@@ -257,7 +257,12 @@ def _what_was_meant(
 ) -> tuple[str, list[str]]:
     """The fix for an unknown key, and the settings that the user may have meant."""
     elsewhere = [path for path in settings() if path.rpartition(".")[2] == name]
-    other = foreign(name)
+    other = foreign(name) or foreign(f"{section}.{name}")
+    around = settings().get(setting_of(parts_of(section)))
+    if kinds := [
+        kind_of(one) for one in (around.sections if around else ()) if name in one.model_fields
+    ]:
+        return f"remove it, or set kind to {' or '.join(kinds)}", []
     # A name that some section has is at the wrong place, unless it is everywhere.
     if 0 < len(elsewhere) <= _MOST_PLACES:
         parents = [path.rpartition(".")[0] for path in elsewhere]
@@ -282,7 +287,7 @@ def _fix(
 ) -> str:
     """What to type instead of a value that does not fit."""
     if isinstance(node, Scalar):
-        fix = _fix_scalar(key, node, annotation, metadata)
+        fix = _fix_scalar(key, node, annotation, metadata) or _completed(node, info.default)
     elif isinstance(node, yaml_nodes.Sequence):
         single = len(node.items) == 1 and not _takes_list(annotation)
         fix = f"without brackets: {describe_node(node.items[0])}" if single else ""
@@ -299,7 +304,9 @@ def _fix_scalar(key: str, node: Scalar, annotation: Any, metadata: Sequence[Any]
     if isinstance(node.value, str):
         return _fix_text(key, node, annotation)
     if _takes_list(annotation) and node.value is not None:
-        return f"put it in brackets: [{node.text}]"
+        return "" if _is_pair(annotation) else f"put it in brackets: [{node.text}]"
+    if translated := _translated(key, node.text):
+        return translated
     if isinstance(node.value, bool):
         word = "auto" if node.value else "none"
         later = LATER_VALUES.get(key, {}).get(str(node.value).lower(), "")
@@ -326,10 +333,8 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
         return f"remove the quotes: {text}"
     if wants_number and (number := _spelt_out(text)):
         return f"write {number}"
-    if translated := FOREIGN_VALUES.get(key, {}).get(text.lower()):
-        return f"write {translated}"
-    if later := LATER_VALUES.get(key, {}).get(text.lower()):
-        return later
+    if translated := _translated(key, text):
+        return translated
     if _takes_list(annotation):
         return f"put it in brackets: [{describe_node(node)}]"
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
@@ -337,8 +342,29 @@ def _fix_text(key: str, node: Scalar, annotation: Any) -> str:
     return _similar(text, choices(annotation))
 
 
+def _translated(key: str, text: str) -> str:
+    """What another tool's value is called here; empty for a value that none has."""
+    if value := FOREIGN_VALUES.get(key, {}).get(text.lower()):
+        return f"write {value}"
+    return LATER_VALUES.get(key, {}).get(text.lower(), "")
+
+
 def _takes_list(annotation: Any) -> bool:
     return any(get_origin(member) is tuple for member, _ in members(annotation))
+
+
+def _is_pair(annotation: Any) -> bool:
+    """Whether the list has a fixed length."""
+    lists = [get_args(one) for one, _ in members(annotation) if get_origin(one) is tuple]
+    return bool(lists) and Ellipsis not in lists[0]
+
+
+def _completed(node: Scalar, default: object) -> str:
+    """One number where a list of several is wanted: the others as by default."""
+    number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    if not number or not isinstance(default, tuple) or len(default) < 2:
+        return ""
+    return f"write {len(default)} values, e.g. {plain_text((node.value, *default[1:]))}"
 
 
 def _plain_value(text: str) -> object:

@@ -96,7 +96,7 @@ _NAMES = {
     Foreign("cluster.gpus_per_node"): "nproc_per_node num_gpus",
     # adapters
     Foreign("adapter", "a map with rank and alpha"): "peft use_peft lora peft_config",
-    Foreign("adapter.rank"): "lora_r lora_rank",
+    Foreign("adapter.rank"): "lora_r lora_rank adapter.r",
     Foreign("adapter.alpha"): "lora_alpha",
     Foreign("adapter.dropout"): "lora_dropout",
     Foreign("adapter.targets", "all-linear, attention, mlp or a list"):
@@ -169,7 +169,14 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "warmup_stable_decay": "wsd",
         "warmupdecaylr": "linear",
     },
-    "parallel.engine": {"fsdp2": "fsdp", "zero": "deepspeed", "megatron-lm": "megatron"},
+    "parallel.engine": {
+        "fsdp2": "fsdp",
+        "zero": "deepspeed",
+        "megatron-lm": "megatron",
+    },
+    "parallel.zero.offload_optimizer": {"true": "cpu", "false": "none"},
+    "parallel.zero.offload_parameters": {"true": "cpu", "false": "none"},
+    "data.packing": {"false": "none"},
     "parallel.model": {"transformers": "hf", "huggingface": "hf", "mcore": "megatron"},
     "model.init": {"scratch": "random", "from_pretrained": "pretrained"},
 }
@@ -180,13 +187,17 @@ _NO_RL = "this release trains on given answers only: write dpo or orpo, with pre
 _PACKS = "write greedy for chats, best_fit for documents"
 
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "parallel.engine": {
+        f"zero{n}": f"write deepspeed, and `zero: {{stage: {n}}}` next to it" for n in (1, 2, 3)
+    },
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
     "training.precision": {"fp8": _FP8, "float8": _FP8},
 }
-"""Values, lowercase, by our setting, that this release lacks: what to write instead."""
+"""Values, lowercase, by our setting, that this release lacks or splits: what to write."""
 
 
 def foreign(name: str) -> Foreign | None:
-    """What a foreign setting is called here; dashes, case and leading `--` do not matter."""
+    """What a foreign setting is called here, by its name or, where that is short, with its
+    section; dashes, case and leading `--` do not matter."""
     return FOREIGN.get(name.lstrip("-").replace("-", "_").lower())

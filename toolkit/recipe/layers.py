@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe import yaml_nodes
-from toolkit.recipe.places import is_remote
+from toolkit.recipe.places import SHIPPED, find_recipe, is_remote, shipped_recipes
 from toolkit.recipe.yaml_nodes import (
     TOP,
     WHOLE_FILE,
@@ -50,12 +50,14 @@ class Layers:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
-    """Read a recipe, the files that it extends, and the overrides.
+    """Read a recipe, the files that it extends, and the overrides; a name without a file is
+    that of a shipped recipe.
 
     Raises RecipeError when a file cannot be read or is no YAML map.
     """
     problems: list[Problem] = []
     read: list[tuple[str, Mapping]] = []
+    path = find_recipe(path)
     origin = Problem(WHOLE_FILE, "", "a readable file", file=str(path))
     _read_file(path, (), origin, read, problems)
     # From the lowest layer to the highest; a file that two others extend is below both.
@@ -158,7 +160,8 @@ def _read_text(path: Path, name: str, origin: Problem, problems: list[Problem]) 
         raise stop(f"{name}: {reason}", "a readable file", "check name and rights") from None
     if len(data) > yaml_nodes.MAX_BYTES:
         limit = f"at most {yaml_nodes.MAX_BYTES // 1024} KiB"
-        raise stop(f"{name} with more than that", limit, "is this the right file?")
+        found = f"{name} of {path.stat().st_size / 1024:,.0f} KiB"
+        raise stop(found, limit, "name a recipe: this file is too large to be one")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -183,7 +186,7 @@ def _extended(
         if not isinstance(value, str) or not value:
             found, fix = describe_node(node), "extends: ../base/pretrain.yml"
             raise _stop(problems, origin, found, "a file name, or a list of them", fix)
-        parent = path.parent / value
+        parent = find_recipe(Path(value)) if value.startswith(SHIPPED) else path.parent / value
         if _real(parent) in map(_real, chain):
             circle = " → ".join(_shown(file) for file in [*chain, parent])
             found, fix = f"a cycle: {circle}", "break the cycle"
@@ -375,4 +378,6 @@ def _similar_file(path: Path) -> str:
     except OSError:
         return f"there is no folder {_shown(path.parent)}"
     close = closest(path.name, names)
+    if shipped := closest(path.name, shipped_recipes()) if not close else "":
+        return f"did you mean the shipped recipe `{shipped}`? `dmt recipes` lists them"
     return f"did you mean `{_shown(path.parent / close)}`?" if close else "check the name"

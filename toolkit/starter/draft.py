@@ -16,14 +16,11 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.planner import ShapeUnknown, model_config, placed_on
 from toolkit.recipe import yaml_nodes
 from toolkit.recipe.layers import read_layers
+from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import ModelSection, Recipe
 from toolkit.suggest import did_you_mean
 
 Task = Literal["pretrain", "sft", "lora", "dpo"]
-
-FOLDER = (Path(__file__).parent.parent / "recipes").resolve()
-"""`recipes/` of the checkout (`toolkit/recipes` is a link to it); in an installed package,
-the same files as package data."""
 
 _KEPT = {"model_type", "initializer_range", "tie_word_embeddings"} | {
     f"{name}_token_id" for name in ("pad", "bos", "eos")
@@ -53,26 +50,56 @@ _SIZES = (
 def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
     """The recipe of `model` for `cluster`; its layout is for the planner.
 
-    `model`: the name of a shipped size, a local folder or a hub id. Raises PlanError when it
-    is none of these, or there is no such recipe of it.
+    `model`: the name or hub id of a shipped size, a local folder or a hub id. Raises PlanError
+    when it is none of these.
     """
-    shipped = shipped_sizes()
-    if model in shipped:
-        if task not in shipped[model]:
-            raise PlanError(
-                f"--task: no recipe of {model} for {task} is shipped",
-                fix=f"--task {' or '.join(shipped[model])}, or name a hub id or a folder",
-            )
-        recipe = load_recipe(shipped[model][task])
-    else:
+    size = _shipped_size(model)
+    if size is None:
         recipe = _own(model, task)
+    elif (own := shipped_sizes()[size]) and task in own:
+        recipe = load_recipe(own[task])
+    else:
+        recipe = _other_task(size, load_recipe(next(iter(own.values()))), task)
     return _placed(recipe, cluster)
+
+
+def _shipped_size(model: str) -> str | None:
+    """The shipped size of this name or, without a folder of the name, of this hub id."""
+    sizes = shipped_sizes()
+    if model in sizes or Path(model).is_dir():
+        return model if model in sizes else None
+    for size, files in sizes.items():
+        if load_recipe(next(iter(files.values()))).model.hub == model:
+            return size
+    return None
+
+
+def _is_tiny(size: str) -> bool:
+    """Whether the shipped size is one for tests and demonstrations, without any weights."""
+    return next(iter(shipped_sizes()[size].values())).parent.name == "tiny"
+
+
+def _other_task(size: str, shipped: Recipe, task: Task) -> Recipe:
+    """Usual numbers for the model of a shipped recipe of another task."""
+    model = shipped.model.model_dump(exclude_unset=True)
+    assert shipped.model.config is not None, "every shipped recipe states its shape"
+    template = None if task == "pretrain" else "chatml"
+    model.pop("init", None)
+    if shipped.model.hub is None and task != "pretrain":
+        if not _is_tiny(size):
+            raise PlanError(
+                f"--task: no published weights of {size} are its text model's alone, and "
+                f"{task} trains published weights",
+                fix=f"name a folder with them: dmt init FOLDER --task {task}",
+            )
+        model["init"] = "random"
+    return _usual_recipe(f"{size}-{task}", model, shipped.data.tokenizer, template, task)
 
 
 def shipped_sizes() -> dict[str, dict[str, Path]]:
     """The shipped recipes by size and task."""
     found: dict[str, dict[str, Path]] = {}
-    for file in sorted(FOLDER.glob("*/*.yaml")):
+    for file in sorted(RECIPES.glob("*/*.yaml")):
         size, _, task = file.stem.rpartition("-")
         if task not in get_args(Task):
             size, task = file.stem, "pretrain"
@@ -86,31 +113,40 @@ def _own(model: str, task: Task) -> Recipe:
     """Usual numbers for a model known only by its config."""
     folder = Path(model)
     source = str(folder.absolute()) if folder.is_dir() else model
-    config = _config(model, source)
-    spec = model_spec(config)
-    base = yaml_nodes.to_data(read_layers(FOLDER / "base" / f"{task}.yml", ()).root)
+    config = {key: one for key, one in _config(model, source).items() if key not in _NOISE}
+    template = None if task == "pretrain" or _has_template(folder) else "chatml"
+    tokenizer = _tokenizer(folder, source, task)
+    stated = {"hub": source, "config": config}
+    return _usual_recipe(_name(folder, task), stated, tokenizer, template, task)
+
+
+def _usual_recipe(
+    name: str, model: Mapping[str, Any], tokenizer: str, template: str | None, task: Task
+) -> Recipe:
+    """What the recipes of a task share, with the numbers that the model's size decides."""
+    spec = model_spec(model["config"])
+    base = yaml_nodes.to_data(read_layers(RECIPES / "base" / f"{task}.yml", ()).root)
     longest = base["training"].get("sequence_length", _LONGEST)
-    length = min(longest, config.get("max_position_embeddings") or longest)
+    training = {"sequence_length": min(longest, spec.max_positions or longest)}
     data: dict[str, Any] = {
         **base,
-        "name": _name(folder, task),
-        "model": {
-            "hub": source,
-            "init": "random",
-            **base.get("model", {}),
-            "config": {key: value for key, value in config.items() if key not in _NOISE},
-        },
-        "data": {**base["data"], "tokenizer": _tokenizer(folder, source, task)},
+        "name": name,
+        "model": {"init": "random", **base.get("model", {}), **model},
+        "data": {**base["data"], "tokenizer": tokenizer},
     }
-    training = {"sequence_length": length}
     optimizer: dict[str, float] = {}
     if task == "pretrain":
-        training |= _length_of_run(spec, length)
+        training |= _length_of_run(spec, training["sequence_length"])
         optimizer["learning_rate"] = _usual(spec)[1]
         schedule = {"warmup_steps": max(1, min(2000, training["steps"] // 100))}
         data["schedule"] = {**base["schedule"], **schedule}
     else:
-        data["data"]["chat_template"] = None if _has_template(folder) else "chatml"
+        data["data"]["chat_template"] = template
+    if "adapter" in base:
+        if spec.parameters.experts:  # adapters are of projections outside of experts
+            data["adapter"] = {**base["adapter"], "targets": "attention"}
+        if (data["model"].get("balance") or {}).get("kind") == "bias":
+            del data["model"]["balance"]  # PEFT's folder has no such bias
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
     try:
@@ -119,7 +155,7 @@ def _own(model: str, task: Task) -> Recipe:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise PlanError(
-            f"{source}: no recipe can be made of it: {where}: {first['msg']}",
+            f"{model['hub']}: no recipe can be made of it: {where}: {first['msg']}",
             fix="choose another model",
         ) from error
 

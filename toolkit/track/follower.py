@@ -22,6 +22,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from toolkit.extras import install
 from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
@@ -175,7 +176,8 @@ def follow(run_dir: RunDirectory, asked: FollowerSettings, ended: threading.Even
     try:
         stored = tracker.start(run)
     except ImportError as error:
-        raise GaveUp(f"it cannot be imported ({error}); {tracker.install}") from error
+        how = install(tracker.extra) if tracker.extra else f"pip install {asked.tracker}"
+        raise GaveUp(f"it cannot be imported ({error}); {how}") from error
     poster = Poster(run_dir, tracker, stored, state, state_file)
     last = False
     while not last:

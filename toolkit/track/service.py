@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
+from toolkit.interpreter import python
 from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
@@ -41,7 +41,7 @@ class TrackerFollower:
         state = run_dir.tracker_state(name)
         PostedState.load(state).save(state)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.track.follower", str(run_dir.path)],
+            [*python(), "-m", "toolkit.track.follower", str(run_dir.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from typing import IO, Self, TypeAlias
 from toolkit.data.remote.store import RETRIES
 from toolkit.data.streaming.source import ChunkedSource
 from toolkit.errors import DataError, DmtError
+from toolkit.interpreter import python
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class AheadWorkers:
         _write(self._processes[number].stdin, wanted)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "toolkit.data.streaming.ahead"]
+        command = [*python(), "-m", "toolkit.data.streaming.ahead"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         threading.Thread(target=_count_retries, args=(process.stdout,), daemon=True).start()
         _write(process.stdin, pickle.dumps(self._sources))

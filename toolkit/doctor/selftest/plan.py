@@ -12,15 +12,15 @@ from toolkit.doctor.selftest import runs
 from toolkit.doctor.selftest.check import Check, LoggedFailure, Workplace
 from toolkit.doctor.selftest.losses import Losses
 from toolkit.errors import BackendUnavailable, PlanError, RunFailed
+from toolkit.recipe.places import RECIPES
 from toolkit.redact import redact
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process
-from toolkit.starter.draft import FOLDER
 
-DENSE = FOLDER / "tiny" / "llama-bytes.yaml"
-EXPERTS = FOLDER / "tiny" / "mixtral-bytes.yaml"
+DENSE = RECIPES / "tiny" / "llama-bytes.yaml"
+EXPERTS = RECIPES / "tiny" / "mixtral-bytes.yaml"
 EXPERT_LAYOUTS = ("ddp", "megatron-ep2", "ddp-dp1", "megatron-dp1")
 """One for either implementation of experts, on several processes and on one."""
-BILLION = FOLDER / "llama" / "llama-3.2-1b-pretrain.yaml"
+BILLION = RECIPES / "llama" / "llama-3.2-1b-pretrain.yaml"
 _LOCAL_TEXT = ("data.train={kind: text, files: ['{stdlib}/*.py']}", "data.tokenizer=bytes")
 """Instead of a download."""
 CHECKS = "checks.jsonl"

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from toolkit.doctor.selftest.losses import GPU_FP32
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 from toolkit.failpoints import VARIABLE
+from toolkit.interpreter import python
 from toolkit.launchers.process import die_with_parent
 from toolkit.redact import redact
 from toolkit.rehearse.comparison import TOLERANCE, relative_difference
@@ -161,7 +161,7 @@ def _launch(
     here = [f"cluster.gpus_per_node={machine.processes}", f"cluster.gpu={machine.gpu}"]
     on = ["--cluster", str(cluster)] if cluster else []
     settings = [*settings, "cluster.nodes=1", *([] if cluster else here)]
-    command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(recipe), *on]
+    command = [*python(), "-m", "toolkit.cli.main", "launch", str(recipe), *on]
     command += ["--run-dir", str(folder / "run"), *(f"--set={text}" for text in settings)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log").open("ab") as log:

@@ -38,7 +38,11 @@ class JsonFile:
         return Problem(key, shown, allowed, fix, str(self.path), self.lines.get(key, 0))
 
 
-def read_json(path: Path, what: str = "DeepSpeed config") -> JsonFile:
+DEEPSPEED_CONFIG = "DeepSpeed config"
+"""Key of a mistake in the whole of DeepSpeed's file, e.g. that it is not there."""
+
+
+def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
     """Read an object from a UTF-8 JSON file; errors call it `what`.
 
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not

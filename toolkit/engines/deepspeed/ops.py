@@ -40,6 +40,7 @@ from toolkit.compilers import (
 )
 from toolkit.errors import BackendUnavailable
 from toolkit.handlers import handling
+from toolkit.interpreter import python
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -312,7 +313,7 @@ def _build(op: str, limit_s: float) -> None:
     log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.engines.deepspeed.ops", op],
+            [*python(), "-m", "toolkit.engines.deepspeed.ops", op],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.extras import install
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime
@@ -88,7 +89,7 @@ def write_plot(file: Path, title: str, candidates: Sequence[PlottedLayout]) -> N
         from matplotlib import rc_context
     except ImportError as error:
         raise BackendUnavailable(
-            f"--plot: matplotlib cannot be imported ({error})", fix="pip install 'dmt[plot]'"
+            f"--plot: matplotlib cannot be imported ({error})", fix=install("plot")
         ) from error
     with rc_context(STYLE):
         figure = draw(title, candidates[:SHOWN])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.hardware.cluster import Cluster
+from toolkit.interpreter import python
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import CONTEXT_BYTES, Memory, stage_memory
@@ -106,7 +107,7 @@ class DressRehearsal:
 
     def _rehearsed(self, rank: int, folder: Path) -> "RehearsedRank":
         output = folder / f"rank-{rank}.json"
-        command = [sys.executable, "-m", "toolkit.rehearse.gpu", str(folder / "run")]
+        command = [*python(), "-m", "toolkit.rehearse.gpu", str(folder / "run")]
         done = subprocess.run(
             [*command, str(rank), str(output)],
             stdin=subprocess.DEVNULL,

@@ -35,8 +35,8 @@ class Tracker(ABC):
 
     title: ClassVar[str]
     """Its name in messages."""
-    install: ClassVar[str]
-    """The command that installs its package."""
+    extra: ClassVar[str] = ""
+    """The optional part of DMT that installs its package; empty for one of DMT's own needs."""
     not_inherited: ClassVar[tuple[str, ...]] = ()
     """Environment variables of another run around this one; the recipe decides these."""
     environment: ClassVar[Mapping[str, str]] = {}

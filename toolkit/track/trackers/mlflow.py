@@ -20,7 +20,7 @@ class MlflowTracker(Tracker):
     """A run of MLflow, through its client: nothing of the machine or the user is recorded."""
 
     title = "MLflow"
-    install = "pip install 'dmt[mlflow]'"
+    extra = "mlflow"
     not_inherited = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME")
     environment: ClassVar[Mapping[str, str]] = {
         "MLFLOW_DISABLE_TELEMETRY": "true",

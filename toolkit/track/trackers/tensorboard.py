@@ -9,7 +9,7 @@ class TensorBoardTracker(Tracker):
     """Event files, written without torch."""
 
     title = "TensorBoard"
-    install = "pip install 'dmt[tensorboard]'"
+    extra = "tensorboard"
 
     def start(self, run: TrackedRun) -> Mapping[str, int]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

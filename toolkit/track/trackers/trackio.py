@@ -10,7 +10,7 @@ class TrackioTracker(Tracker):
     """A run of trackio, through its storage: its `Run` reports a failure nowhere."""
 
     title = "trackio"
-    install = "pip install 'dmt[trackio]'"
+    extra = "trackio"
     environment: ClassVar[Mapping[str, str]] = {
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_OFFLINE": "1",

@@ -15,7 +15,6 @@ class WandbTracker(Tracker):
     """A run of W&B."""
 
     title = "W&B"
-    install = "pip install wandb"
     not_inherited = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "WANDB_MODE")
     # W&B would report its own crashes to its maker, also in offline mode.
     environment: ClassVar[Mapping[str, str]] = {"WANDB_ERROR_REPORTING": "false"}

@@ -1,0 +1,20 @@
+"""`dmt recipes`: the shipped recipes, each with its first line."""
+
+import typer
+
+from toolkit.recipe.places import shipped_recipes
+
+
+def recipes() -> None:
+    """List the shipped recipes. Each can be named from anywhere instead of a file.
+
+    Other tasks and clusters: `dmt init SIZE --task TASK --cluster CLUSTER`.
+
+    Example: `dmt plan llama-3.1-8b-pretrain`
+    """
+    files = shipped_recipes()
+    width = max(map(len, files))
+    for name, file in files.items():
+        with file.open(encoding="utf-8") as text:
+            first = text.readline().lstrip("# ").strip()
+        typer.echo(f"{name:<{width}}  {first}")

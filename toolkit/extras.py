@@ -1,0 +1,49 @@
+"""What to type to install DMT or what an optional part of it needs.
+
+`dmt` on PyPI is another project: no message names a distribution of that name.
+"""
+
+import json
+import shlex
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import toolkit
+
+_CHECKOUT = Path(toolkit.__file__).parents[1]
+
+
+def install(extra: str) -> str:
+    """The command that installs the packages of an optional part, e.g. `8bit`."""
+    file = _CHECKOUT / "pyproject.toml"
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        wanted = [Requirement(line) for line in project["optional-dependencies"][extra]]
+    else:
+        every = map(Requirement, metadata.requires("dmt") or ())
+        wanted = [
+            one
+            for one in every
+            if one.marker
+            and one.marker.evaluate({"extra": extra})
+            # `evaluate` is also true of what the part does not decide.
+            and not one.marker.evaluate({"extra": ""})
+        ]
+    return f"pip install {' '.join(repr(_plain(one)) for one in wanted)}"
+
+
+def source() -> str:
+    """Where DMT can be installed from again, as `pip install` takes it."""
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return shlex.quote(str(_CHECKOUT))
+    stated = metadata.distribution("dmt").read_text("direct_url.json")
+    return shlex.quote(json.loads(stated)["url"]) if stated else "WHEEL_OF_DMT"
+
+
+def _plain(requirement: Requirement) -> str:
+    """Without its marker."""
+    extras = f"[{','.join(sorted(requirement.extras))}]" * bool(requirement.extras)
+    return f"{requirement.name}{extras}{requirement.specifier}"

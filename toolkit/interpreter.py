@@ -1,0 +1,25 @@
+"""How DMT starts Python: without the working directory on the path.
+
+`python -m` puts the working directory first on `sys.path`, so that a folder `toolkit/` or a
+file `random.py` there would be imported instead of ours or the standard library's.
+"""
+
+import sys
+from pathlib import Path
+
+import toolkit
+
+
+def safe_path() -> bool:
+    """Whether new processes leave the working directory out: always, unless DMT itself is
+    imported from there (a checkout that is not installed)."""
+    return Path(toolkit.__file__).parents[1] != Path.cwd()
+
+
+def python() -> tuple[str, ...]:
+    """The interpreter, to be followed by `-m MODULE`."""
+    return (sys.executable, *SAFE) if safe_path() else (sys.executable,)
+
+
+SAFE = ("-P",)
+"""Python's option for it; PYTHONSAFEPATH=1 does the same."""
