@@ -14,10 +14,10 @@ from toolkit.checkpoint.store import CheckpointStore, step_of
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.process import POLL_S, StopSignals
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, events_offset
 from toolkit.run.events import EventLog
+from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
 _LONGEST_PAUSE_S = 30.0
@@ -43,7 +43,7 @@ def supervise(
             outcome = launcher.run(spec, signals)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
-            ended_at, events = time.time(), jsonl.read(run.events, offset)
+            ended_at, events = time.time(), read_events(run.events, offset)
             if _would_come_again(events):
                 return EXIT_FAILED
             step = newest_step(run.checkpoints)
