@@ -119,6 +119,23 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "adapter              nothing  {rank: 8}  nothing" in out
 
 
+def test_why_a_run_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = {"first": 0.1, "other": 0.9}
+    for name, each in waits.items():
+        lines = [
+            line | {"data_wait_s": each, "tokens_per_s": 1 / each} for line in metrics(9, 2.0)
+        ]
+        events = [event(0, "launch"), event(10 + 50 * each, "start", step=0), event(90, "save")]
+        run = write(tmp_path / name, events, lines)
+        (run / "plan.json").write_text(json.dumps({"predicted": {"step_time_s": 1 + each}}))
+    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "other")]) == 0
+    out = capsys.readouterr().out
+    assert "88.9% slower" in out
+    assert "  - waiting for data took 45% of the step time, not 5%" in out
+    assert "  - its plan predicts 1.90 s per step, not 1.10 s" in out
+    assert "  - start-up took 55.0 s, not 15.0 s" in out
+
+
 def test_nan_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line | {"loss": "NaN"} if line["step"] > 2 else line for line in metrics(4, 2.0)]
     healthy = write(tmp_path / "healthy", KILLED_AND_RESTARTED, metrics(4, 2.0))

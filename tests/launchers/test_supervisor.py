@@ -60,11 +60,13 @@ def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> Any
 def run_to_end(
     run: Path, does: str, max_restarts: int
 ) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, standard error, and the events that do not only state a failure."""
     process = start(run, does, max_restarts)
     errors = process.communicate(timeout=HANG_S)[1]
     events = run / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
-    return process.returncode, errors, [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in lines]
+    return process.returncode, errors, [one for one in found if one["kind"] != "failure"]
 
 
 def ports(run: Path) -> list[str]:
@@ -183,6 +185,9 @@ def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
     code, errors, events = run_to_end(tmp_path, "sys.exit(1)", 0)
     assert (code, events) == (4, [])
     assert "restart" not in errors
+    recorded = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (recorded["kind"], recorded["exit_code"]) == ("failure", 4)
+    assert recorded["reason"] == "rank 0 failed with exit code 1"
 
 
 @pytest.mark.parametrize(

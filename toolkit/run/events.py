@@ -20,6 +20,7 @@ EventKind = Literal[
     "restart",
     "replay",
     "hang",
+    "failure",
     "skip",
     "evaluation",
     "window",
@@ -47,6 +48,8 @@ class EventLog:
       run that failed is started again (with `attempt`, `reason` and `from_step`), `replay`
       where steps are done again (`from_step` to `to_step`, which took `seconds`), `hang`
       before ranks end because one hangs;
+    - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the
+      launcher printed, also of a rank that was killed and wrote nothing;
     - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
       `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;
