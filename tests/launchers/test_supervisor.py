@@ -124,7 +124,9 @@ def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
 def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
     process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
     process.communicate(timeout=HANG_S)
-    (restart,) = [json.loads(x) for x in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    failure, restart, *_ = map(json.loads, lines)
+    assert (failure["kind"], failure["time"]) == ("failure", restart["time"])
     written = (tmp_path / "events.jsonl").stat().st_mtime
     assert written - datetime.fromisoformat(restart["time"]).timestamp() > 0.9
 
