@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,23 @@ def test_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "adapter              nothing  {rank: 8}  nothing" in out
 
 
+def test_why_a_run_is_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = {"first": 0.1, "other": 0.9}
+    for name, each in waits.items():
+        lines = [
+            line | {"data_wait_s": each, "tokens_per_s": 1 / each} for line in metrics(9, 2.0)
+        ]
+        events = [event(0, "launch"), event(10 + 50 * each, "start", step=0), event(90, "save")]
+        run = write(tmp_path / name, events, lines)
+        (run / "plan.json").write_text(json.dumps({"predicted": {"step_time_s": 1 + each}}))
+    assert main(["compare", str(tmp_path / "first"), str(tmp_path / "other")]) == 0
+    out = capsys.readouterr().out
+    assert "88.9% slower" in out
+    assert "  - waiting for data took 45% of the step time, not 5%" in out
+    assert "  - its plan predicts 1.90 s per step, not 1.10 s" in out
+    assert "  - start-up took 55.0 s, not 15.0 s" in out
+
+
 def test_nan_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line | {"loss": "NaN"} if line["step"] > 2 else line for line in metrics(4, 2.0)]
     healthy = write(tmp_path / "healthy", KILLED_AND_RESTARTED, metrics(4, 2.0))
@@ -127,6 +145,92 @@ def test_nan_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert out.count("differs first at step 3: nan instead of 4.97") == 2
     assert main(["compare", str(sick), str(sick)]) == 0
     assert "equal to the last bit at all 4 steps" in capsys.readouterr().out
+
+
+PREDICTION = event(
+    84.5,
+    "prediction",
+    predicted={"step_time_s": 1.0, "memory_gib": 2.0, "basis": "data sheet"},
+    measured={"step_time_s": 1.0, "memory_gib": 2.0, "process_gib": None},
+    measured_over_predicted={"step_time": 1.0, "memory": 1.0},
+)
+BOMB = "a0: &a0 [1, 2]\n" + "".join(
+    f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)
+)
+"""Nine aliases in each of nine levels: a billion values when they are written out."""
+
+
+def _replace(name: str, text: str | bytes | None) -> Callable[[Path], None]:
+    """Let something else be in the place of a file: bytes, a FIFO (None), or a folder ("")."""
+
+    def damage(run: Path) -> None:
+        path = run / name
+        path.unlink(missing_ok=True)
+        if text is None:
+            os.mkfifo(path)
+        elif text == "":
+            path.mkdir(parents=True)
+        else:
+            path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "warning"),
+    [
+        *(
+            ("events.jsonl", json.dumps(PREDICTION | changed) + "\n", "1 of 1 lines cannot")
+            for changed in (
+                {"predicted": "x"},
+                {"measured": {"step_time_s": 1}},
+                {"predicted": PREDICTION["predicted"] | {"basis": []}},
+                {"measured": PREDICTION["measured"] | {"step_time_s": 10**400}},
+                {"exit_code": "x"},
+            )
+        ),
+        ("events.jsonl", None, "no regular file"),
+        ("metrics.jsonl", '{"step": 1e400, "loss": 1e400}\n', ""),
+        ("metrics.jsonl", "", "metrics.jsonl: Is a directory"),
+        ("metrics.jsonl", None, "no regular file"),
+        ("plan.json", '{"predicted": {"basis": "x"}}', "plan.json: predicted.basis: Input"),
+        ("plan.json", '{"predicted": [1]}', "predicted: not a mapping of names to values"),
+        ("recipe.yaml", BOMB, "recipe.yaml: line 1: found more values, aliases counted"),
+        ("recipe.yaml", None, "recipe.yaml: it is no regular file"),
+        ("recipe.yaml", "data: {stages: 1}", "recipe.yaml: data.stages: Input should be"),
+        ("recipe.yaml", "data: {train: [], stages: [{weights: 1}]}", "data.stages.0.weights"),
+        ("heartbeats", b"x", ""),
+        ("command.txt", b"\xff", ""),
+    ],
+)
+def test_damaged_files_are_listed(
+    tmp_path: Path,
+    name: str,
+    content: str | bytes | None,
+    warning: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = write(tmp_path / "run", [*KILLED_AND_RESTARTED, PREDICTION], metrics(20, 2.0))
+    _replace(name, content)(run)
+    page = str(tmp_path / "page.html")
+    options = (["report"], ["report", "--json"], ["report", "--html", page], ["compare"])
+    for verb, *more in options:
+        arguments = [verb, str(run), *([str(run)] if verb == "compare" else []), *more]
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        if "--html" in more:
+            shown = Path(page).read_text()
+        assert warning in shown, arguments
+    assert main(["runs", str(tmp_path)]) == 0
+    assert name not in ("events.jsonl",) or warning in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["report", "runs", "compare", "watch"])
+def test_a_name_that_is_too_long(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x" * 300
+    assert main([verb, name, name][: 3 if verb == "compare" else 2]) == 2
+    said = capsys.readouterr().err
+    assert name in said and ("File name too long" in said or "no run in" in said)
 
 
 @pytest.mark.parametrize(

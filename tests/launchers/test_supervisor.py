@@ -60,11 +60,13 @@ def start(run: Path, does: str, max_restarts: int, pause_s: float = 0.01) -> Any
 def run_to_end(
     run: Path, does: str, max_restarts: int
 ) -> tuple[int, str, list[dict[str, Any]]]:
+    """Exit code, standard error, and the events that do not only state a failure."""
     process = start(run, does, max_restarts)
     errors = process.communicate(timeout=HANG_S)[1]
     events = run / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
-    return process.returncode, errors, [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in lines]
+    return process.returncode, errors, [one for one in found if one["kind"] != "failure"]
 
 
 def ports(run: Path) -> list[str]:
@@ -122,7 +124,9 @@ def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
 def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
     process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
     process.communicate(timeout=HANG_S)
-    (restart,) = [json.loads(x) for x in (tmp_path / "events.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    failure, restart, *_ = map(json.loads, lines)
+    assert (failure["kind"], failure["time"]) == ("failure", restart["time"])
     written = (tmp_path / "events.jsonl").stat().st_mtime
     assert written - datetime.fromisoformat(restart["time"]).timestamp() > 0.9
 
@@ -183,6 +187,9 @@ def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
     code, errors, events = run_to_end(tmp_path, "sys.exit(1)", 0)
     assert (code, events) == (4, [])
     assert "restart" not in errors
+    recorded = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (recorded["kind"], recorded["exit_code"]) == ("failure", 4)
+    assert recorded["reason"] == "rank 0 failed with exit code 1"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_predictions(tmp_path: Path) -> None:
     assert [part[0] for part in memory["bar"]] == ["weights", "activations"]
     assert memory["note"] == "Measured: 80.00 GiB at most on the fullest rank."
     assert section(data, "Plan")["items"] == ["it is the only one"]
+    shown = [name for name, _ in section(data, "Plan")["facts"]]
+    assert shown[:4] == ["engine", "model", "dp", "tp"] and "pp" not in shown
 
 
 def test_charts_for_which_there_is_no_room(tmp_path: Path) -> None:

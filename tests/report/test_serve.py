@@ -6,7 +6,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +192,38 @@ def test_a_client_that_says_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) 
         silent.settimeout(60)
         assert ask(server)[0] == 200
         assert silent.recv(1) == b"", "hung up"
+
+
+def test_a_header_that_is_fed_slowly_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, the header never ends."""
+    monkeypatch.setattr(serve, "IDLE_S", 0.3)
+    with served(run) as server, socket.create_connection(server.server_address[:2]) as slow:
+        slow.settimeout(0.05)
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"x")
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        wait_until(is_closed, "the server hangs up")
+
+
+def test_a_body_is_not_another_request(run: Path) -> None:
+    with served(run) as server, socket.create_connection(server.server_address[:2]) as client:
+        client.settimeout(60)
+        body = b"GET /inner HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        head = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        with suppress(ConnectionResetError):
+            answers = b""
+            while part := client.recv(1 << 16):
+                answers += part
+        assert answers.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_client_that_hangs_up_prints_nothing(

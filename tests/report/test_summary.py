@@ -36,6 +36,17 @@ def test_a_failure_names_the_first_rank_that_failed() -> None:
     assert summarize(log, []).ending == Ending("failed", 4, "rank 1: out of memory")
 
 
+def test_the_cause_is_the_one_that_the_launcher_printed() -> None:
+    log = [
+        event(0, "launch"),
+        event(5, "start", step=0),
+        event(9, "end", rank=0, step=3, exit_code=4, error="lost contact with another rank"),
+        event(9.5, "failure", exit_code=4, reason="rank 1 was killed by SIGKILL"),
+    ]
+    assert summarize(log, []).ending == Ending("failed", 4, "rank 1 was killed by SIGKILL")
+    assert summarize([*log, event(20, "launch")], []).ending == Ending("open")
+
+
 def test_a_signal_is_named() -> None:
     log = [
         event(5, "start", step=0),

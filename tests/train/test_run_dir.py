@@ -1,12 +1,15 @@
 """The run directory: complete, without secrets, and never shared by two different runs."""
 
+import errno
 import json
 import logging
+import os
 import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,6 +59,37 @@ def test_everything_is_written(tmp_path):
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
     assert run.rank_log(3) == run.path / "logs" / "rank-3.log"
     assert not list(run.path.rglob("*.tmp"))
+
+
+def test_what_is_not_a_file_of_a_run_is_refused(tmp_path):
+    """A FIFO would be waited for forever, aliases written out take all memory."""
+    run = create(tmp_path, recipe())
+    run.command.write_bytes(b"dmt \xff\n")
+    create(tmp_path, recipe())
+    for path in (run.recipe, run.metrics, run.events, run.heartbeats):
+        before = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        with pytest.raises(RecipeError, match=f"{path.name}, which is not a"):
+            create(tmp_path, recipe())
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+    levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+    run.recipe.write_text(f"a0: &a0 [1]\n{levels}")
+    with pytest.raises(RecipeError, match=r"not a recipe \(line 1: found more values"):
+        create(tmp_path, recipe())
+
+
+def test_a_full_disk_and_a_folder_without_permission(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "checkpoints")
+    with pytest.raises(RecipeError, match=r"checkpoints \(Permission denied\)"):
+        create(tmp_path, recipe())
+    monkeypatch.undo()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=full))
+    with pytest.raises(RecipeError, match=r"plan.json \(No space left on device\)"):
+        create(tmp_path, recipe())
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from toolkit.models.weights import checkpoint_names, is_correction_bias
 COMPANIONS = "hf"
 """Folder in a checkpoint with the files of a Hugging Face folder except the weights."""
 
+MOST_LAYERS = 10_000
+"""Of a model whose adapters are in a checkpoint."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,7 +100,9 @@ def check_complete(state: SavedState) -> PretrainedConfig:
         raise CheckpointError(
             f"{companions} describes no model: {error.message}", fix=error.fix
         ) from error
-    lora = saved_lora(Manifest.read(state.folder), config)
+    manifest = Manifest.read(state.folder)
+    _check_layers(state, manifest, config)
+    lora = saved_lora(manifest, config)
     wanted = hf.checkpoint_shapes(config) if lora is None else lora.shapes
     wanted = {name: stored_shape(shape) for name, shape in wanted.items()}
     if differing := sorted(wanted.items() ^ state.shapes.items()):
@@ -108,6 +112,18 @@ def check_complete(state: SavedState) -> PretrainedConfig:
             f"should have the shape {wanted.get(name)}, it has {state.shapes.get(name)}"
         )
     return config
+
+
+def _check_layers(state: SavedState, manifest: Manifest, config: PretrainedConfig) -> None:
+    """Raise CheckpointError, before the model is built, for a config whose layers would take
+    hours: each has a tensor in the checkpoint, unless only adapters are saved."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    limit = len(state.shapes) if manifest.adapter is None else MOST_LAYERS
+    if isinstance(layers, int) and layers > limit:
+        raise CheckpointError(
+            f"the model of {state.folder / COMPANIONS / hf.CONFIG} has {layers:,} layers, the "
+            f"checkpoint has only {len(state.shapes):,} tensors"
+        )
 
 
 def _entries(

@@ -10,21 +10,56 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Required
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from toolkit.data.streaming.place import StreamPlace
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe.lengths import SequenceLengths
-from toolkit.recipe.schema import Count, StageSection, TrainingSection
+from toolkit.recipe.schema import Count, NonEmpty, StageSection, TrainingSection
 from toolkit.untrusted import parse_json, read_bytes, regular_inside
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Incremented when a checkpoint can no longer be read by older releases."""
 _READ_BYTES = 1 << 20
+
+
+_open = with_config(ConfigDict(extra="allow"))
+
+
+@_open
+class _Training(TypedDict):
+    precision: NonEmpty
+
+
+@_open
+class _Model(TypedDict, total=False):
+    freeze: list[str] | tuple[str, ...]
+
+
+@_open
+class _Data(TypedDict, total=False):
+    stages: list[dict[str, Any]] | tuple[dict[str, Any], ...]
+
+
+@_open
+class _Optimizer(TypedDict, total=False):
+    name: NonEmpty
+
+
+@_open
+class _Recipe(TypedDict, total=False):
+    """What is read of the recipe, of any release."""
+
+    training: Required[_Training]
+    model: _Model
+    data: _Data
+    optimizer: _Optimizer
+    adapter: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -141,7 +176,7 @@ class Manifest:
             manifest = TypeAdapter(cls).validate_python(content)
             for name in manifest.files:
                 _check_inside(name)
-            assert manifest.precision, "stated"
+            _check_recipe(manifest.recipe)
             return manifest
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -164,6 +199,16 @@ def _text(content: dict[str, Any]) -> str:
 def _digest(content: dict[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_recipe(recipe: dict[str, Any]) -> None:
+    """Raise ValueError, in one line, where what is read of it is malformed."""
+    try:
+        TypeAdapter(_Recipe).validate_python(recipe)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place} of its recipe: {first['msg']}") from error
 
 
 def _check_inside(name: str) -> None:

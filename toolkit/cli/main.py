@@ -2,6 +2,7 @@
 when the verb runs, so `dmt --help` and `dmt check` start at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from toolkit import __version__
-from toolkit.errors import EXIT_DONE, DmtError
+from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, DmtError
 from toolkit.terminal import tell
 
 
@@ -131,6 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DmtError as error:
         tell(f"dmt: {error}")
         return error.exit_code
+    except OSError as error:
+        # The user's paths: too long, a loop of links, not permitted. Others are ours.
+        if error.filename is None or error.strerror is None:
+            raise
+        tell(f"dmt: {os.fsdecode(error.filename)}: {error.strerror}")
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return 130
     return EXIT_DONE

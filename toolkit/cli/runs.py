@@ -49,4 +49,5 @@ def runs(
     for one, line in zip(found, lines, strict=True):
         text = Text(line + (f"  {one.why}" if one.why else ""))
         text.highlight_words([f" {one.state} "], COLOURS[one.state])
-        show(Console(), [text])
+        damage = [Text(f"  warning: {one.run}: {what}", "yellow") for what in one.damaged]
+        show(Console(), [text, *damage])

@@ -15,9 +15,9 @@ from toolkit.errors import (
 )
 from toolkit.launchers.base import Outcome
 from toolkit.redact import redact
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_of
+from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
 USER_CODES = (EXIT_USER_ERROR, EXIT_UNAVAILABLE)
@@ -56,7 +56,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     of this launch begin. `seen`: the ranks that were seen to fail first. Ranks that only lost
     another are not named if another one failed by itself or reported a reason.
     """
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    events = read_events(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
     # NCCL's own thread aborts a rank that lost another: a rank that failed differently is the
     # cause.
@@ -109,7 +109,7 @@ def outcome_from_events(
     """
     if launcher_code == EXIT_DONE:
         return Outcome(EXIT_DONE)  # perhaps after its own restarts
-    events = _since_last_start(jsonl.read(RunDirectory(run_dir).events, offset))
+    events = _since_last_start(read_events(RunDirectory(run_dir).events, offset))
     if failed := _first_failure(events):
         return report_failure(run_dir, offset, [failed])
     if launcher_code == EXIT_RESUMABLE:
@@ -131,12 +131,12 @@ def _since_last_start(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[s
 
 def has_failed(run_dir: Path, offset: int) -> bool:
     """Whether a rank of this launch has reported a failure."""
-    return _first_failure(jsonl.read(RunDirectory(run_dir).events, offset)) is not None
+    return _first_failure(read_events(RunDirectory(run_dir).events, offset)) is not None
 
 
 def has_started(run_dir: Path, offset: int) -> bool:
     """Whether the ranks of this launch have started training."""
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    events = read_events(RunDirectory(run_dir).events, offset)
     return any(event.get("kind") == "start" for event in events)
 
 

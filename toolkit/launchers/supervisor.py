@@ -11,13 +11,13 @@ from typing import Any
 
 from toolkit.checkpoint.manifest import MANIFEST
 from toolkit.checkpoint.store import CheckpointStore, step_of
-from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.launchers.base import Launcher, LaunchSpec
 from toolkit.launchers.process import POLL_S, StopSignals
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, events_offset
 from toolkit.run.events import EventLog
+from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
 _LONGEST_PAUSE_S = 30.0
@@ -41,14 +41,18 @@ def supervise(
             saved, offset = newest_step(run.checkpoints), events_offset(run.path)
             spec.write_files()
             outcome = launcher.run(spec, signals)
+            if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
+                return outcome.exit_code
+            ended_at, events = time.time(), read_events(run.events, offset)
+            reason = failure_reason(events, outcome.reason)
+            failure = {"time": ended_at, "exit_code": outcome.exit_code, "reason": reason}
+            EventLog(run.events).write("failure", **failure)
             if outcome.exit_code != EXIT_FAILED or signals.stop_requested or not max_restarts:
                 return outcome.exit_code
-            ended_at, events = time.time(), jsonl.read(run.events, offset)
             if _would_come_again(events):
                 return EXIT_FAILED
             step = newest_step(run.checkpoints)
             attempt = 1 if step > saved else attempt + 1
-            reason = failure_reason(events, outcome.reason)
             if attempt > max_restarts:
                 tell(
                     f"error: {max_restarts} restarts in a row without a new checkpoint behind "

@@ -149,7 +149,7 @@ def windows(
         end = one.last_event
         if one.noticed is not None:
             end = one.noticed
-        elif not one.of("end"):
+        elif not one.of("end") and not one.of("failure"):
             end += unlogged_tail_s if following is None else replay_s(following)
         if following is not None:
             end = min(end, following.began)

@@ -9,9 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event, amount, attempts, step_of
 from toolkit.report.goodput import Goodput, Metrics, goodput
@@ -20,11 +17,10 @@ from toolkit.report.summary import Ending, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import MAPPING, PLAN, checked, parse_recipe, valid_event
 from toolkit.units import duration
 from toolkit.untrusted import parse_json, read_bytes
 
-LARGEST_LOG = 1 << 33
-"""Bytes of a metrics file that are read."""
 MOST_RANKS = 64
 """Whose waits are read; the first ones by name."""
 _TAIL = 1 << 16
@@ -83,21 +79,24 @@ class Logs:
     def __init__(self) -> None:
         self._logs: dict[Path, _Log] = {}
 
-    def lines(self, path: Path, missing: list[str]) -> list[dict[str, Any]]:
-        """The objects in a file; `missing` gets a sentence where it could not be read whole."""
+    def lines(
+        self, path: Path, missing: list[str], valid: Callable[[Any], Any] = dict
+    ) -> list[dict[str, Any]]:
+        """The objects in a file as `valid` returns them; one for which it returns None is
+        damaged. `missing` gets a sentence where the file could not be read whole."""
         try:
             status = path.stat()
             identity = status.st_dev, status.st_ino
             log = self._logs.get(path)
             if log is None or log.identity != identity or status.st_size < log.size:
                 log = self._logs[path] = _Log(identity)
-            data = read_bytes(path, LARGEST_LOG, log.size)
+            data = read_bytes(path, jsonl.LARGEST, log.size)
         except (OSError, ValueError) as error:
             self._logs.pop(path, None)
             missing.append(f"{path.name}: {_why(error)}")
             return []
         end = data.rfind(b"\n") + 1
-        log.add(data[:end])
+        log.add(data[:end], valid)
         if bad := log.count - len(log.objects):
             missing.append(
                 f"{path.name}: {bad:,} of {log.count:,} lines cannot be read; left out"
@@ -119,8 +118,9 @@ class _Log:
     size: int = 0
     """Bytes up to the end of the last complete line."""
 
-    def add(self, lines: bytes) -> None:
-        self.objects += jsonl.parse(lines)
+    def add(self, lines: bytes, valid: Callable[[Any], Any]) -> None:
+        found = map(valid, jsonl.parse(lines))
+        self.objects += [line for line in found if line is not None]
         self.count += sum(1 for line in lines.split(b"\n") if line.strip())
         self.size += len(lines)
 
@@ -130,7 +130,7 @@ def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
     none."""
     run, logs = require_run(path), logs or Logs()
     record = RunRecord(run)
-    record.events = logs.lines(run.events, record.missing)
+    record.events = logs.lines(run.events, record.missing, valid_event)
     record.metrics = logs.lines(run.metrics, record.missing)
     files = {
         int(number): file
@@ -145,9 +145,11 @@ def read_record(path: Path, logs: Logs | None = None) -> RunRecord:
         )
     record.recipe = _mapping(run.recipe, parse_yaml, record.missing)
     if run.stated_in.exists():
-        record.stated_in = _mapping(run.stated_in, parse_json, record.missing)
-    record.plan = _mapping(run.plan, parse_json, record.missing)
-    record.environment = _mapping(run.environment, parse_json, record.missing)
+        record.stated_in = _mapping(run.stated_in, _any_json, record.missing)
+    record.plan = _mapping(
+        run.plan, lambda text: checked(PLAN, parse_json(text)), record.missing
+    )
+    record.environment = _mapping(run.environment, _any_json, record.missing)
     record.missing += _unlogged(record)
     return record
 
@@ -178,22 +180,24 @@ def require_run(path: Path) -> RunDirectory:
     return run
 
 
-def _mapping(path: Path, parse: Callable[[str], Any], missing: list[str]) -> dict[str, Any]:
+def _mapping(
+    path: Path, parse: Callable[[str], dict[str, Any]], missing: list[str]
+) -> dict[str, Any]:
     try:
-        value = parse(read_bytes(path).decode("utf-8"))
-    except (OSError, ValueError, YAMLError, RecursionError) as error:
+        return parse(read_bytes(path).decode("utf-8"))
+    except (OSError, ValueError) as error:
         missing.append(f"{path.name}: {_why(error)}")
         return {}
-    if not isinstance(value, dict):
-        missing.append(f"{path.name}: not a mapping of names to values")
-        return {}
-    return value
+
+
+def _any_json(text: str) -> dict[str, Any]:
+    return checked(MAPPING, parse_json(text))
 
 
 @lru_cache(maxsize=64)
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> dict[str, Any]:
     """The values of a recipe: as slow to read as thousands of logged lines, so only once."""
-    return YAML(typ="safe").load(text)
+    return parse_recipe(text)
 
 
 def _why(error: Exception) -> str:
@@ -266,16 +270,20 @@ class RunLine:
     loss: float | None
     age_s: float
     """Since it last gave a sign of life."""
+    damaged: list[str]
+    """Files that could not be read whole, one sentence each."""
 
 
 def run_line(path: Path) -> RunLine:
     """A run in short; of its metrics only the end is read."""
     run = RunDirectory(path)
+    missing: list[str] = []
     size = run.metrics.stat().st_size if run.metrics.is_file() else 0
+    if not size and run.metrics.exists() and not run.metrics.is_file():
+        missing.append(f"{run.metrics.name}: it is not a regular file")
     tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
-    found = summarize(Logs().lines(run.events, []), tail)
+    found = summarize(Logs().lines(run.events, missing, valid_event), tail)
     state, why = state_of(run, found.ending)
     loss = found.losses and found.losses[1].value
-    return RunLine(
-        str(path), state, why, found.steps, loss, max(0.0, time.time() - last_written(run))
-    )
+    age_s = max(0.0, time.time() - last_written(run))
+    return RunLine(str(path), state, why, found.steps, loss, age_s, missing)

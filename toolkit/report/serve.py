@@ -199,7 +199,23 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "dmt"
     sys_version = ""
 
+    def parse_request(self) -> bool:
+        """Read the headers: all of them within IDLE_S, however slowly they come."""
+        late = threading.Timer(IDLE_S, self._give_up)
+        late.daemon = True
+        late.start()
+        try:
+            return super().parse_request()
+        finally:
+            late.cancel()
+
+    def _give_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # its body is not read: it is not the next request
         path, _, seen = self.path.partition("?")
         if not self.server.is_meant(self.headers.get("Host")):
             self._answer(

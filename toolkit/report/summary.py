@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.report.attempts import Attempt, Event, amount, attempts, number, step_of
 from toolkit.report.goodput import Metrics
 
@@ -135,10 +135,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _ending(last: Attempt) -> Ending:
     ends = [(int(amount(event, "exit_code") or 0), event) for event in last.of("end")]
+    reported = [*last.of("failure")]
     for code, event in ends:
-        if code not in (EXIT_DONE, EXIT_RESUMABLE):
+        if not reported and code not in (EXIT_DONE, EXIT_RESUMABLE):
             error = event.get("error", "no message recorded")
             return Ending("failed", code, f"rank {event.get('rank', 0)}: {error}")
+    for event in reported[-1:]:
+        code = int(amount(event, "exit_code") or EXIT_FAILED)
+        return Ending("failed", code, str(event.get("reason")))
     if any(code == EXIT_RESUMABLE for code, _ in ends):
         signals = dict.fromkeys(str(event.get("signal")) for event in last.of("signal"))
         return Ending("stopped", EXIT_RESUMABLE, ", ".join(signals))

@@ -13,9 +13,9 @@ from toolkit.models.families import model_spec
 from toolkit.plan.ledger import LedgerEntry, ledger, summary
 from toolkit.plan.planner import Plan, model_config
 from toolkit.recipe.schema import Recipe
-from toolkit.run import jsonl
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import read_events
 from toolkit.terminal import tell
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def show_run_directory(run: RunDirectory) -> None:
 def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
     """What this start measured next to the plan's prediction; for a run that is `done`, where
     everything is. `offset` in events.jsonl is where this start began."""
-    for event in jsonl.read(run.events, offset):
+    for event in read_events(run.events, offset):
         if event.get("kind") == "prediction":
             for quantity, text in differences(event):
                 tell(f"{quantity:<12} {text}")

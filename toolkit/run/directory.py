@@ -1,13 +1,13 @@
 """The run directory: the files that a run reads and writes."""
 
+import errno
+import os
 import shlex
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.dump import dump_recipe, in_yaml
@@ -16,6 +16,8 @@ from toolkit.redact import redact
 from toolkit.run import jsonl
 from toolkit.run.environment import environment_report, json_text
 from toolkit.run.events import EventLog
+from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.untrusted import read_bytes
 
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
@@ -129,15 +131,22 @@ class RunDirectory:
         run = cls(path)
         refuse_other_run(run, recipe)
         _make_folders(run)
-        jsonl.write_atomically(run.plan, json_text(jsonl.plain(plan)))
+        before = (
+            run.command.read_text("utf-8", "backslashreplace") if run.command.exists() else ""
+        )
+        files = {run.plan: json_text(jsonl.plain(plan))}
         if engine_config:
-            config_file = run.engine_config(plan["engine"])
-            jsonl.write_atomically(config_file, json_text(jsonl.plain(engine_config)))
-        jsonl.write_atomically(run.environment, json_text(jsonl.plain(environment_report())))
-        before = run.command.read_text(encoding="utf-8") if run.command.exists() else ""
-        jsonl.write_atomically(run.command, before + _quoted(command) + "\n")
+            text = json_text(jsonl.plain(engine_config))
+            files[run.engine_config(plan["engine"])] = text
+        files[run.environment] = json_text(jsonl.plain(environment_report()))
+        files[run.command] = before + _quoted(command) + "\n"
         # Last: a directory with a recipe is a complete one.
-        jsonl.write_atomically(run.recipe, redact(dump_recipe(recipe)))
+        files[run.recipe] = redact(dump_recipe(recipe))
+        for path, text in files.items():
+            try:
+                jsonl.write_atomically(path, text)
+            except OSError as error:  # e.g. a full disk
+                raise not_writable(path, error) from error
         return run
 
 
@@ -150,8 +159,10 @@ def _make_folders(run: RunDirectory) -> None:
     try:
         for folder in (run.path, run.logs, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
-        raise not_writable(run.path, error) from error
+        raise not_writable(Path(error.filename or run.path), error) from error
 
 
 def not_writable(path: Path, error: OSError) -> RecipeError:
@@ -171,15 +182,15 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
     """
+    if foreign := [*_foreign(run)]:
+        raise RecipeError(foreign)
     if not run.recipe.exists() or _never_began(run):
         return
     try:
-        old = YAML(typ="safe").load(run.recipe.read_text(encoding="utf-8"))
-    except (YAMLError, OSError, UnicodeDecodeError):
-        old = None
-    if not isinstance(old, dict):
-        raise RecipeError([_unreadable(run)])
-    new = YAML(typ="safe").load(redact(dump_recipe(recipe)))
+        old = parse_recipe(read_bytes(run.recipe).decode())
+    except (OSError, ValueError) as error:
+        raise RecipeError([_unreadable(run, str(error))]) from error
+    new = parse_recipe(redact(dump_recipe(recipe)))
     problems = [
         Problem(
             key=key,
@@ -207,8 +218,11 @@ def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step
     if not run.recipe.exists():
         found = f"{run.path}, in which no run has begun"
         raise _not_changeable(found, "the directory of a run that continues", "--set instead")
-    old = YAML(typ="safe").load(run.recipe.read_text(encoding="utf-8"))
-    new = YAML(typ="safe").load(redact(dump_recipe(recipe)))
+    try:
+        old = parse_recipe(read_bytes(run.recipe).decode())
+    except (OSError, ValueError) as error:
+        raise RecipeError([_unreadable(run, str(error))]) from error
+    new = parse_recipe(redact(dump_recipe(recipe)))
     for key, before, now in changes(old, new):
         if _within(key, keys):
             message = f"{key} was {shown(before)}, is {shown(now)}"
@@ -217,24 +231,43 @@ def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step
 
 def was_requested(run: RunDirectory, key: str, value: object) -> bool:
     """Whether the last `--change` of a setting asked for this value."""
-    events = [one for one in jsonl.read(run.events) if one.get("kind") == "change"]
+    events = [event for event in read_events(run.events) if event.get("kind") == "change"]
     values = [event.get("now") for event in events if event.get("key") == key]
     return bool(values) and values[-1] == value
 
 
 def _not_changeable(found: str, allowed: str, fix: str) -> RecipeError:
     return RecipeError([Problem("--change", found, allowed, fix)])
+def _foreign(run: RunDirectory) -> Iterator[Problem]:
+    """What is in the place of a file or folder of the run and is something else: a FIFO would
+    be waited for forever."""
+    files = run.recipe, run.stated_in, run.plan, run.command, run.environment
+    folders = run.logs, run.ranks, run.samples, run.heartbeats, run.checkpoints
+    for path in (*files, run.metrics, run.events, run.lock, run.stop, *folders):
+        expected, is_meant = "a regular file", stat.S_ISREG
+        if path in folders:
+            expected, is_meant = "a folder", stat.S_ISDIR
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            yield not_writable(path, error).problems[0]
+            return
+        if not is_meant(mode):
+            found = f"{path}, which is not {expected}"
+            yield Problem("--run-dir", found, "the directory of a run", "--run-dir OTHER")
 
 
 def _never_began(run: RunDirectory) -> bool:
-    kinds = {event.get("kind") for event in jsonl.read(run.events)}
+    kinds = {event.get("kind") for event in read_events(run.events)}
     return "end" in kinds and "start" not in kinds
 
 
-def _unreadable(run: RunDirectory) -> Problem:
+def _unreadable(run: RunDirectory, why: str) -> Problem:
     return Problem(
         key="--run-dir",
-        found=f"{run.recipe}, which is not a recipe",
+        found=f"{run.recipe}, which is not a recipe ({why})",
         allowed="the directory of this run, or a new one",
         fix="--run-dir OTHER",
     )

@@ -3,8 +3,8 @@
 import signal
 from pathlib import Path
 
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import read_events
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal, a training rank writes the stacks of all its threads to its log and
@@ -26,6 +26,6 @@ def events_offset(run_dir: Path) -> int:
 
 def cause_of(run_dir: Path, offset: int) -> str | None:
     """The error of the first rank that failed by itself, in events after `offset`."""
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
+    events = read_events(RunDirectory(run_dir).events, offset)
     said = [event.get("error") for event in events if event.get("kind") == "end"]
     return next((str(error) for error in said if error and error != PEER_LOST), None)

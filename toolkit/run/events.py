@@ -21,6 +21,7 @@ EventKind = Literal[
     "restart",
     "replay",
     "hang",
+    "failure",
     "skip",
     "evaluation",
     "window",
@@ -50,6 +51,8 @@ class EventLog:
       before ranks end because one hangs;
     - `change` (with `key`, `now` and a `message`) when `dmt launch --change` gave a running
       schedule or optimizer another setting;
+    - `failure` (with `exit_code` and `reason`) when the ranks of a launch have failed: what the
+      launcher printed, also of a rank that was killed and wrote nothing;
     - `window` when a run comes to the next chunks of a streamed source (`epoch` passes and
       `window` windows of the pass before it), with the `seconds` that rank 0 waited for it;
     - `export` (with `files`, their names and bytes) when RUN/export is complete;

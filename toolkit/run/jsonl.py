@@ -16,7 +16,10 @@ from typing import Any
 
 from toolkit.redact import redactor
 from toolkit.terminal import tell
-from toolkit.untrusted import parse_json
+from toolkit.untrusted import parse_json, read_bytes
+
+LARGEST = 1 << 33
+"""Bytes of a file that are read."""
 
 
 def plain(value: Any, text: Callable[[str], str] = str) -> Any:
@@ -47,7 +50,7 @@ def _plain(value: Any, redact: Callable[[str], str]) -> Any:
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line with a single write, so that writers do not cut each other's lines."""
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n"
-    line = text.encode()
+    line = text.encode(errors="backslashreplace")  # names of files that are not UTF-8
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         if os.write(descriptor, line) < len(line):
@@ -81,12 +84,11 @@ def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """Return the complete objects from byte `offset` on; none when there is no file."""
+    """Return the complete objects from byte `offset` on; none when there is no file. Raises
+    OSError for what is not a regular file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
-        file.seek(offset)
-        return list(parse(file.read()))
+    return list(parse(read_bytes(path, LARGEST, offset)))
 
 
 def parse(data: bytes) -> Iterator[dict[str, Any]]:
@@ -121,17 +123,23 @@ def drop_later_steps(path: Path, step: int) -> int:
     if not path.exists():
         return 0
     records = read(path)
-    kept = [record for record in records if int(record.get("step", 0)) <= step]
+    kept = [record for record in records if _step(record) <= step]
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
     write_atomically(path, "".join(lines))
     return len(records) - len(kept)
+
+
+def _step(record: Mapping[str, Any]) -> float:
+    """Infinite, which is dropped, for one that is not a number."""
+    found = record.get("step", 0)
+    return found if isinstance(found, int | float) and found == found else math.inf
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file atomically: a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

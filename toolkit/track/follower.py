@@ -20,18 +20,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from toolkit.extras import install
 from toolkit.redact import copy_to_log, redact
 from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION
+from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.terminal import tell
 from toolkit.track.trackers import TRACKERS
 from toolkit.track.trackers.base import GaveUp, Settings, TrackedRun, Tracker
-from toolkit.untrusted import read_json
+from toolkit.untrusted import read_bytes, read_json
 
 _POLL_S = 1.0
 _FINISH_LIMIT_S = 300.0
@@ -190,7 +189,7 @@ def _config(run_dir: RunDirectory) -> dict[str, Any]:
     """Return the resolved recipe and the plan, as they are in the run directory."""
     config = {}
     if run_dir.recipe.exists():
-        config["recipe"] = YAML(typ="safe").load(run_dir.recipe.read_text(encoding="utf-8"))
+        config["recipe"] = parse_recipe(read_bytes(run_dir.recipe).decode())
     if run_dir.plan.exists():
         config["plan"] = read_json(run_dir.plan)
     return config
@@ -198,9 +197,10 @@ def _config(run_dir: RunDirectory) -> dict[str, Any]:
 
 def _exit_code(events: Path) -> int:
     """Return how the run ended; 1 if it was killed before it could report it."""
-    records = jsonl.read(events)
-    if records and records[-1]["kind"] == "end":
-        return int(records[-1].get("exit_code", 1))
+    records = read_events(events)
+    if records and records[-1].get("kind") == "end":
+        code = records[-1].get("exit_code")
+        return 1 if code is None else int(code)
     return 1
 
 

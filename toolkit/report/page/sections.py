@@ -24,6 +24,8 @@ MOST_RANKS = 64
 LAST_SAMPLES = 3
 """Steps whose samples are shown, of each rank."""
 _TAIL = 1 << 16
+_NOT_USED = (1, 0, None, "none", "")
+"""Degrees and options of a layout that are not shown."""
 
 Section = dict[str, Any]
 """`title`, and any of `note`, `bar` ([name, amount, text]), `facts` ([name, text]), `table`
@@ -237,7 +239,11 @@ def _plan(record: RunRecord) -> Section | None:
     layout = plan.get("layout")
     facts = [["engine", str(plan.get("engine"))], ["model", str(plan.get("model"))]]
     if isinstance(layout, dict):
-        facts += [[str(name).replace("_", " "), str(value)] for name, value in layout.items()]
+        facts += [
+            [str(name).replace("_", " "), str(value)]
+            for name, value in layout.items()
+            if name == "dp" or value not in _NOT_USED
+        ]
     event = record.summary.prediction or {"predicted": plan.get("predicted")}
     for side in ("predicted", "measured"):
         for name, value in _mapping(event.get(side)).items():
