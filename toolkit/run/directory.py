@@ -238,6 +238,8 @@ def was_requested(run: RunDirectory, key: str, value: object) -> bool:
 
 def _not_changeable(found: str, allowed: str, fix: str) -> RecipeError:
     return RecipeError([Problem("--change", found, allowed, fix)])
+
+
 def _foreign(run: RunDirectory) -> Iterator[Problem]:
     """What is in the place of a file or folder of the run and is something else: a FIFO would
     be waited for forever."""
