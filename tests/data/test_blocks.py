@@ -228,7 +228,7 @@ def test_a_terabyte_begins_soon(tmp_path: Path) -> None:
     )
     batches = GlobalBatches(data.train, data.order, 256)
     (batch,) = batches.micro_batches(2**26, 3, 4, 64)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 100  # hours where it grows with the tokens
     assert batch.input_ids.shape == (64, 4096)
     assert len(data.train) == (2**39 - 1) // 4096
     # Of this batch and the next, at most two blocks for each sample.

@@ -42,6 +42,8 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
 }
 
+IN_CI = ("ddp", "zero-3", "fsdp", "megatron-pp2")
+
 
 def assert_finished(ended: Ended, run_dir: Path, undisturbed: Path) -> None:
     assert ended.code == 0, ended.err
@@ -192,7 +194,14 @@ def test_a_hang_after_the_last_step_is_found(project: Project, place: str, rank:
     assert "failpoint" in hang["where"][str(rank)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # One for each library whose collectives wait; `make soak` tries all.
+        layout if layout in IN_CI else pytest.param(layout, marks=pytest.mark.soak)
+        for layout in LAYOUTS
+    ],
+)
 def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, layout: str):
     changes = {**LAYOUTS[layout], "launch.hang_timeout_s": 5.0}
     env = {"DMT_FAILPOINTS": "step=hang@rank1,hit4"}

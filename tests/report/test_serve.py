@@ -261,10 +261,8 @@ def test_a_browser_sees_a_new_step(tmp_path: Path) -> None:
     with browser() as tab, served(run) as server:
         tab.open(server.url)
         assert tab.run("document.querySelector('.amount').textContent") == "12"
-        began = time.monotonic()
         append(run, 13)
         tab.wait("document.querySelector('.amount').textContent === '13'", "step 13")
-        took = time.monotonic() - began
         assert tab.run("document.querySelectorAll('figure').length") == 3
         label = tab.run("document.querySelector('[data-chart=loss]').ariaLabel")
         assert "to 4.87, lowest 4.87" in label
@@ -273,8 +271,6 @@ def test_a_browser_sees_a_new_step(tmp_path: Path) -> None:
             server.url, f"{server.url}news",
         }  # fmt: skip
         assert tab.run("document.images.length") == 0
-        assert took < 20, "2 s are asked for; ten times as much for a machine that is busy"
-        print(f"shown after {took:.2f} s")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_waiting_for_slow_data_is_measured() -> None:
     run(Watching(), Numbers(slow), hooks=Hooks(), total_steps=6)
     waited = [report.data_wait_s for report in reports]
     assert 0.5 < sum(waited) / sum(report.seconds for report in reports) <= 1
-    assert max(waited[-1:]) < 0.02, "behind the last step there is nothing to build"
+    assert waited[-1] < max(waited) / 2, "behind the last step there is nothing to build"
 
 
 def test_batches_are_pinned_on_the_device_of_the_run(gpu: list[tuple[str, object]]) -> None:
