@@ -151,14 +151,15 @@ def scaling_table() -> Iterator[str]:
     for gpus in SIZES:
         found = studied(gpus)
         tokens = found.job.training.global_batch_size * found.job.training.sequence_length
+        fastest = min((one.step_s or 0.0 for one in found.fitting), default=0.0)
         cells = []
         for name, belongs in STRATEGIES.items():
             best = _fastest(found, belongs)
-            if best is None or best.step_s is None or found.best.step_s is None:
+            if best is None or best.step_s is None:
                 cells.append("–")
                 continue
             speed = f"{tokens / best.step_s / gpus:,.0f}"
-            pays = best.step_s <= (1 + PAYS) * found.best.step_s
+            pays = best.step_s <= (1 + PAYS) * fastest
             if pays:
                 paying[name].append(gpus)
             cells.append(f"**{speed}**" if pays else speed)

@@ -24,7 +24,7 @@ PSI_8B = 8_030_261_248
 def test_every_decision_has_a_reason() -> None:
     plan = llama_8b(engine="deepspeed", model="hf")
     asked = "engine deepspeed with model hf: asked for"
-    kernels = "loss ", "compile ", "attention ", "overlap "
+    kernels = "loss ", "compile ", "choice: ", "memory: ", "attention ", "overlap "
     words = asked, "zero ", "micro batch ", "recompute ", *kernels
     for reason, begin in zip(plan.reasons, words, strict=True):
         assert reason.startswith(begin)

@@ -7,10 +7,13 @@ from rich.text import Text
 
 from toolkit.cli.console import Console
 from toolkit.plan.estimate import Estimate, memory_parts
+from toolkit.plan.search import Room
 from toolkit.units import GIB, seconds, size
 
 BAR_WIDTH = 24
 """Characters of a full bar."""
+COLOURS: Mapping[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+"""Of what is said about a layout's memory."""
 _INDENT = Text("      ")
 """Before what a terminal has no room for on the first line."""
 
@@ -32,8 +35,8 @@ def memory_lines(found: Estimate) -> Iterator[Text]:
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
-        verdict = ("fits", "green") if found.fits else ("does not fit", "red")
-        used = f"  {found.needed_gib:.1f} of {capacity:g} GiB: "
+        verdict = (found.room, COLOURS[found.room])
+        used = f"  {found.needed_gib:.1f} of {capacity:.4g} GiB: "
         yield Text.assemble(("  memory per GPU", "dim"), used, verdict, (stage, "dim"))
     yield from bars(memory_parts(found.memory), capacity or total, "GiB")
     if found.needed_gib > total * 1.001:

@@ -28,7 +28,7 @@ from toolkit.plan.ledger import KINDS, Kind, LedgerEntry
 from toolkit.plan.planner import Plan, explore, plan_of
 from toolkit.plan.published import Setup
 from toolkit.plan.remedies import over, prices
-from toolkit.plan.search import Candidate, Search, shortage
+from toolkit.plan.search import UNNEEDED, Candidate, Search
 from toolkit.recipe.schema import ClusterSection, Recipe
 from toolkit.run.announce import ledger_of
 from toolkit.terminal import tell
@@ -100,6 +100,14 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-fraction",
+            metavar="F",
+            help="Share of each GPU's memory that the plan may need (cluster.memory_fraction).",
+        ),
+    ] = None,
     check_memory: CheckMemory = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
@@ -113,6 +121,8 @@ def plan(
 
     Example: `dmt plan recipes/gpt2/gpt2-124m-pretrain.yaml --cluster 4x8xh100-80gb --top 3`
     """
+    if memory_fraction is not None:
+        overrides = [*overrides, f"cluster.memory_fraction={memory_fraction}"]
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
     several = len(recipes) * max(1, len(places)) > 1
     if plot is not None:
@@ -171,11 +181,6 @@ def _estimate(found: Search, one: Candidate) -> Estimate:
     return estimate(Setup(job.workload(one.pair), one.layout, found.cluster))
 
 
-def _strategies(found: Search, top: int) -> list[Candidate]:
-    """What is shown: the best of each set of degrees; where nothing fits, the nearest."""
-    return found.strategies[:top] or [found.best]
-
-
 # For programs
 
 
@@ -184,7 +189,7 @@ def _machine_output(
 ) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
-    plans = [_entry(found, one) for one in _strategies(found, top)]
+    plans = [_entry(found, one) for one in found.shortlist(top)]
     plans[0] |= {
         "parameters": plan.parameters,
         "trainable_parameters": plan.trainable_parameters,
@@ -219,7 +224,8 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
         **machine_output(by_part),
         "hfu": by_part.time.hfu_causal,
         "peak_gib": one.memory_gib,
-        "fits": shortage(one, found.cluster) is None,
+        "fits": by_part.fits,
+        "room": by_part.room,
     }
 
 
@@ -321,17 +327,18 @@ def _time_lines(planned: Planned, by_part: Estimate) -> Iterator[Text]:
 
 
 def _runner_up_lines(found: Search, top: int) -> Iterator[Text]:
-    shown = _strategies(found, top)
+    shown = found.shortlist(top)
     rejected = sum(found.rejected.values())
     yield Text(
         f"  best of each engine and degrees; {found.considered:,} layouts considered, "
-        f"{rejected:,} rejected",
+        f"{rejected:,} of them rejected",
         "dim",
     )
     for index, line in enumerate(plan_tables.strategies(found, shown)):
         yield Text(f"  {line}", "bold" if index == 1 else "dim" if index == 0 else "")
     for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1]):
-        yield Text(f"  rejected {count:,}: {reason}", "dim")
+        verb = "" if reason == UNNEEDED else "need "
+        yield Text(f"  {count:,} layouts {verb}{reason}", "dim")
 
 
 def _reasons(plan: Plan) -> Iterator[Text]:
@@ -375,7 +382,7 @@ def _draw(planned: Planned, file: Path) -> None:
 
     found = planned.search
     candidates = []
-    for one in _strategies(found, plot.SHOWN):
+    for one in found.shortlist(plot.SHOWN):
         by_part = _estimate(found, one)
         memory, time, limit = by_part.memory, by_part.time, found.cluster.gpu.memory_gib
         label = "/".join(dict.fromkeys(one.pair))

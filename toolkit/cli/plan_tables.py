@@ -8,7 +8,7 @@ from toolkit.cli.bars import columns
 from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
 from toolkit.plan.planner import Plan
-from toolkit.plan.search import Candidate, Search
+from toolkit.plan.search import Candidate, Search, room
 from toolkit.units import seconds
 
 _SECONDS_PER_DAY = 86400
@@ -88,12 +88,17 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> list[str]:
                 f"{layout.zero_stage}{_offloaded(layout)}",
                 layout.recompute,
                 str(layout.micro_batch),
-                f"{one.memory_gib:.1f}",
+                f"{one.memory_gib:.1f}{_tight(found, one)}",
                 seconds(time),
                 slower,
             ]
         )
     return columns(rows, gap=" ")  # experts included, 80 columns wide at most
+
+
+def _tight(found: Search, one: Candidate) -> str:
+    """Marks a layout whose memory leaves no margin."""
+    return " tight" if room(one, found.cluster) == "tight" else ""
 
 
 def comparison(planned: Sequence[tuple[str, Search, Plan, Run | None]]) -> list[str]:
@@ -110,8 +115,7 @@ def comparison(planned: Sequence[tuple[str, Search, Plan, Run | None]]) -> list[
 
 def _compared(name: str, found: Search, plan: Plan, run: Run | None) -> list[str]:
     need = "-" if plan.memory_gib is None else f"{plan.memory_gib:.1f}"
-    if not found.fits:
-        need += " too much"
+    need += _tight(found, found.best) if found.fits else " too much"
     speed = plan.tokens_per_s_per_gpu
     return [
         name,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.errors import PlanError
@@ -58,6 +58,17 @@ class Cluster:
     link_domain: int | None = None
     """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
     NVL72 rack); None: those of one node."""
+    memory_fraction: float = 1.0
+    """Share of each accelerator's memory that layouts may need; `gpu.memory_gib` is this share
+    of it."""
+
+    def limited(self, memory_fraction: float) -> "Cluster":
+        """The same cluster, with this share of each accelerator's memory."""
+        memory_gib = self.gpu.memory_gib
+        if memory_gib is None or memory_fraction == self.memory_fraction:
+            return self
+        gpu = replace(self.gpu, memory_gib=memory_gib * memory_fraction / self.memory_fraction)
+        return replace(self, gpu=gpu, memory_fraction=memory_fraction)
 
     @property
     def gpus(self) -> int:

@@ -18,7 +18,7 @@ from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.planner import Plan, model_config
 from toolkit.plan.published import Case, Setup
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.plan.search import demand, device_memory, shortage
+from toolkit.plan.search import Room, demand, device_memory, room, shortage
 from toolkit.recipe.schema import Recipe
 from toolkit.units import GIB
 
@@ -35,6 +35,8 @@ class Estimate:
     """Peak of the fullest device: in training, or while the model is built."""
     fits: bool
     """On the device, the host and its disks."""
+    room: Room
+    """The same, and whether with a margin."""
     host_gib: float
     """Host memory of one node for offload."""
     nvme_gib: float
@@ -51,6 +53,7 @@ def estimate(setup: Setup) -> Estimate:
         time=step_time(workload, layout, cluster),
         needed_gib=needed.memory_gib,
         fits=shortage(needed, cluster) is None,
+        room=room(needed, cluster),
         host_gib=needed.host_gib,
         nvme_gib=needed.nvme_gib,
     )

@@ -1,20 +1,33 @@
 """Explains the choice of a layout: for each decision, the cost of the alternatives.
 
-Every figure comes from layouts that the search evaluated, or from the chosen layout with
-this one decision changed.
+Every figure is what the planner answers to two requests: a recipe that states the other value
+and nothing else, and one that also states every other decision as chosen.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from toolkit.backend import Pair
-from toolkit.layout import SETTINGS, Layout, stage_layers
-from toolkit.plan.rules import compiling, experts, fusing
+from toolkit.errors import PlanError
+from toolkit.layout import SETTINGS, Layout, layout_text, stage_layers
+from toolkit.plan.rules import compiling, experts, fusing, legality
+from toolkit.plan.rules import models as model_rules
 from toolkit.plan.rules.legality import table
 from toolkit.plan.rules.models import PlanRequest
-from toolkit.plan.search import Candidate, Search, evaluate, shortage
+from toolkit.plan.search import (
+    MARGIN,
+    TIE,
+    Candidate,
+    Search,
+    equally_fast,
+    ranked,
+    room,
+    search,
+    shortage,
+)
 
 SHOWN = 2
 """Alternatives of a decision that its reason names."""
@@ -37,16 +50,11 @@ NAMES: Mapping[str, str] = {
     "experts": "experts",
 }
 """Decided fields of a layout, by their names in a recipe and in the order shown."""
-_BY_ITSELF = (
-    "recompute",
-    "loss",
-    "compile",
-    "fused",
-    "experts",
-    "zero_stage",
-    "sequence_parallel",
-)
-"""Decisions that are changed alone, if that fits, to compute their cost."""
+_FOLLOWS = ("compile", "fused", "experts")
+"""Decisions that follow from the others by a rule, so that a change of another one may change
+them, too."""
+_PRUNED = ("recompute", "loss", *_FOLLOWS)
+"""Decisions of which the search tries only the values that can be best."""
 ACROSS_NODES = "WARNING: its groups reach across nodes, where every layer waits for the network"
 
 
@@ -67,185 +75,290 @@ class Decision:
         return "; ".join((f"{self.what}: {self.why}", *self.alternatives[:SHOWN]))
 
 
-def decisions(search: Search) -> list[Decision]:
-    """Every decision of the search's best layout."""
-    layout = search.best.layout
-    found = [_pair(search)]
-    for field in NAMES:
-        if _is_open(search, field) or getattr(layout, field) != getattr(Layout(), field):
-            found.append(_decision(search, field))
-    return found
+def decisions(found: Search, most: int | None = None) -> list[Decision]:
+    """Every decision of the search's best layout, each with `most` alternatives or all."""
+    layout = found.best.layout
+    fields = [
+        field
+        for field in NAMES
+        if _is_open(found, field) or getattr(layout, field) != getattr(Layout(), field)
+    ]
+    return [_pair(found, most), *(decision(found, field, most) for field in fields)]
 
 
-def _is_open(search: Search, field: str) -> bool:
+def choice(found: Search) -> Iterator[str]:
+    """How the layout was chosen, and how near its memory is to the limit."""
+    best, cluster, capacity = found.best, found.cluster, found.cluster.gpu.memory_gib
+    if not found.fits or capacity is None:
+        return
+    equal = equally_fast(found.fitting, cluster)
+    first = equal[0]
+    if best == first or len(equal) == 1:
+        yield f"choice: the fastest of the layouts that fit{_with_margin(found)}"
+    else:
+        yield (
+            f"choice: the simplest of {len(equal)} layouts whose predicted times differ by "
+            f"less than the planner's error of {TIE:.0%}; the fastest of them is "
+            f"{_text(first)}: {_faster(found, first)}"
+        )
+    free = capacity / best.memory_gib - 1
+    state = f"{best.memory_gib:.1f} of {capacity:.4g} GiB"
+    fastest = min(found.fitting, key=lambda one: one.step_s or 0.0)
+    roomy = [one for one in found.fitting if room(one, cluster) == "fits"]
+    if room(best, cluster) == "fits":
+        yield f"memory: {state} leaves more than the planner's error of {MARGIN:.0%}"
+        if room(fastest, cluster) != "fits":
+            yield (
+                f"memory: not chosen: {_text(fastest)}, {_faster(found, fastest)}, needs "
+                f"{fastest.memory_gib:.1f} GiB and leaves no such margin"
+            )
+        return
+    other = "no layout leaves more"
+    if roomy:
+        safest = min(roomy, key=lambda one: one.step_s or 0.0)
+        other = (
+            f"{_text(safest)} needs {safest.memory_gib:.1f} GiB and {_slower(found, safest)}"
+        )
+    yield (
+        f"memory: WARNING: tight: {state} leaves {free:.1%}, less than the planner's error of "
+        f"{MARGIN:.0%}; {other}"
+    )
+
+
+def _with_margin(found: Search) -> str:
+    return " with a margin of memory" if room(found.best, found.cluster) == "fits" else ""
+
+
+def _text(one: Candidate) -> str:
+    return layout_text(one.pair.engine, one.pair.model, one.layout)
+
+
+def _faster(found: Search, other: Candidate) -> str:
+    """How much faster another layout is."""
+    return f"{1 - (other.step_s or 0.0) / (found.best.step_s or 1.0):.1%} faster"
+
+
+def answer(job: PlanRequest, found: Search) -> Search | None:
+    """The search for a changed job on the same cluster; None if the change is not possible."""
+    if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
+        return None
+    try:
+        return search(job, found.cluster)
+    except PlanError:
+        return None
+
+
+def stating(job: PlanRequest, values: Mapping[str, Any]) -> PlanRequest:
+    """The job of a recipe with other values, by dotted setting."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, setting = key.partition(".")
+        sections.setdefault(section, {})[setting] = value
+    changed = {name: getattr(job, name).with_values(new) for name, new in sections.items()}
+    other = replace(job, **changed)
+    # What is derived from the model and from what trains stays the same.
+    derived = {name: value for name, value in vars(job).items() if name not in vars(other)}
+    vars(other).update(derived)
+    return other
+
+
+def _is_open(found: Search, field: str) -> bool:
     """Whether the chosen pair has an alternative here."""
-    support, layout = table()[search.best.pair], search.best.layout
+    support, layout = table()[found.best.pair], found.best.layout
     return {
         "tp": support.tensor > 1,
         "sequence_parallel": layout.tp > 1,
         "pp": support.pipeline > 1,
         "vpp": layout.pp > 1,
-        "ep": support.expert > 1 and search.job.spec.moe_layers > 0,
+        "ep": support.expert > 1 and found.job.spec.moe_layers > 0,
         "zero_stage": True,
         "replicate": support.replicate > 1 and layout.dp > 1,
         "micro_batch": True,
         "recompute": True,
-        "loss": search.cluster.gpu.memory_gib is not None,
-        "fused": search.cluster.gpu.memory_gib is not None and search.best.pair.model != "hf",
-        "compile": search.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
-        "experts": search.cluster.gpu.memory_gib is not None
-        and search.best.pair.model != "hf"
-        and search.job.spec.moe_layers > 0,
+        "loss": found.cluster.gpu.memory_gib is not None,
+        "fused": found.cluster.gpu.memory_gib is not None and found.best.pair.model != "hf",
+        "compile": found.cluster.gpu.memory_gib is not None and bool(support.kernel_stages),
+        "experts": found.cluster.gpu.memory_gib is not None
+        and found.best.pair.model != "hf"
+        and found.job.spec.moe_layers > 0,
     }.get(field, False)
 
 
-def _pair(search: Search) -> Decision:
-    best, asked = search.best, search.job.parallel
-    others = _best_by(search, lambda one: one.pair)
-    others.pop(best.pair)
-    costs = [f"{other.pair} {_cost(search, other)}" for other in others.values()]
+def _pair(found: Search, most: int | None) -> Decision:
+    best, asked = found.best, found.job.parallel
+    others = [pair for pair in _best_by(found, lambda one: one.pair) if pair != best.pair]
+    costs = (cost for pair in others if (cost := _other_pair(found, pair)))
+    alternatives = tuple(islice(costs, most))
     stated = [name for name in Pair._fields if getattr(asked, name) != "auto"]
     why = "auto; the only one that can do this"
     if len(stated) == len(Pair._fields):
         why = "asked for"
     elif stated:
         why = f"{stated[0]} asked for"
-    elif costs:
-        why = _auto(search)
-    return Decision(str(best.pair), why, tuple(costs))
+    elif others:
+        why = _auto(found)
+    return Decision(str(best.pair), why, alternatives)
 
 
-def _decision(search: Search, field: str) -> Decision:
-    """One field of the layout."""
-    layout = search.best.layout
-    chosen = getattr(layout, field)
-    if _asked(search.job, field) != "auto":
-        return Decision(_named(field, chosen), f"asked for{_note(search, field)}", ())
-    others = _best_by(search, lambda one: getattr(one.layout, field), search.best.pair)
-    values = {*others, *_further(search, field)} - {chosen}
-    costs = []
-    for value in sorted(values, key=lambda one: _distance(one, chosen)):
-        if cost := _alternative(search, field, value, others.get(value)):
-            costs.append(f"{_named(field, value)} {cost}")
-    why = f"{_auto(search)}{_note(search, field)}"
-    return Decision(_named(field, chosen), why, tuple(costs))
+def _other_pair(found: Search, pair: Pair) -> str:
+    """The cost of another engine or model implementation, with its best layout."""
+    known = [one for one in found.fitting if one.pair == pair]
+    if known:
+        other: Candidate | None = ranked(known, found.cluster)[0]
+    else:
+        changed = {"parallel.engine": pair.engine, "parallel.model": pair.model}
+        answered = answer(stating(found.job, changed), found)
+        other = None if answered is None else answered.best
+    if other is None:
+        return ""
+    if shortage(other, found.cluster):
+        return f"{pair} needs at least {_need(found, other)}"
+    return f"{pair}, with {', '.join(_strategy(other.layout))}, {_slower(found, other)}"
 
 
-def _alternative(search: Search, field: str, value: Any, best: Candidate | None) -> str:
-    """The cost of another value: changed alone, and with everything else chosen best for it."""
-    alone = _alone(search, field, value)
-    if alone is None or best is None:
-        one = alone or best
-        return "" if one is None else _cost(search, one, field)
-    if best.step_s is None:  # nothing fits with this value: the smallest
-        return _cost(search, best, field)
-    if shortage(alone, search.cluster) is not None:
-        changes = _changes(search, best, field)
-        return f"{_needs(search, alone)} (or {_slower(search, best)} with {changes})"
-    assert alone.step_s is not None, "evaluate times everything"
-    by_itself = field in _BY_ITSELF or alone.step_s <= best.step_s
-    return _cost(search, alone if by_itself else best, field)
-
-
-def _alone(search: Search, field: str, value: Any) -> Candidate | None:
-    """The best layout with one decision changed; None if there is none."""
-    best, job = search.best, search.job
-    changed = replace(best.layout, **{field: value})
-    if field in ("tp", "pp"):
-        if changed.tp == 1:
-            changed = replace(changed, sequence_parallel=False)
-        if changed.pp == 1:
-            changed = replace(changed, vpp=1)
-        ranks, rest = divmod(best.layout.world, changed.tp * changed.pp)
-        changed = replace(changed, dp=ranks)
-        if rest:
-            return None
-    steps, rest = divmod(job.training.global_batch_size, changed.dp * changed.micro_batch)
-    interleaved = changed.vpp > 1 and (
-        steps % changed.pp or changed.vpp * changed.pp > job.spec.layers
+def decision(found: Search, field: str, most: int | None) -> Decision:
+    """The decision about one field of the layout, with `most` alternatives or all."""
+    chosen = getattr(found.best.layout, field)
+    if _asked(found.job, field) != "auto":
+        return Decision(_named(field, chosen), f"asked for{_note(found, field)}", ())
+    seen = _best_by(found, lambda one: getattr(one.layout, field), found.best.pair)
+    values = sorted(
+        {*seen, *_further(found, field)} - {chosen}, key=lambda one: _distance(one, chosen)
     )
-    if rest or not steps or interleaved:
-        return None
-    workload = job.workload(best.pair)
-    whole = replace(changed, gradient_accumulation=steps)
-    return evaluate(best.pair, workload, whole, search.cluster)
+    costs = (cost for value in values if (cost := _cost(found, field, value)))
+    why = f"{_auto(found)}{_note(found, field)}"
+    return Decision(_named(field, chosen), why, tuple(islice(costs, most)))
+
+
+def _cost(found: Search, field: str, value: Any) -> str:
+    """The cost of another value: what the planner chooses for it, and what it costs with all
+    else as chosen, if that is another layout."""
+    best = best_with(found, field, value)
+    if best is None:
+        return ""
+    name, only = _named(field, value), alone(found, field, value)
+    if shortage(best, found.cluster):
+        return f"{name} needs at least {_need(found, best)}"
+    text = _compared(found, field, name, best, only)
+    return f"{text} ({why})" if (why := _untried(found, best)) else text
+
+
+def _untried(found: Search, other: Candidate) -> str:
+    """Why the search has not tried another layout."""
+    island, places = found.cluster.island, found.fallback.offload
+    if (other.layout.offload_optimizer, other.layout.offload_parameters) != places:
+        return "offload is tried only if nothing fits without it"
+    if other.layout.tp > island >= found.best.layout.tp:
+        return "tensor groups across nodes are tried only if nothing else fits"
+    return ""
+
+
+def _compared(
+    found: Search, field: str, name: str, best: Candidate, only: Candidate | None
+) -> str:
+    """The cost of a value, from the best layout that has it and the chosen one with it."""
+    changes, slower = _changes(found, best, field), _slower(found, best)
+    if only is None or only.layout == best.layout or not changes:
+        return f"{name}{changes and f', with {changes},'} {slower}"
+    missing = shortage(only, found.cluster)
+    cost = f"needs {_need(found, only)}" if missing else _slower(found, only)
+    if cost == slower:
+        return f"{name} {slower}"
+    return f"{name} alone {cost}, and with {changes} it {slower}"
+
+
+def best_with(found: Search, field: str, value: Any) -> Candidate | None:
+    """What the planner chooses if the recipe states this value of a field of the layout; None
+    if no layout has it."""
+    known = [one for one in found.fitting if getattr(one.layout, field) == value]
+    sized = field == "micro_batch" and found.job.spec.moe_layers  # by which `experts` follow
+    if known and field not in _PRUNED and not sized:
+        return ranked(known, found.cluster)[0]
+    answered = answer(stating(found.job, {SETTINGS[field]: value}), found)
+    return None if answered is None else answered.best
+
+
+def alone(found: Search, field: str, value: Any) -> Candidate | None:
+    """The chosen layout with one decision changed, and what follows from it; None if there is
+    no such layout."""
+    best = found.best
+    values: dict[str, Any] = {
+        "parallel.engine": best.pair.engine,
+        "parallel.model": best.pair.model,
+    }
+    follows = {*_FOLLOWS, *_implied(field, value)}
+    for name, key in SETTINGS.items():
+        if name not in follows and _asked(found.job, name) == "auto":
+            values[key] = getattr(best.layout, name)
+    answered = answer(stating(found.job, values | {SETTINGS[field]: value}), found)
+    return None if answered is None else answered.best
+
+
+def _implied(field: str, value: Any) -> tuple[str, ...]:
+    """Fields that have one value only if `field` has this one."""
+    if value != 1:
+        return ()
+    return {"tp": ("sequence_parallel",), "pp": ("vpp",)}.get(field, ())
 
 
 def _best_by(
-    search: Search, key: Callable[[Candidate], Any], pair: Pair | None = None
+    found: Search, key: Callable[[Candidate], Any], pair: Pair | None = None
 ) -> dict[Any, Candidate]:
     """The best candidate of each value; if nothing fits with a value, the smallest one."""
-    found: dict[Any, Candidate] = {}
-    for one in search.fitting:
+    best: dict[Any, Candidate] = {}
+    too_large = sorted(found.too_large, key=lambda one: one.memory_gib)
+    for one in (*found.fitting, *too_large):
         if pair in (None, one.pair):
-            found.setdefault(key(one), one)
-    for one in sorted(search.too_large, key=lambda one: one.memory_gib):
-        if pair in (None, one.pair):
-            found.setdefault(key(one), one)
-    return found
+            best.setdefault(key(one), one)
+    return best
 
 
-def _further(search: Search, field: str) -> tuple[Any, ...]:
+def _further(found: Search, field: str) -> tuple[Any, ...]:
     """Values that the search excludes because they cannot be best, but that users may ask
     about: recompute without need."""
     if field == "recompute":
-        return table()[search.best.pair].recompute
+        return table()[found.best.pair].recompute
     if field == "loss":
         return "whole", "chunked"
-    if field in ("compile", "fused") and getattr(search.best.layout, field) != "none":
+    if field in ("compile", "fused") and getattr(found.best.layout, field) != "none":
         return ("none",)
-    if field == "experts" and search.best.layout.experts == "grouped":
+    if field == "experts" and found.best.layout.experts == "grouped":
         return ("sequential",)
     return ()
 
 
-def _cost(search: Search, other: Candidate, field: str = "") -> str:
-    """What another layout needs, or how much slower it is, and its other differences."""
-    missing = shortage(other, search.cluster)
-    if missing or other.step_s is None:
-        return _needs(search, other)
-    changes = _changes(search, other, field)
-    slower = _slower(search, other)
-    return f"{slower} (with {changes})" if changes else slower
-
-
-def _needs(search: Search, other: Candidate) -> str:
-    """What another layout needs of the scarce resource."""
-    cluster, capacity = search.cluster, search.cluster.gpu.memory_gib
+def _need(found: Search, other: Candidate) -> str:
+    """How much another layout needs of the resource that is too small."""
+    cluster, capacity = found.cluster, found.cluster.gpu.memory_gib
     if capacity is not None and other.memory_gib > capacity:
-        return f"needs {other.memory_gib:.0f} GiB of {capacity:g}"
+        return f"{other.memory_gib:.1f} of {capacity:g} GiB"
     if other.host_gib > cluster.host_memory_gib:
-        return f"needs {other.host_gib:,.0f} GiB of {cluster.host_memory_gib:,g} on the host"
-    return f"needs {other.nvme_gib:,.0f} GiB of {cluster.nvme_gib:,g} on the disks"
+        return f"{other.host_gib:,.0f} of {cluster.host_memory_gib:,g} GiB on the host"
+    return f"{other.nvme_gib:,.0f} of {cluster.nvme_gib:,g} GiB on the disks"
 
 
-def _slower(search: Search, other: Candidate) -> str:
+def _slower(found: Search, other: Candidate) -> str:
     """How much slower another layout is, or if equally fast, how its memory differs."""
-    best = search.best
-    if best.step_s is None or other.step_s is None:
-        return "is not faster"
+    best = found.best
+    if not found.fits or best.step_s is None or other.step_s is None:
+        return f"needs {other.memory_gib:.1f} GiB"
     relative = other.step_s / best.step_s - 1
-    saved = best.memory_gib - other.memory_gib
+    more = other.memory_gib - best.memory_gib
     if abs(relative) < 0.0005:
-        if abs(saved) < 0.05:
+        if abs(more) < 0.05:
             return "is as fast and saves nothing"
-        return f"is as fast and takes {abs(saved):.1f} GiB {'less' if saved > 0 else 'more'}"
+        return f"is as fast and takes {abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
     if relative < 0:
-        more = f", but takes {-saved:.1f} GiB more" if saved < -0.05 else ""
-        return f"is {-relative:.1%} faster{more}"
+        return f"is {-relative:.1%} faster{f', but takes {more:.1f} GiB more' * (more > 0.05)}"
     return f"is {relative:.0%} slower" if relative >= 0.02 else f"is {relative:.1%} slower"
 
 
-def _changes(search: Search, other: Candidate, field: str) -> str:
+def _changes(found: Search, other: Candidate, field: str) -> str:
     """Other differences of another layout."""
-    mine, theirs = search.best.layout, other.layout
-    implied = {field}
-    if field == "tp" and theirs.tp == 1:
-        implied.add("sequence_parallel")
-    if field == "pp" and theirs.pp == 1:
-        implied.add("vpp")
-    if other.pair != search.best.pair:
-        return " and ".join(_strategy(theirs))
+    mine, theirs = found.best.layout, other.layout
+    if other.pair != found.best.pair:
+        return described(other)
+    implied = {field, *_implied(field, getattr(theirs, field))}
     return ", ".join(
         _named(name, getattr(theirs, name))
         for name in NAMES
@@ -288,17 +401,17 @@ def _asked(job: PlanRequest, field: str) -> object:
     return attrgetter(SETTINGS[field])(job)
 
 
-def _auto(search: Search) -> str:
+def _auto(found: Search) -> str:
     """The reason for a decision that the recipe leaves open."""
-    if search.cluster.gpu.memory_gib is None and search.cluster.gpu.measured is None:
+    if found.cluster.gpu.memory_gib is None and found.cluster.gpu.measured is None:
         return "auto, at nominal CPU speeds"
     return "auto"
 
 
-def _note(search: Search, field: str) -> str:
+def _note(found: Search, field: str) -> str:
     """Notes on the chosen value itself."""
-    layout, job = search.best.layout, search.job
-    if field == "tp" and layout.tp > 1 and search.cluster.island % layout.tp:
+    layout, job = found.best.layout, found.job
+    if field == "tp" and layout.tp > 1 and found.cluster.island % layout.tp:
         return f"; {ACROSS_NODES}"
     uneven = job.uneven(layout.tp)
     if field == "sequence_parallel" and uneven is not None:
@@ -314,22 +427,22 @@ def _note(search: Search, field: str) -> str:
         often = "once" if times == 1 else f"{times} times"
         return f"; {tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field == "compile" and layout.compile == "none" and job.kernels.compile == "auto":
-        return f"; {compiling.objection(job, search.best.pair, layout.zero_stage)}"
+        return f"; {compiling.objection(job, found.best.pair, layout.zero_stage)}"
     if field == "fused" and layout.fused == "none" and job.kernels.fused == "auto":
-        return f"; {fusing.objection(job, search.best.pair)}"
+        return f"; {fusing.objection(job, found.best.pair)}"
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
-        return f"; {experts.reason(job, search.best.pair, settled)}"
+        return f"; {experts.reason(job, found.best.pair, settled)}"
     if field.startswith("offload") and getattr(layout, field) != "none":
-        return _why_offloaded(search) if _asked(job, field) == "auto" else ""
+        return _why_offloaded(found) if _asked(job, field) == "auto" else ""
     return ""
 
 
-def _why_offloaded(search: Search) -> str:
+def _why_offloaded(found: Search) -> str:
     """Why states are offloaded although the recipe leaves it open."""
-    zero = search.job.parallel.zero
+    zero = found.job.parallel.zero
     stated = {zero.offload_optimizer, zero.offload_parameters} - {"auto"}
-    if stated and table()[search.best.pair].offload_together:
+    if stated and table()[found.best.pair].offload_together:
         return "; the engine moves optimizer and parameters together"
     return "; nothing fits without"
 

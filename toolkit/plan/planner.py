@@ -19,7 +19,7 @@ from toolkit.models.families.base import Attention
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.explain import decisions
+from toolkit.plan.explain import SHOWN, choice, decisions
 from toolkit.plan.hub import download as download_file
 from toolkit.plan.remedies import over, remedies
 from toolkit.plan.rules import attention, legality
@@ -148,12 +148,13 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     """Every layout of a recipe, the chosen one first.
 
     Raises PlanError if the batch cannot be spread over the cluster or the model's shape cannot
-    be determined, RecipeError if `parallel` is illegal: the recipe was checked at load, but its
-    own DeepSpeed file may have set the ZeRO stage since.
+    be determined, RecipeError if `parallel` is not possible: the recipe was checked at load,
+    but its own DeepSpeed file may have set the ZeRO stage since.
     """
     if cluster is None:
         where = recipe.cluster
         cluster = default_cluster(where.nodes, where.gpus_per_node, where.gpu)
+    cluster = cluster.limited(recipe.cluster.memory_fraction)
     where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)
@@ -202,7 +203,8 @@ def plan_of(found: Search) -> Plan:
         peak_flops_per_gpu=device.peak_flops(workload.precision),
         model_states_gib=model_states_gib(workload, best.layout),
         reasons=(
-            *(one.reason for one in decisions(found)),
+            *(one.reason for one in decisions(found, SHOWN)),
+            *choice(found),
             _attention_reason(job),
             _overlap_reason(job, best),
             *_deterministic(training),

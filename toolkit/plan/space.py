@@ -1,4 +1,4 @@
-"""Enumerates every legal layout of a recipe, from which the planner chooses. Settings of the
+"""Enumerates every possible layout of a recipe, from which the planner chooses. Settings of the
 recipe are kept; `auto` takes every value that `legality` and `model_rules` allow.
 
 A `PartialLayout` is a layout without batch split and recompute, which the search chooses by
@@ -26,7 +26,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A legal layout without batch split and recompute."""
+    """A layout without batch split and recompute."""
 
     pair: Pair
     workload: Workload
@@ -140,7 +140,7 @@ def uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
 
 
 def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
-    """The recipe's intent with every legal choice of its open settings."""
+    """The recipe's intent with every possible choice of its open settings."""
     asked = job.parallel
     kept = {"engine": pair.engine, "model": pair.model}
     places = dict(
@@ -197,8 +197,9 @@ def _degrees(
 
 def _even(layers: int, pipeline: int, virtual: int) -> bool:
     """Whether interleaved chunks are even. The first and the last may be shorter or longer. If
-    others differ, ranks wait for each other in ways that no closed form describes: only on
-    request. `stage_layers` lengthens the chunks between the two first."""
+    others differ, ranks wait for each other in ways that no closed form describes, so only a
+    recipe that states such a degree gets it. `stage_layers` lengthens the chunks between the
+    two first."""
     between = pipeline * virtual - 2
     return virtual == 1 or layers % (between + 2) in (0, between, between + 1)
 

@@ -778,6 +778,9 @@ class ClusterSection(Section):
     ] = "cpu"
     """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
     `{like: h100-80gb, memory_gib: 94}`."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each GPU's memory that a plan may need, e.g. 0.9 if other programs use the GPU
+    too (docs/planner.md)."""
 
     @property
     def world_size(self) -> int:
