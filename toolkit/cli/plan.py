@@ -45,6 +45,24 @@ _DEGREES = {
 """Degrees of parallelism that are shown when they are not 1, and their layout fields."""
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow", "refused": "dim"}
 
+Clusters = Annotated[
+    list[str],
+    typer.Option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="Instead of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
+        "cluster file. Repeat it to compare clusters.",
+    ),
+]
+MemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-fraction",
+        metavar="F",
+        help="Share of each GPU's memory that the plan may need (cluster.memory_fraction).",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -85,29 +103,14 @@ def plan(
         list[Path], typer.Argument(metavar="RECIPE", help="Recipe YAML; several to compare.")
     ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
-    clusters: Annotated[
-        list[str],
-        typer.Option(
-            "--cluster",
-            metavar="CLUSTER",
-            help="Instead of the recipe's cluster: NODESxGPUSxNAME, e.g. 4x8xh100-80gb, or a "
-            "cluster file. Repeat it to compare clusters.",
-        ),
-    ] = [],  # noqa: B006
+    clusters: Clusters = [],  # noqa: B006
     top: Annotated[
         int, typer.Option("--top", min=1, metavar="N", help="Strategies to show.")
     ] = 5,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the cost of every alternative.")
     ] = False,
-    memory_fraction: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-fraction",
-            metavar="F",
-            help="Share of each GPU's memory that the plan may need (cluster.memory_fraction).",
-        ),
-    ] = None,
+    memory_fraction: MemoryFraction = None,
     check_memory: CheckMemory = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw memory and time: FILE.svg or .png.")
