@@ -32,7 +32,7 @@ def install(extra: str) -> str:
             # `evaluate` is also true of what the part does not decide.
             and not one.marker.evaluate({"extra": ""})
         ]
-    return f"pip install {' '.join(repr(_plain(one)) for one in wanted)}"
+    return f"pip install {' '.join(repr(plain(one)) for one in wanted)}"
 
 
 def source() -> str:
@@ -43,7 +43,8 @@ def source() -> str:
     return shlex.quote(json.loads(stated)["url"]) if stated else "WHEEL_OF_DMT"
 
 
-def _plain(requirement: Requirement) -> str:
-    """Without its marker."""
+def plain(requirement: Requirement) -> str:
+    """As the project file has it, the lower bound first, without its marker."""
+    bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))
     extras = f"[{','.join(sorted(requirement.extras))}]" * bool(requirement.extras)
-    return f"{requirement.name}{extras}{requirement.specifier}"
+    return f"{requirement.name}{extras}{bounds}"

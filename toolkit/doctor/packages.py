@@ -19,7 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, Level, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
-from toolkit.extras import source
+from toolkit.extras import plain, source
 
 GROUP = "packages"
 
@@ -198,7 +198,7 @@ def _known_bad(name: str, version: Version, needed_by: str | None) -> Iterator[F
     for bad in KNOWN_BAD:
         if bad.package == name and SpecifierSet(bad.versions).contains(version, True):
             text = f"{version}: {bad.why} ({bad.source})"
-            fix = f"pip install --upgrade '{_text(_stated()[1].get(name, Requirement(name)))}'"
+            fix = f"pip install --upgrade '{plain(_stated()[1].get(name, Requirement(name)))}'"
             yield Finding(GROUP, name, "warning", text, needed_by, fix)
 
 
@@ -211,14 +211,7 @@ def _requirement(package: Package) -> Requirement:
 def _install(requirement: Requirement) -> str:
     # flash-attn and Transformer Engine are compiled against the torch that is there.
     compiled = requirement.name in ("flash-attn", "transformer-engine")
-    return f"pip install {'--no-build-isolation ' * compiled}'{_text(requirement)}'"
-
-
-def _text(requirement: Requirement) -> str:
-    """As it stands in the project file: the lower bound first."""
-    bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))
-    extras = f"[{','.join(requirement.extras)}]" * bool(requirement.extras)
-    return f"{requirement.name}{extras}{bounds}"
+    return f"pip install {'--no-build-isolation ' * compiled}'{plain(requirement)}'"
 
 
 def _reinstall(requirement: Requirement) -> str:
@@ -245,7 +238,7 @@ def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
     """
     file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        project = tomllib.loads(file.readplain(encoding="utf-8"))["project"]
         python, lines = project["requires-python"], [*project["dependencies"]]
         lines += chain(*project["optional-dependencies"].values())
     else:
