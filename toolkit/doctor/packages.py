@@ -238,7 +238,7 @@ def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
     """
     file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
-        project = tomllib.loads(file.readplain(encoding="utf-8"))["project"]
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         python, lines = project["requires-python"], [*project["dependencies"]]
         lines += chain(*project["optional-dependencies"].values())
     else:
