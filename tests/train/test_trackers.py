@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.processes import HANG_S, ROOT, wait_until
+from toolkit.extras import install
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
@@ -293,8 +294,9 @@ def test_a_missing_package(
     trainer.steps(1)
     trainer.events.write("end", exit_code=0)
     told = str(trainer.follower.finish(HANG_S))
-    title, install = TRACKERS[tracker].title, TRACKERS[tracker].install
-    reason = f"it cannot be imported (not here: ***); {install}"
+    title, extra = TRACKERS[tracker].title, TRACKERS[tracker].extra
+    how = install(extra) if extra else f"pip install {tracker}"
+    reason = f"it cannot be imported (not here: ***); {how}"
     assert told.startswith(f"{title} is off: {reason}. ")
     assert "this is ***" in trainer.log()
     (warning,) = [one for one in jsonl.read(trainer.run.events) if one["kind"] == "warning"]
