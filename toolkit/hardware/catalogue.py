@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from toolkit.errors import PlanError
 from toolkit.recipe.schema import GpuSection
-from toolkit.suggest import did_you_mean
+from toolkit.suggest import closest, did_you_mean
 
 GIGA = 1e9
 TERA = 1e12
@@ -193,9 +193,15 @@ def figures(stated: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_ONE_KEY = 0.9
+"""Similarity of names that differ by about one character."""
+
+
 def _similar(name: str) -> str:
-    """What a name that is not in the catalogue may mean: of a product sold with several
-    memories (`A100`), the largest."""
+    """What a name that is not in the catalogue may mean: a slip of the keys, or of a product
+    sold with several memories (`A100`), the largest."""
+    if slip := closest(name.lower(), GPUS, _ONE_KEY):
+        return f"did you mean `{slip}`?"
     words = set(re.split(r"[^a-z0-9]+", name[:80].lower()))
     family = [one for one in GPUS if one.partition("-")[0] in words]
     if family:
