@@ -220,6 +220,6 @@ def test_without_matplotlib_the_extra_is_named(
     some: list[PlottedLayout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BackendUnavailable, match=r"dmt\[plot\]") as caught:
+    with pytest.raises(BackendUnavailable, match=r"pip install 'matplotlib") as caught:
         write_plot(tmp_path / "plan.svg", "no", some)
     assert caught.value.exit_code == EXIT_UNAVAILABLE

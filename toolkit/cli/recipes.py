@@ -1,8 +1,13 @@
-"""`dmt recipes`: the shipped recipes, each with its first line."""
+"""`dmt recipes`: the shipped recipes, each with its title."""
 
-import typer
+import re
+import sys
 
 from toolkit.recipe.places import shipped_recipes
+from toolkit.terminal import tell
+
+_TITLE_END = re.compile(r"[:,(]|\.( |$)|$")
+"""Of a recipe's first comment."""
 
 
 def recipes() -> None:
@@ -17,4 +22,4 @@ def recipes() -> None:
     for name, file in files.items():
         with file.open(encoding="utf-8") as text:
             first = text.readline().lstrip("# ").strip()
-        typer.echo(f"{name:<{width}}  {first}")
+        tell(f"{name:<{width}}  {_TITLE_END.split(first)[0].rstrip()}", sys.stdout)
