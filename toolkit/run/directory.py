@@ -186,11 +186,6 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
         raise RecipeError(foreign)
     if not run.recipe.exists() or _never_began(run):
         return
-    try:
-        old = parse_recipe(read_bytes(run.recipe).decode())
-    except (OSError, ValueError) as error:
-        raise RecipeError([_unreadable(run, str(error))]) from error
-    new = parse_recipe(redact(dump_recipe(recipe)))
     problems = [
         Problem(
             key=key,
@@ -199,7 +194,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe) -> None:
             fix="--run-dir OTHER for a new run, or the old value to resume"
             + (f", or --change {key}={shown(new_value)}" if _within(key, ON_REQUEST) else ""),
         )
-        for key, old_value, new_value in changes(old, new)
+        for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
         if not may_change(key) and not was_requested(run, key, new_value)
     ]
     if problems:
@@ -215,18 +210,24 @@ def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step
     for key in keys:
         if not _within(key, ON_REQUEST):
             raise _not_changeable(key, ", ".join(ON_REQUEST), "--set, in a run of its own")
+    if foreign := [*_foreign(run)]:
+        raise RecipeError(foreign)
     if not run.recipe.exists():
         found = f"{run.path}, in which no run has begun"
         raise _not_changeable(found, "the directory of a run that continues", "--set instead")
-    try:
-        old = parse_recipe(read_bytes(run.recipe).decode())
-    except (OSError, ValueError) as error:
-        raise RecipeError([_unreadable(run, str(error))]) from error
-    new = parse_recipe(redact(dump_recipe(recipe)))
-    for key, before, now in changes(old, new):
+    for key, before, now in changes(*_stored_and_new(run, recipe)):
         if _within(key, keys):
             message = f"{key} was {shown(before)}, is {shown(now)}"
             EventLog(run.events).write("change", step=step, key=key, now=now, message=message)
+
+
+def _stored_and_new(run: RunDirectory, recipe: Recipe) -> tuple[Any, Any]:
+    """The recipe of the directory's run and this one, as plain data. Raises RecipeError."""
+    try:
+        stored = parse_recipe(read_bytes(run.recipe).decode())
+    except (OSError, ValueError) as error:
+        raise RecipeError([_unreadable(run, str(error))]) from error
+    return stored, parse_recipe(redact(dump_recipe(recipe)))
 
 
 def was_requested(run: RunDirectory, key: str, value: object) -> bool:
