@@ -1,5 +1,6 @@
 """Starting a launcher in a process of its own, and looking at what it leaves behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.watching import STAND_IN, alive
+from tests.launchers.watching import STAND_IN
 from tests.processes import HANG_S, wait_until
 
 _LAUNCH = """
@@ -78,5 +79,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
             launch.process.kill()
         launch.process.communicate()
         for file in tmp_path.glob("pid-*"):
-            if alive(int(file.read_text())):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)

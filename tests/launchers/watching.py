@@ -9,5 +9,5 @@ def alive(pid: int) -> bool:
     """Does the process exist and is it no zombie?"""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while it was read
         return False
